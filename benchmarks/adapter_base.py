@@ -67,7 +67,7 @@ def forms(
     """Return a session of each form, and the options of its runs."""
     plain = onnx.load(path)
     adapted = og.add_lora(plain, PATTERNS, rank=16)
-    base = og.adapter_inputs(adapted)
+    base = og.graph.adapter_inputs(adapted)
     og.save_adapter(adapted, folder / "a.onnx_adapter")
     adapter, active = ort.LoraAdapter(), ort.RunOptions()
     adapter.Load(str(folder / "a.onnx_adapter"))

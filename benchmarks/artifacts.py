@@ -78,7 +78,7 @@ def measure(name: str, old: Path, runtime: str | None) -> None:
         more: dict[str, Any] = {"batch_norm": "train" if network.train_norm else "frozen"}
         begin = time.perf_counter()
         for kind, options in {"new": {}, "older": {"opset": 19, "ir_version": 9}}.items():
-            og.generate_artifacts(
+            og.artifacts.generate_artifacts(
                 model,
                 names,
                 None,

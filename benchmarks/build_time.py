@@ -14,7 +14,8 @@ from onnx import helper, numpy_helper
 from rich.console import Console
 from rich.table import Table
 
-from onnxgrad import onnx_derivative, set_limits
+from onnxgrad import onnx_derivative
+from onnxgrad.graph import set_limits
 
 
 def chain(nodes: int) -> onnx.ModelProto:

@@ -113,7 +113,7 @@ def one(name: str, rounds: int) -> None:
     rows = STEPS[1] * network.batch
     ends: list[float] = []  # of steps
 
-    class Clock(og.Callback):
+    class Clock(og.callbacks.Callback):
         def on_step_end(self, trainer: Any, state: Any, control: Any) -> None:
             ends.append(time.perf_counter())
 

@@ -115,7 +115,7 @@ def long_weight(n):
 
 
 def table():
-    from onnxgrad import read_table
+    from onnxgrad.data import read_table
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.npz"

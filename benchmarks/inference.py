@@ -54,7 +54,7 @@ def jobs(net: Network, rows: int, threads: int) -> dict[str, Callable[[], Any]]:
     classifier.fit(some[0], classes)
     module = OnnxModule(trainer.model)
     tensor = torch.from_numpy(X)
-    seed = og.OrtGradientForwardBackwardOptimizer(
+    seed = og.compat.OrtGradientForwardBackwardOptimizer(
         trainer.model, learning_loss="square_error", max_iter=1, batch_size=32
     ).fit(some[0], np.eye(10, dtype=np.float32)[classes])
     plain, name = session(trainer.model, threads), proto.graph.input[0].name

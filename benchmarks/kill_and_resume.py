@@ -43,7 +43,7 @@ def train(folder: Path, epochs: int, units: int) -> None:
 
     import onnxgrad as og
 
-    class Ready(og.Callback):
+    class Ready(og.callbacks.Callback):
         def on_train_begin(self, trainer: Any, state: Any, control: Any) -> None:
             self.every_steps = 1
             print("ready", flush=True)
@@ -67,8 +67,8 @@ def train(folder: Path, epochs: int, units: int) -> None:
     trainer = og.Trainer(
         model,
         "cross_entropy",
-        optimizer=og.adamw(weight_decay=0.01),
-        learning_rate=og.plateau(3e-3, patience=1),
+        optimizer=og.optimizers.adamw(weight_decay=0.01),
+        learning_rate=og.schedules.plateau(3e-3, patience=1),
         dropout={"h": 0.2},
         metrics=["accuracy"],
         callbacks=[
@@ -189,7 +189,7 @@ class Harness:
 
     def check(self, folder: Path) -> None:
         """Load every visible checkpoint."""
-        from onnxgrad import TrainState
+        from onnxgrad.callbacks import TrainState
 
         paths = visible(folder)
         self.counts.without += not paths
@@ -205,7 +205,7 @@ class Harness:
 
     def check_saved(self, folder: Path, error: str) -> None:
         """Check that a process that was asked to end has saved its state, and left nothing."""
-        from onnxgrad import TrainState
+        from onnxgrad.callbacks import TrainState
 
         wrong, paths = self.counts.wrong, visible(folder)
         if paths and TrainState.load(paths[-1]).stop_reason != "interrupted":

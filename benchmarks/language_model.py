@@ -78,7 +78,7 @@ def onnxgrad_side(folder: Path, steps: int, recompute: str) -> None:
 
     clock = Clock()
 
-    class Laps(og.Callback):
+    class Laps(og.callbacks.Callback):
         def on_epoch_end(self, trainer, state, control) -> None:
             clock.lap()
 

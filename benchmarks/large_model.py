@@ -84,14 +84,16 @@ def job(name: str, path: Path, other: Path) -> None:
         session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
         session.run(None, {"h0": rows()[0][:BATCH]})
     elif name == "two steps of a few weights, saved":
-        trainer = onnxgrad.OrtGradientForwardBackwardOptimizer(path, FEW, **train).fit(*rows())
+        trainer = onnxgrad.compat.OrtGradientForwardBackwardOptimizer(path, FEW, **train).fit(
+            *rows()
+        )
         onnxgrad.save(trainer.get_trained_onnx(), path.with_name("trained.onnx"))
     elif name == "two steps of a layer in the middle":
-        onnxgrad.OrtGradientForwardBackwardOptimizer(path, ["w1"], **train).fit(*rows())
+        onnxgrad.compat.OrtGradientForwardBackwardOptimizer(path, ["w1"], **train).fit(*rows())
     elif name == "saved into another folder":
         onnxgrad.save(path.with_name("trained.onnx"), other / "trained.onnx")
     elif name == "two steps of all weights":
-        onnxgrad.OrtGradientForwardBackwardOptimizer(path, **train).fit(*rows())
+        onnxgrad.compat.OrtGradientForwardBackwardOptimizer(path, **train).fit(*rows())
 
 
 JOBS = [
@@ -146,7 +148,7 @@ def trained(path: Path, kind: str) -> dict[str, float]:
 
     seconds = []
 
-    class Clock(onnxgrad.Callback):
+    class Clock(onnxgrad.callbacks.Callback):
         def on_step_end(self, trainer, state, control):
             seconds.append(time.perf_counter())
 

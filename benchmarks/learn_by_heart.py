@@ -71,19 +71,19 @@ def learn(options: argparse.Namespace, home: Path) -> None:
     folder = og.load_folder(source)
     pattern = options.lora or ("*" if options.precision.startswith("int") else None)
     model = og.add_lora(folder, pattern, rank=options.rank) if pattern else folder
-    data = og.texts(rows, folder)
+    data = og.language.texts(rows, folder)
     trainer = og.Trainer(
         model,
         "causal_lm",
         optimizer="adamw",
-        learning_rate=og.cosine(options.rate, warmup=20),
+        learning_rate=og.schedules.cosine(options.rate, warmup=20),
         clip_norm=1.0,
     )
     began = time.perf_counter()
     trainer.fit(data, epochs=options.epochs, batch_size=options.batch_size)
     seconds = time.perf_counter() - began
     new = og.save_folder(trainer, home / "learned", like=folder, overwrite=True)
-    answers = og.generate(new, [row["prompt"] for row in rows], 32)
+    answers = og.language.generate(new, [row["prompt"] for row in rows], 32)
     right = sum(a == row["completion"] for a, row in zip(answers, rows, strict=True))
     wrong = next((p for p in zip(rows, answers, strict=True) if p[0]["completion"] != p[1]), None)
     result = {

@@ -40,7 +40,7 @@ RATE = 1e-4
 
 def encoder() -> onnx.ModelProto:
     """Return the model from tokens to embeddings."""
-    from onnxgrad import select_model_inputs_outputs
+    from onnxgrad.graph import select_model_inputs_outputs
 
     path = fetch(next(m for m in models() if m.name == "minilm"), CACHE)
     return select_model_inputs_outputs(onnx.load(path), outputs=[OUTPUT])
@@ -81,7 +81,7 @@ def ours(kind: str, rows: int, tokens: int, steps: int) -> dict[str, Any]:
         proto = adapted(proto, kind)
     before, seconds = memory("VmRSS"), []
 
-    class Clock(og.Callback):
+    class Clock(og.callbacks.Callback):
         def on_step_end(self, trainer, state, control):
             seconds.append(time.perf_counter())
 

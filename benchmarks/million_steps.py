@@ -41,7 +41,7 @@ def traced() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-class Sampler(og.Callback):
+class Sampler(og.callbacks.Callback):
     """Samples the memory, asks for evaluations, and ends training after `steps`."""
 
     def __init__(self, steps: int, every: int, measure: Callable[[], int]) -> None:
@@ -93,13 +93,13 @@ def train(steps: int, every: int, measure: Callable[[], int], folder: Path) -> S
     trainer = og.Trainer(
         model,
         "squared_error",
-        learning_rate=og.cosine(1e-3, warmup=100),
+        learning_rate=og.schedules.cosine(1e-3, warmup=100),
         dropout={"h": 0.1},
         metrics=["mae"],
         callbacks=[
             sampler,
             og.EarlyStopping(patience=1 << 30),
-            og.History(folder / "history.csv"),
+            og.callbacks.History(folder / "history.csv"),
             og.Checkpoint(folder / "checkpoints", every_steps=steps // 20),
         ],
     )

@@ -25,12 +25,9 @@ import onnx
 import onnxruntime as ort
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from onnxgrad import (
-    OrtGradientForwardBackwardOptimizer,
-    onnx_derivative,
-    select_model_inputs_outputs as select,
-    trainable,
-)
+from onnxgrad import onnx_derivative, trainable
+from onnxgrad.compat import OrtGradientForwardBackwardOptimizer
+from onnxgrad.graph import select_model_inputs_outputs as select
 from onnxgrad.model import weights as constants
 
 CACHE = Path.home() / ".cache" / "onnxgrad" / "models"

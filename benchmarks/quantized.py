@@ -111,7 +111,7 @@ def _docstrings(folder: Path, name: str) -> Any:
 
 
 def minilm() -> onnx.ModelProto:
-    encoder = og.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
+    encoder = og.graph.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
     return og.add_head(encoder, len(LIBRARIES), at="461")
 
 

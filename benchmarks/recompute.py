@@ -95,7 +95,7 @@ def measure(network: str, recompute: str, rows: int, steps: int) -> dict[str, fl
     X, y = rng.normal(size=(rows, *shape)).astype(np.float32), rng.integers(0, 10, rows)
     seconds: list[float] = []
 
-    class Clock(og.Callback):
+    class Clock(og.callbacks.Callback):
         def on_step_end(self, trainer, state, control):
             seconds.append(time.perf_counter())
 

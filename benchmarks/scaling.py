@@ -54,7 +54,7 @@ def step_seconds(name: str, how: str, rounds: int) -> Iterator[float]:
 
     network = ZOO[name]
     proto = network.exported(network.module())
-    parallel: Any = og.DataParallel() if how == "shared" else False
+    parallel: Any = og.parallel.DataParallel() if how == "shared" else False
     trainer = network.trainer(proto, parallel=parallel)
     X, y = network.data(5 * network.batch)
     fed = network.fed(X)
@@ -67,7 +67,7 @@ def step_seconds(name: str, how: str, rounds: int) -> Iterator[float]:
 
 def all_reduce_seconds() -> Iterator[float]:
     """Yield the seconds of an all-reduce of each size."""
-    from onnxgrad.parallel import group_of
+    from onnxgrad.parallel.process_groups import group_of
 
     group = group_of(True)
     assert group is not None

@@ -38,14 +38,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPRegressor
 from torch.utils.data import DataLoader, TensorDataset
 
-from onnxgrad import (
+from onnxgrad import Trainer, add_loss_output
+from onnxgrad.compat import (
     LearningRateSGDNesterov,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    Trainer,
-    add_loss_output,
-    nesterov,
 )
+from onnxgrad.optimizers import nesterov
 
 BATCH, EPOCHS = 15, 100
 BARS = {  # how many times as fast each trainer is asked to be

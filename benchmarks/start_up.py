@@ -61,7 +61,7 @@ def child(network: str, face: str, file: str, began: float) -> Times:
 def by_trainer(
     og: Any, file: str, loss: str, X: Any, y: Any, passed: Callable[[str], None]
 ) -> None:
-    class Stages(og.Callback):
+    class Stages(og.callbacks.Callback):
         def on_train_begin(self, trainer: Any, state: Any, control: Any) -> None:
             passed("build")
 
@@ -98,7 +98,7 @@ def write(network: str, face: str, file: Path) -> None:
     if network == "minilm":
         from published import fetched
 
-        model = og.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
+        model = og.graph.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
     else:
         model = onnx.parser.parse_model("""
             <ir_version: 9, opset_import: ["": 20]>

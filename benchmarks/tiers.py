@@ -85,12 +85,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recorder(Path(os.environ["ONNXGRAD_RECORD"])))
 
 
-def error_types(package: Any) -> list[type[BaseException]]:
+def public_objects(package: Any) -> dict[str, Any]:
+    """Return the public objects of a package and its submodules, such as "optimizers.adamw"."""
+    found = {}
+    for name in package.__all__:
+        value = getattr(package, name)
+        inner = public_objects(value) if inspect.ismodule(value) else {}
+        found |= {f"{name}.{own}": each for own, each in inner.items()} or {name: value}
+    return found
+
+
+def error_types(package: Any) -> set[type[BaseException]]:
     """Return the public errors and warnings."""
-    found = (getattr(package, name) for name in package.__all__)
-    return [
+    found = public_objects(package).values()
+    return {
         value for value in found if isinstance(value, type) and issubclass(value, BaseException)
-    ]
+    }
 
 
 def run_with_coverage(folders: list[str], keep: Path, *options: str) -> None:
@@ -202,9 +212,9 @@ def rows_of_table(data: Any, keep: Path) -> Iterator[tuple[str, int, list[str]]]
     import onnxgrad.training.trainer  # registers what is known of operators
     from onnxgrad.operators import OPERATORS
 
-    names = [n for n in onnxgrad.__all__ if not inspect.ismodule(getattr(onnxgrad, n))]
-    missing = [n for n in names if not tested_code(data, getattr(onnxgrad, n))]
-    yield "public names", len(names), missing
+    public = public_objects(onnxgrad)
+    missing = [place for place, thing in public.items() if not tested_code(data, thing)]
+    yield "public names", len(public), missing
 
     functions = {
         f"{domain or 'ai.onnx'}::{name}": o.rule or o.subgraph_rule or o.lowering
@@ -220,7 +230,7 @@ def rows_of_table(data: Any, keep: Path) -> Iterator[tuple[str, int, list[str]]]
     missing = sorted(options - {(command, option) for command, used in run for option in used})
     yield "options of the shell", len(options), [" ".join(pair) for pair in missing]
 
-    types = [error.__name__ for error in error_types(onnxgrad)]
+    types = sorted(error.__name__ for error in error_types(onnxgrad))
     raised = {name for call in calls for name in call["errors"]}
     yield "errors and warnings", len(types), sorted(set(types) - raised)
 

@@ -72,7 +72,7 @@ def onnxgrad_side(given: argparse.Namespace, path: Path) -> dict:
 
     seconds, (x, labels) = [], data(given)
 
-    class Clock(og.Callback):
+    class Clock(og.callbacks.Callback):
         def on_step_end(self, trainer, state, control) -> None:
             seconds.append(time.perf_counter())
 

@@ -87,7 +87,11 @@ class Network:
     def trainer(self, proto: onnx.ModelProto, **options: Any) -> og.Trainer:
         """Return our trainer for the job."""
         loss = "cross_entropy" if self.labels else "squared_error"
-        options |= {"optimizer": og.adamw(weight_decay=0.01) if self.adam else og.momentum(0.9)}
+        options |= {
+            "optimizer": og.optimizers.adamw(weight_decay=0.01)
+            if self.adam
+            else og.optimizers.momentum(0.9)
+        }
         options |= {"learning_rate": self.rate}
         norm = "train" if self.train_norm else "frozen"
         return og.Trainer(proto, loss, batch_norm=norm, **options)
@@ -338,7 +342,7 @@ class SentenceEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         proto = sentence_encoder()
-        arrays = og.get_train_initializer(proto)
+        arrays = og.graph.get_train_initializer(proto)
         self.named = {t.names[-1]: t.name for t in og.trainable(proto).trained}
         self.tensors = nn.ParameterList(torch.tensor(arrays[n][0]) for n in self.named.values())
 
@@ -353,14 +357,14 @@ class MiniLM(Network):
     def exported(self, module: nn.Module) -> onnx.ModelProto:
         tensors = zip(module.named.values(), module.tensors, strict=True)
         weights = {name: tensor.detach().numpy() for name, tensor in tensors}
-        return og.replace_initializers_into_onnx(sentence_encoder(), weights)
+        return og.graph.replace_initializers_into_onnx(sentence_encoder(), weights)
 
     def fed(self, X: np.ndarray) -> Any:
         return {"input_ids": X, "attention_mask": np.ones_like(X)}
 
 
 def sentence_encoder() -> onnx.ModelProto:
-    return og.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
+    return og.graph.select_model_inputs_outputs(onnx.load(fetched("minilm")), outputs=["461"])
 
 
 NETWORKS = {

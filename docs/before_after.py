@@ -43,7 +43,7 @@ def train(others: Numbers) -> tuple[list[str], list[str], float]:
     images = [image for image, _ in others]
     before = [text for text, _ in task.predict(task.model, images)]
     began = time.monotonic()
-    trainer = task.trainer(learning_rate=og.cosine(1e-4, warmup=0.1), clip_norm=1.0)
+    trainer = task.trainer(learning_rate=og.schedules.cosine(1e-4, warmup=0.1), clip_norm=1.0)
     trainer.fit(task.data, epochs=4, batch_size=16)
     minutes = (time.monotonic() - began) / 60
     return before, [text for text, _ in task.predict(trainer, images)], minutes

@@ -29,7 +29,7 @@ def stages() -> list[Stage]:
     forward = len(model.graph.node)
     gradient = len(og.onnx_derivative(model).graph.node)
     with tempfile.TemporaryDirectory() as folder:
-        og.generate_artifacts(
+        og.artifacts.generate_artifacts(
             MODEL, loss="CrossEntropyLoss", optimizer="AdamW", artifact_directory=folder
         )
         files = ("training_model.onnx", "optimizer_model.onnx")

@@ -14,13 +14,13 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from tests.support.paths import PACKAGE
 from tests.support.source_nodes import imports_and_calls, module_files
 
-# from the ground up: a room imports those before it, and the public names import all but `tasks`,
-# which are above them, and `cli`
+# from the ground up: a room imports the rooms before it. Stubs point to any room, as the names that
+# they list are imported when they are first used.
 FLOORS = (
-    "lazy_sympy errors checks limits reporting estimator"
+    "lazy_names lazy_sympy errors checks limits reporting estimator"
     " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
-    " language explain plot report torch sklearn __init__ tasks cli __main__"
+    " language explain plot report torch sklearn callbacks __init__ tasks cli __main__"
 ).split()
 
 
@@ -65,7 +65,7 @@ def test_tasks_use_public_names_only():
     """They ask the records of operators, too, and run files by the one predictor."""
     tasks = [name for name in module_files() if room(name) == "tasks"]
     used = {other for name in tasks for other in imported_modules(name)}
-    allowed = ("operators.__init__", "operators.records", "runtime.predictor")
+    allowed = ("lazy_names", "operators.__init__", "operators.records", "runtime.predictor")
     others = {other for other in used if room(other) not in ("tasks", "__init__")}
     assert others <= {f"onnxgrad.{name}" for name in allowed}
 
@@ -130,6 +130,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "adapters": (2200, 20),
     "artifacts": (650, 9),
     "autodiff": (5350, 39),
+    "callbacks": (50, 1),
     "cli": (3900, 41),
     "compat": (1850, 14),
     "data": (3550, 28),
@@ -140,12 +141,12 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "losses": (3550, 33),
     "metrics": (1050, 14),
     "model": (2450, 20),
-    "modules": (450, 8),
+    "modules": (500, 9),  # with `lazy_names`, by which all submodules offer their names
     "native": (1450, 12),
     "operators": (5950, 38),
     "optimizers": (1100, 10),
     "parallel": (550, 6),
-    "plot": (1550, 13),
+    "plot": (1600, 13),  # with the two lines that offer its public names
     "quantization": (450, 6),
     "report": (1200, 11),
     "runtime": (850, 8),

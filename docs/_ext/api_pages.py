@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -16,10 +17,23 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
-import onnxgrad
 from onnxgrad.training.trainer import TrainerBase
 
-PUBLIC = frozenset(onnxgrad.__dir__()) - {"__version__"}  # `__all__` lacks what is not installed
+BLOCK = re.compile(r"^\.\. api::(?: ([\w.]+))?\n((?:\n|   \w+\n)+)", re.MULTILINE)
+
+
+def documented_names(folder: Path) -> list[tuple[str, str]]:
+    """Return each name that a page in `folder` documents, and the module that it is imported from.
+
+    A name that is at the root and in a submodule, or in two submodules, is documented at one place.
+    """
+    blocks = [
+        found for page in sorted(folder.glob("*.rst")) for found in BLOCK.findall(page.read_text())
+    ]
+    return [(name, module or "onnxgrad") for module, names in blocks for name in names.split()]
+
+
+MODULES = dict(documented_names(Path(__file__).parents[1] / "api"))
 
 
 class Api(SphinxDirective):
@@ -64,17 +78,19 @@ def _documented(name: str, thing: Any) -> list[str]:
 
 
 class Backticks(SphinxRole):
-    """Code in single backticks, which is a link where it is a public name or a page of them."""
+    """Code in single backticks, which is a link where it is a public name or a submodule."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """Return the code, inside of a reference if there is something to refer to."""
         code = nodes.literal(self.rawtext, self.text, classes=["code"])
-        name, _, member = self.text.removeprefix("onnxgrad.").partition(".")
-        page = f"api/{name}"  # of a part of the package, as `onnxgrad.losses`
-        if self.text == f"onnxgrad.{name}" and page in self.env.found_docs:
+        root, path = re.fullmatch(r"((?:onnxgrad|og)\.)?(.*)", self.text, re.DOTALL).groups()
+        module, _, name = path.rpartition(".")
+        page = f"api/{path}"  # of a submodule, as `onnxgrad.losses`
+        if root and page in self.env.found_docs:
             target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{page}"}
-        elif name in PUBLIC and not member:
-            target = {"refdomain": "py", "reftype": "obj", "reftarget": f"onnxgrad.{name}"}
+        elif name in MODULES and (not module or f"api/{module}" in self.env.found_docs):
+            place = f"{MODULES[name]}.{name}"
+            target = {"refdomain": "py", "reftype": "obj", "reftarget": place}
         else:
             return [code], []
         reference = pending_xref("", code, refexplicit=True, refwarn=True, **target)

@@ -34,8 +34,10 @@ model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
     f (float[N,3] x) => (float[N,1] y) <float[3,1] w = {0.0, 0.0, 0.0}> { y = MatMul(x, w) }
 """)
-data = og.arrow_dataset("rows", y="price", columns=["a", "b", "c"], shuffle_rows=20_000)
-trainer = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.01, callbacks=[og.Timing()])
+data = og.data.arrow_dataset("rows", y="price", columns=["a", "b", "c"], shuffle_rows=20_000)
+trainer = og.Trainer(
+    model, "mse", optimizer="sgd", learning_rate=0.01, callbacks=[og.callbacks.Timing()]
+)
 trainer.fit(data, epochs=3, batch_size=256)
 print(trainer.state.weights["w"].ravel(), trainer.history[-1])
 np.testing.assert_allclose(trainer.state.weights["w"].ravel(), truth, atol=0.01)

@@ -46,7 +46,7 @@ for part, count in {"train": 40, "val": 10}.items():
 
 # %%
 # The mean average precision is on pictures that were not trained on.
-task = Detection(fetched("ddddocr"), root, augment=[og.random_flip()])
+task = Detection(fetched("ddddocr"), root, augment=[og.data.random_flip()])
 layers = [f"Conv_{number}.*" for number in (251, 261, 262, 272, 282, 283, 293, 303, 304)]
 trainer = task.trainer(train=[*layers, *task.class_layers], optimizer="adamw", learning_rate=0.003)
 before = trainer.evaluate(task.validation, batch_size=5)

@@ -28,7 +28,7 @@ model = onnx.parser.parse_model("""
 # The gradient of the loss of each row, as in :doc:`per_sample_gradients`.
 
 loss = og.add_loss_output(model, "binary_cross_entropy", from_logits=True)
-rows = og.unreduced_onnx_loss(loss, "loss")
+rows = og.losses.unreduced_onnx_loss(loss, "loss")
 gradient_model = og.jacobian(rows, weights=["w"], inputs=[], batched=True)
 session = InferenceSession(gradient_model.SerializeToString())
 

@@ -36,22 +36,22 @@ for (forward, args), lengths, file in zip((encoder, decoder), axes, files, stric
 # 50 rows of tokens, and what to write for them: each token behind those before it, and 1 at the
 # end; -100 has no loss. The table of words, which both files store, is one tensor.
 
-rng = np.random.default_rng(0)
-rows = rng.permuted(np.tile(np.arange(3, 30), (50, 1)), axis=1)
+rows = np.random.default_rng(0).permuted(np.tile(np.arange(3, 30), (50, 1)), axis=1)
 X, labels = rows[:, :6], rows[:, 6:11]
 labels[:, 4], labels[:10, 3:] = 1, [1, -100]
-data = {"input_ids": X, "attention_mask": X > 0, "decoder_input_ids": og.shift_right(labels, 0)}
-model = og.join_encoder_decoder(*files)
-trainer = og.Trainer(model, {"logits": "cross_entropy"}, learning_rate=og.cosine(0.01))
+shifted = og.language.shift_right(labels, 0)
+data = {"input_ids": X, "attention_mask": X > 0, "decoder_input_ids": shifted}
+model = og.language.join_encoder_decoder(*files)
+trainer = og.Trainer(model, {"logits": "cross_entropy"}, learning_rate=og.schedules.cosine(0.01))
 trainer.fit(data, labels, epochs=120, batch_size=10)
 
 # %%
 # Each file gets its weights; pass those with a cache, too, if there are any.
 
-trained = og.split_encoder_decoder(trainer.model, *files)
-written = og.greedy_decode(*trained, X, start=0, end=1, max_new_tokens=8)
+trained = og.language.split_encoder_decoder(trainer.model, *files)
+written = og.language.greedy_decode(*trained, X, start=0, end=1, max_new_tokens=8)
 assert (written[:, :5] == np.maximum(labels, 0)).all(1).mean() > 0.9
-before = og.greedy_decode(*files, X, start=0, end=1, max_new_tokens=8)
+before = og.language.greedy_decode(*files, X, start=0, end=1, max_new_tokens=8)
 theirs = net.generate(torch.tensor(X), max_new_tokens=8, do_sample=False).numpy()[:, 1:]
 np.testing.assert_array_equal(before, theirs)
 print(written[:3], before[:3], sep="\n")

@@ -18,12 +18,12 @@ import onnxgrad as og
 # %%
 # Its ``slots`` are what the optimizer keeps for each weight from step to step. ``update`` writes
 # nodes, and returns the new step and the new slots. ``elementwise`` says that every element is
-# computed on its own, so that small weights can be updated together. ``og.sgd()`` multiplies by the
-# learning rate.
+# computed on its own, so that small weights can be updated together. ``og.optimizers.sgd()``
+# multiplies by the learning rate.
 
 
 @dataclass(frozen=True)
-class SignOfMean(og.Optimizer):
+class SignOfMean(og.optimizers.Optimizer):
     """m <- d m + (1 - d) u;  u -> sign(m)."""
 
     decay: float = 0.9
@@ -36,7 +36,7 @@ class SignOfMean(og.Optimizer):
         return op.Sign(m), {"m": m}
 
 
-signum = og.Chain((SignOfMean(), og.sgd()))
+signum = og.optimizers.Chain((SignOfMean(), og.optimizers.sgd()))
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }

@@ -28,12 +28,12 @@ model = onnx.parser.parse_model("""
 # has one block for each row: ``(64, 1, 3, 1)`` for w. With ``batched=True``, the rows are proven
 # not to mix, and the model has a loop over them, which computes each alone.
 
-rows = og.unreduced_onnx_loss(og.add_loss_output(model, "squared_error"), "loss")
+rows = og.losses.unreduced_onnx_loss(og.add_loss_output(model, "squared_error"), "loss")
 per_row = og.jacobian(rows, weights=["w", "b"], inputs=[], batched=True)
 session = InferenceSession(per_row.SerializeToString())
 print([(output.name, output.shape) for output in session.get_outputs()])
 
-feed = {name: array for name, (array, _) in og.get_train_initializer(model).items()}
+feed = {name: array for name, (array, _) in og.graph.get_train_initializer(model).items()}
 losses, by_w, by_b = session.run(None, feed | {"x": x, "label": y})
 by_w, by_b = by_w.reshape(64, 3), by_b.reshape(64, 1)
 

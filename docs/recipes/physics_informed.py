@@ -39,7 +39,7 @@ residual = onnx.parser.parse_model("""
     { residual = Add(t_hvp, u)  loss = Mul(residual, residual) }
 """)
 trainer = og.Trainer(
-    second, og.LossModel(residual), optimizer="adam", learning_rate=og.cosine(0.01)
+    second, og.losses.LossModel(residual), optimizer="adam", learning_rate=og.schedules.cosine(0.01)
 )
 t = np.linspace(0, 2 * np.pi, 100, dtype=np.float32)[:, None]
 ones = np.ones_like(t)
@@ -48,7 +48,7 @@ trainer.fit({"t": t, "u_grad": ones, "t_vector": ones}, epochs=4000, batch_size=
 # %%
 # The weights belong to the network, too.
 
-solution = og.replace_initializers_into_onnx(network, trainer.state.weights)
+solution = og.graph.replace_initializers_into_onnx(network, trainer.state.weights)
 [u] = InferenceSession(solution.SerializeToString()).run(None, {"t": t})
 print("loss", trainer.history[-1]["loss"], "largest error", np.abs(u - np.sin(t)).max())
 np.testing.assert_allclose(u, np.sin(t), atol=0.02)

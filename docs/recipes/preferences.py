@@ -41,11 +41,11 @@ data = {"input_ids": ids, "labels": np.where(np.arange(7) < 3, -100, ids)}
 
 def dpo(op, log_probs, reference, beta=0.1):
     """Write the loss of each pair, from the log-probabilities (N, 2)."""
-    margin = op.MatMul(log_probs - reference, np.float32([1, -1]))
-    return op.Softplus(-beta * margin)
+    return op.Softplus(-beta * op.MatMul(log_probs - reference, np.float32([1, -1])))
 
 
-policy = og.sequence_log_probs(og.add_lora(base, ["inner", "words"], rank=4), alternatives=2)
+adapted = og.add_lora(base, ["inner", "words"], rank=4)
+policy = og.language.sequence_log_probs(adapted, alternatives=2)
 trainer = og.Trainer(policy, dpo, learning_rate=0.01)
 reference = trainer.predict(data)
 np.testing.assert_allclose(trainer.evaluate(data, reference)["loss"], np.log(2), rtol=1e-5)

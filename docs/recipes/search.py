@@ -40,7 +40,9 @@ for file, rows in {"train.csv": pairs[48:], "held_out.csv": pairs[:48]}.items():
 
 encoder, tokenizer = fetched("minilm"), fetched_tokenizer()
 task = og.tasks.embeddings.Embeddings(encoder, folder / "train.csv", tokenizer=tokenizer)
-trainer = task.trainer(optimizer="adamw", learning_rate=og.cosine(3e-4, 18, warmup=4), seed=1)
+trainer = task.trainer(
+    optimizer="adamw", learning_rate=og.schedules.cosine(3e-4, 18, warmup=4), seed=1
+)
 held_out = task.read(folder / "held_out.csv")
 before = trainer.evaluate(held_out)["query_recall_at_1"]
 trainer.fit(task.data, epochs=3, batch_size=16).save(folder / "search.onnx")

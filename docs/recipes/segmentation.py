@@ -40,8 +40,9 @@ for number in range(64):
 # Pictures are normalized as those of ImageNet. One score a pixel tells two classes apart.
 
 task = og.tasks.segmentation.Segmentation(
-    fetched("paddleocr"), root, image_size=(160, 160), augment=[og.random_flip()],
-    normalize=og.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), loss="cross_entropy+dice",
+    fetched("paddleocr"), root, image_size=(160, 160), augment=[og.data.random_flip()],
+    normalize=og.data.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+    loss="cross_entropy+dice",
 )  # fmt: skip
 trainer = task.trainer(optimizer="adamw", learning_rate=2e-3)
 before = trainer.evaluate(task.validation)["iou_per_class"]

@@ -36,7 +36,11 @@ ratings = truth[user, item][:, None]
 known, unknown = slice(0, len(user) // 5), slice(len(user) // 5, None)
 
 trainer = og.Trainer(
-    model, "mse", optimizer=og.adamw(weight_decay=0.01), learning_rate=0.02, metrics=["r2"]
+    model,
+    "mse",
+    optimizer=og.optimizers.adamw(weight_decay=0.01),
+    learning_rate=0.02,
+    metrics=["r2"],
 )
 trainer.fit(
     {"user": user[known], "item": item[known]},

@@ -42,7 +42,7 @@ for name, first in zip(said, start, strict=True):  # two minutes of the word and
 # The file takes log-mel spectrograms of 0.78 s, of samples in 16 bits: log10(power * 32768^2) + 2.
 
 options = {"win_length": 400, "f_min": 60, "f_max": 3800, "mel_scale": "slaney", "norm": "slaney"}
-mel = og.mel_spectrogram(RATE, 512, 160, 32, log="log10", center=False, **options)
+mel = og.data.mel_spectrogram(RATE, 512, 160, 32, log="log10", center=False, **options)
 model = og.add_head(fetched("openwakeword"), ["word"], activation="sigmoid")
 front = {"seconds": 12512 / RATE, "front": lambda x: mel(x) + 2 * np.log10(32768) + 2}
 task = og.tasks.sound.Sound(model, root, word="word", shift=0.15, gain=6, **front)
@@ -51,7 +51,7 @@ for label, train, rate in (("new layer", "head.*", 0.01), ("all weights", None, 
     trainer = task.trainer(optimizer="adam", learning_rate=rate, train=train)
     [heard] = task.predict(trainer.fit(task.data, epochs=4, batch_size=20), [stream], hop=0.16)
     word = [abs(heard.times - at / RATE + 0.14) < 0.6 for at in start[said == "word"]]
-    alarms = og.false_alarms(heard.scores, np.any(word, 0), seconds=0.16, hold=1.0)
+    alarms = og.metrics.false_alarms(heard.scores, np.any(word, 0), seconds=0.16, hold=1.0)
     per_hour.append(alarms.at(missed=0.1)[1])
     print(f"{label}: {per_hour[-1]:.0f} false alarms per hour, 10% missed")
     plt.step(alarms.per_hour, alarms.missed, label=label)

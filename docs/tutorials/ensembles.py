@@ -45,7 +45,7 @@ for name, shape in {"w1": (64, 32), "b1": 32, "w2": (32, 10), "b2": 10}.items():
 # batches.
 
 rates = [rate for rate in (1e-4, 1e-3, 1e-2, 1e-1) for _ in range(2)]
-decays = [og.adamw(weight_decay=decay) for _ in range(4) for decay in (0.0, 0.1)]
+decays = [og.optimizers.adamw(weight_decay=decay) for _ in range(4) for decay in (0.0, 0.1)]
 search = og.TrainerStack(
     model, "cross_entropy", learning_rate=rates, optimizer=decays, metrics=["accuracy"]
 )

@@ -131,7 +131,7 @@ judge("head", head, epochs=20)
 # %%
 # Nothing else has changed in the file:
 
-published, tuned = (og.get_train_initializer(m) for m in (PUBLISHED, head.model))
+published, tuned = (og.graph.get_train_initializer(m) for m in (PUBLISHED, head.model))
 same = published.keys() & tuned.keys()
 for name in same:
     np.testing.assert_array_equal(tuned[name][0], published[name][0])
@@ -153,7 +153,9 @@ judge("then the last blocks", block, epochs=12)
 # With ``param_groups``, groups of weights have rates of their own. Here, all weights train, and the
 # head at three times the rate of the others.
 
-groups = og.param_groups({"head.*": og.ParamGroup(rate=3)}, default=og.adam())
+groups = og.optimizers.param_groups(
+    {"head.*": og.optimizers.ParamGroup(rate=3)}, default=og.optimizers.adam()
+)
 whole = og.Trainer(head.model, "cross_entropy", optimizer=groups, **options)
 judge("then all", whole, epochs=12)
 

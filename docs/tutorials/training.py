@@ -134,11 +134,16 @@ np.testing.assert_allclose(new, weights["head_bias"] - 0.1 * batch["head_bias_gr
 # weights; the averages are what is evaluated and saved.
 
 og.Trainer(MODEL, "cross_entropy", optimizer="lion", learning_rate=1e-4)
-fine = og.param_groups(
-    {"head*": og.ParamGroup(rate=10), "*bias": og.ParamGroup(weight_decay=0.0)},
-    default=og.adamw(weight_decay=0.05),
+fine = og.optimizers.param_groups(
+    {
+        "head*": og.optimizers.ParamGroup(rate=10),
+        "*bias": og.optimizers.ParamGroup(weight_decay=0.0),
+    },
+    default=og.optimizers.adamw(weight_decay=0.05),
 )
-averaged = og.Trainer(MODEL, "cross_entropy", optimizer=og.ema(fine, decay=0.9)).fit(X, y)
+averaged = og.Trainer(MODEL, "cross_entropy", optimizer=og.optimizers.ema(fine, decay=0.9)).fit(
+    X, y
+)
 assert "average" in averaged.state.slots["head_weight"]
 np.testing.assert_array_equal(
     averaged.evaluated()["head_weight"], averaged.state.slots["head_weight"]["average"]
@@ -151,7 +156,7 @@ np.testing.assert_array_equal(
 # A schedule is a function of the step, which you can call and plot. `steps=None`, the default, is
 # the whole run, and a warm-up is a number of steps or a share of the run.
 
-schedule = og.cosine(0.01, warmup=0.1)
+schedule = og.schedules.cosine(0.01, warmup=0.1)
 ax = schedule.plot(steps=200)
 ax.figure.savefig("schedule.png")
 scheduled = og.Trainer(MODEL, "cross_entropy", learning_rate=schedule).fit(X, y)
@@ -161,18 +166,20 @@ assert schedule.over(100)(10) == 0.01  # the peak, when the warm-up is over
 # `join` puts schedules one after the other; `plateau` lowers the rate when a value of the history
 # has stopped falling; a function of the step of your own derives from `Schedule`.
 
-og.join([og.constant(0.01), og.exponential(0.01, 0.9, every=10)], boundaries=[0.5])
-og.plateau(0.01, factor=0.5, patience=2, monitor="validation_loss")
+og.schedules.join(
+    [og.schedules.constant(0.01), og.schedules.exponential(0.01, 0.9, every=10)], boundaries=[0.5]
+)
+og.schedules.plateau(0.01, factor=0.5, patience=2, monitor="validation_loss")
 
 # %%
 # 5. Losses
 # ---------
 #
 # A loss is the mean over what a batch has labels for, as PyTorch's. `loss_options` has its options,
-# and `onnxgrad.LOSSES` lists the names. Behind a Softmax or Sigmoid, losses know that the
+# and `onnxgrad.losses.LOSSES` lists the names. Behind a Softmax or Sigmoid, losses know that the
 # prediction is a probability. Class weights and sample weights make a weighted mean.
 
-print(sorted(og.LOSSES))
+print(sorted(og.losses.LOSSES))
 og.Trainer(MODEL, "cross_entropy", loss_options={"label_smoothing": 0.1})
 balanced = og.Trainer(MODEL, "cross_entropy", class_weight="balanced")  # or {3: 2.0}, or an array
 balanced.fit(X, y, sample_weight=np.linspace(0.5, 1.5, len(X)))
@@ -217,19 +224,19 @@ several.fit(rows, labels)
 # for texts that belong together; `ctc` for sequences without an alignment.
 # `OutputLoss` needs no labels, as with pairs of images and texts:
 
-pairs = og.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
+pairs = og.losses.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
 
 # %%
 # A teacher, a second ONNX model as the loss, or a function that writes the loss as nodes:
 
-student = og.Trainer(MODEL, og.distillation("digits.onnx", temperature=4.0, alpha=0.9))
+student = og.Trainer(MODEL, og.losses.distillation("digits.onnx", temperature=4.0, alpha=0.9))
 student.fit(X, y)
 second = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
     l1 (float[N,1] price, float[N,1] target) => (float[N,1] loss)
     { difference = Sub(price, target)  loss = Abs(difference) }
 """)
-og.Trainer(two, og.LossModel(second), train="a").fit(rows, {"target": labels["label_price"]})
+og.Trainer(two, og.losses.LossModel(second), train="a").fit(rows, {"target": labels["label_price"]})
 
 
 def relative(op, prediction, label):
@@ -275,10 +282,10 @@ watched = og.Trainer(
     metrics=["accuracy"],
     callbacks=[
         og.EarlyStopping("validation_accuracy", patience=2),
-        og.History("history.csv"),
-        og.Norms(),
-        og.Timing(),
-        og.NanWatch(),
+        og.callbacks.History("history.csv"),
+        og.callbacks.Norms(),
+        og.callbacks.Timing(),
+        og.callbacks.NanWatch(),
     ],
 )
 watched.fit(X, y, validation=0.2, epochs=4)
@@ -289,7 +296,7 @@ print(watched.history[-1])
 # to save a checkpoint or to evaluate.
 
 
-class StopBelow(og.Callback):
+class StopBelow(og.callbacks.Callback):
     """Ends training when the loss of an epoch is below a number."""
 
     def __init__(self, loss):
@@ -388,11 +395,11 @@ np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 
 columns = {"x": rows.tolist(), "price": price[:, 0]}
 parquet.write_table(pyarrow.table(columns), "rows.parquet")
-frame.fit(og.arrow_dataset("rows.parquet", y="price"))
+frame.fit(og.data.arrow_dataset("rows.parquet", y="price"))
 np.save("rows.npy", rows)
 frame.fit(np.load("rows.npy", mmap_mode="r"), price)
 texts = [ids[i, : 3 + i % 9] for i in range(64)]
-tokens.fit(og.by_length(texts, texts, value=0, y_value=0), epochs=2)
+tokens.fit(og.data.by_length(texts, texts, value=0, y_value=0), epochs=2)
 
 # %%
 # Rows are on the first axis, unless the declared shapes of the model say another one; `batch_axes`

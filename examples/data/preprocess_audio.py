@@ -30,7 +30,7 @@ def sung(labels):
     return (tones + rng.normal(0, 0.3, tones.shape)).astype(np.float32)
 
 
-mel = og.mel_spectrogram(RATE, n_fft=256, hop_length=128, n_mels=32)
+mel = og.data.mel_spectrogram(RATE, n_fft=256, hop_length=128, n_mels=32)
 labels = rng.integers(0, 3, 300)
 spectrograms = mel(sung(labels))[:, None]  # (N, 1, bands, frames)
 
@@ -57,7 +57,7 @@ trainer.fit(spectrograms, labels, epochs=20)
 # %%
 # With ``preprocess``, the file takes waveforms. What trains is still the CNN only.
 
-model = og.preprocess(trainer.model, [mel])
+model = og.graph.preprocess(trainer.model, [mel])
 assert [t.name for t in og.trainable(model) if t.trains] == list(trainer.state.weights)
 new_labels = rng.integers(0, 3, 200)
 waveforms = sung(new_labels)

@@ -39,8 +39,8 @@ for label, name in enumerate(CLASSES):
     (folder / name).mkdir()
     for i in range(40):
         Image.fromarray(drawn(label)).save(folder / name / f"{i}.png")
-transforms = [og.resize(36), og.random_crop(32), og.normalize([0.5] * 3, [0.25] * 3)]
-images = og.image_folder(folder, 32, transforms)
+transforms = [og.data.resize(36), og.data.random_crop(32), og.data.normalize([0.5] * 3, [0.25] * 3)]
+images = og.data.image_folder(folder, 32, transforms)
 
 # %%
 # A small CNN, exported from PyTorch, trains on what the transforms return. Then they become a part
@@ -54,7 +54,7 @@ warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy
 named = {"input_names": ["pixels"], "dynamic_axes": {"pixels": {0: "N"}}, "dynamo": False}
 torch.onnx.export(net, (torch.zeros(2, 3, 32, 32),), file, **named)
 trainer = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.03).fit(images, epochs=12)
-og.save(og.preprocess(trainer.model, images), folder / "stripes.onnx")
+og.save(og.graph.preprocess(trainer.model, images), folder / "stripes.onnx")
 
 # %%
 # New images, as raw pixels, against PyTorch behind the resizing of Pillow.

@@ -40,14 +40,14 @@ model = onnx.parser.parse_model("""
 # %%
 # ``shuffle_rows`` is how many rows are shuffled together; the files are shuffled, too.
 
-data = og.arrow_dataset(folder, y="price", columns=["area", "age", "rooms"], shuffle_rows=2000)
+data = og.data.arrow_dataset(folder, y="price", columns=["area", "age", "rooms"], shuffle_rows=2000)
 trainer = og.Trainer(
     model,
     "squared_error",
     optimizer="sgd",
-    learning_rate=og.cosine(0.05),
+    learning_rate=og.schedules.cosine(0.05),
     metrics=["rmse", "r2"],
-    callbacks=[og.Timing()],
+    callbacks=[og.callbacks.Timing()],
 )
 trainer.fit(data, epochs=3, batch_size=100)
 table = Table(*trainer.history[0])
@@ -63,7 +63,7 @@ ones = np.ones((len(x), 1))
 solution = np.linalg.lstsq(np.hstack([x, ones]), price, rcond=None)[0]
 learned = np.vstack([trainer.state.weights["w"], trainer.state.weights["b"][None]])
 np.testing.assert_allclose(learned, solution, atol=5e-3)
-results = trainer.evaluate(og.arrow_dataset(folder / "0.parquet", y="price"))
+results = trainer.evaluate(og.data.arrow_dataset(folder / "0.parquet", y="price"))
 residuals = parts[0][1] - np.hstack([parts[0][0], ones[:2500]]) @ learned
 np.testing.assert_allclose(results["rmse"], np.sqrt(np.mean(residuals**2)), rtol=1e-4)
 

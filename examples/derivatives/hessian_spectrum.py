@@ -34,7 +34,7 @@ trainer.fit(X, y, epochs=30, batch_size=30)
 # weights: the product H v, and the whole matrix in blocks.
 
 loss = og.add_loss_output(trainer.model, "cross_entropy", reduction="mean")
-loss = og.select_model_inputs_outputs(loss, ["loss"])
+loss = og.graph.select_model_inputs_outputs(loss, ["loss"])
 names, weights = list(shapes), trainer.state.weights
 options = {"weights": names, "inputs": []}
 

@@ -72,7 +72,9 @@ Console().print(table)
 # %%
 # Training finds the numbers that made the observations.
 
-trainer = og.Trainer(model, "squared_error", train=["k", "c"], learning_rate=og.cosine(0.05))
+trainer = og.Trainer(
+    model, "squared_error", train=["k", "c"], learning_rate=og.schedules.cosine(0.05)
+)
 trainer.fit({"x": x, "v": v}, observed, epochs=500, batch_size=30)
 k, c = (trainer.state.weights[name].item() for name in "kc")
 print(f"k = {k:.3f}, c = {c:.3f}")

@@ -24,7 +24,7 @@ rng = np.random.default_rng(1)
 for name, shape in {"w1": (2, 12), "b1": 12, "w2": (12, 1), "b2": 1}.items():
     array = rng.normal(0, 1, shape).astype(np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-trainer = og.Trainer(model, "binary_cross_entropy", learning_rate=og.cosine(0.05))
+trainer = og.Trainer(model, "binary_cross_entropy", learning_rate=og.schedules.cosine(0.05))
 trainer.fit(X, y, epochs=60, batch_size=50)
 end = dict(trainer.state.weights)
 
@@ -32,7 +32,7 @@ end = dict(trainer.state.weights)
 # The network with its loss, as a function of the weights: ``onnx_derivative`` makes them inputs,
 # and returns the loss with its gradient.
 
-with_loss = og.select_model_inputs_outputs(
+with_loss = og.graph.select_model_inputs_outputs(
     og.add_loss_output(trainer.model, "binary_cross_entropy", reduction="mean"), ["loss"]
 )
 options = og.DerivativeOptions.FillGrad | og.DerivativeOptions.KeepOutputs

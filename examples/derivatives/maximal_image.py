@@ -25,7 +25,7 @@ warnings.simplefilter("ignore", ConvergenceWarning)
 network = MLPClassifier((64,), activation="tanh", alpha=0.1, max_iter=300, random_state=0)
 network.fit(X, y)
 model = to_onnx(network, X[:1], options={"zipmap": False})
-model = og.select_model_inputs_outputs(model, ["probabilities"])
+model = og.graph.select_model_inputs_outputs(model, ["probabilities"])
 
 # %%
 # The gradient of log p with respect to the image: ``probabilities_grad`` is 1 / p for the class,

@@ -59,7 +59,7 @@ X_test, y_test = sentences(["excellent", "wonderful"], ["terrible", "horrible"])
 
 
 def vectors(model, feed):
-    session = onnxruntime.InferenceSession(og.features(model).SerializeToString())
+    session = onnxruntime.InferenceSession(og.graph.features(model).SerializeToString())
     return session.run(None, feed)[0]
 
 
@@ -67,7 +67,11 @@ model = og.add_head(encoder, units=["bad", "good"], at="461")
 head = og.Trainer(model, "cross_entropy", train="head.*", optimizer="sgd", learning_rate=0.5)
 head.fit(X, y, epochs=20, batch_size=60)
 
-Z, w, b = vectors(model, X), og.get_train_initializer(model)["head.weight"][0], np.zeros(2, "f4")
+Z, w, b = (
+    vectors(model, X),
+    og.graph.get_train_initializer(model)["head.weight"][0],
+    np.zeros(2, "f4"),
+)
 for _ in range(20):
     p = softmax(Z @ w + b, axis=1)
     w, b = w - 0.5 * Z.T @ (p - np.eye(2)[y]) / 60, b - 0.5 * np.mean(p - np.eye(2)[y], axis=0)

@@ -71,7 +71,7 @@ for batch in batches * 3:
     adam.step(), adam.zero_grad()
 for name, weight in w.items():
     np.testing.assert_allclose(trainer.state.weights[name], weight.detach(), atol=5e-3)
-restored = og.replace_initializers_into_onnx(trainer.model, {n: arrays[n] for n in w})
+restored = og.graph.replace_initializers_into_onnx(trainer.model, {n: arrays[n] for n in w})
 assert restored.graph == original.graph
 
 # %%

@@ -62,9 +62,9 @@ head.fit(X, y, epochs=5, batch_size=30)
 # %%
 # The same in PyTorch, on the features that the layers in front of it compute.
 
-backbone = ort.InferenceSession(og.features(model).SerializeToString())
+backbone = ort.InferenceSession(og.graph.features(model).SerializeToString())
 Z = torch.tensor(backbone.run(None, {"input:0": X})[0])
-W = torch.tensor(og.get_train_initializer(model)["head.weight"][0], requires_grad=True)
+W = torch.tensor(og.graph.get_train_initializer(model)["head.weight"][0], requires_grad=True)
 b = torch.zeros(5, requires_grad=True)
 for _ in range(5):
     loss = torch.nn.functional.cross_entropy(Z @ W + b, torch.tensor(y))

@@ -32,7 +32,7 @@ train, test = slice(0, 1200), slice(1200, None)
 folder = Path(tempfile.mkdtemp())
 network = MLPClassifier((64,), max_iter=300, random_state=0).fit(X[train], y[train])
 model = to_onnx(network, X[:1], options={"zipmap": False}, target_opset=18)
-model = og.select_model_inputs_outputs(model, ["probabilities"])
+model = og.graph.select_model_inputs_outputs(model, ["probabilities"])
 og.save(model, folder / "float.onnx")
 
 # %%
@@ -58,7 +58,7 @@ faded = 0.4 * X + 0.5
 adapted = og.add_lora(folder / "int8.onnx", "coefficient*", rank=8)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    trainer = og.Trainer(adapted, "cross_entropy", learning_rate=og.cosine(0.01))
+    trainer = og.Trainer(adapted, "cross_entropy", learning_rate=og.schedules.cosine(0.01))
     trainer.fit(faded[train], y[train], epochs=30, batch_size=50)
     trainer.save(folder / "adapted.onnx")
 print(*{str(warning.message) for warning in caught}, sep="\n")

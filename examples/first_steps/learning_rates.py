@@ -14,12 +14,12 @@ import onnxgrad as og
 
 STEPS = 200
 schedules = {
-    "constant": og.constant(0.1),
-    "linear": og.linear(0.1),
-    "cosine, warm-up": og.cosine(0.1, warmup=0.1),
-    "exponential": og.exponential(0.1, 0.98),
-    "step_decay": og.step_decay(0.1, every=40, factor=0.5),
-    "one_cycle": og.one_cycle(0.1),
+    "constant": og.schedules.constant(0.1),
+    "linear": og.schedules.linear(0.1),
+    "cosine, warm-up": og.schedules.cosine(0.1, warmup=0.1),
+    "exponential": og.schedules.exponential(0.1, 0.98),
+    "step_decay": og.schedules.step_decay(0.1, every=40, factor=0.5),
+    "one_cycle": og.schedules.one_cycle(0.1),
 }
 rates = {name: [s.over(STEPS)(i) for i in range(STEPS)] for name, s in schedules.items()}
 figure, axes = plt.subplots(2, 3, figsize=(9, 4.5), sharex=True, sharey=True, layout="constrained")
@@ -61,7 +61,7 @@ model = onnx.parser.parse_model("""
 """)
 
 
-class Distance(og.Callback):
+class Distance(og.callbacks.Callback):
     """Keeps the distance to least squares after every step."""
 
     every_steps = 1

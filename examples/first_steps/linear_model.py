@@ -24,14 +24,16 @@ model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> line (float[N,1] x) => (float[N,1] y)
     <float[1,1] w = {0.0}, float[1] b = {0.0}> { a = MatMul(x, w)  y = Add(a, b) }
 """)
-og.plot_onnxs(model, title="the model")
+og.plot.plot_onnxs(model, title="the model")
 plt.show()
 
 # %%
 # Stochastic gradient descent: after every batch of 20 rows, the weights move against the gradient
 # of the mean squared error.
 
-trainer = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=og.cosine(0.1))
+trainer = og.Trainer(
+    model, "squared_error", optimizer="sgd", learning_rate=og.schedules.cosine(0.1)
+)
 trainer.fit(X, y, epochs=30, batch_size=20)
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 left.semilogy([entry["loss"] for entry in trainer.history])
@@ -47,7 +49,7 @@ plt.show()
 # its new weights, and ``trainer.save`` writes it as a file.
 
 (slope, intercept), *_ = np.linalg.lstsq(np.hstack([X, np.ones_like(X)]), y[:, 0])
-weights = og.get_train_initializer(trainer.model)
+weights = og.graph.get_train_initializer(trainer.model)
 table = Table("", "slope", "intercept")
 table.add_row("least squares", f"{slope:.4f}", f"{intercept:.4f}")
 table.add_row("learned", *(f"{weights[name][0].item():.4f}" for name in ("w", "b")))

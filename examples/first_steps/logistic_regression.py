@@ -26,7 +26,9 @@ for name, shape in (("w", (2, 3)), ("b", (3,))):
 # The labels are numbers of classes. All rows are one batch, so that the loss falls to its minimum
 # without noise. Metrics are computed with the validation data.
 
-trainer = og.Trainer(model, "cross_entropy", learning_rate=og.cosine(0.3), metrics=["accuracy"])
+trainer = og.Trainer(
+    model, "cross_entropy", learning_rate=og.schedules.cosine(0.3), metrics=["accuracy"]
+)
 trainer.fit(X, y, epochs=300, batch_size=300, validation=(X, y))
 print({name: round(value, 4) for name, value in trainer.history[-1].items()})
 

@@ -38,7 +38,7 @@ theirs = {
 }
 
 
-class Path(og.Callback):
+class Path(og.callbacks.Callback):
     """Keeps the weights after every step."""
 
     every_steps = 1

@@ -50,7 +50,7 @@ shapes |= dict.fromkeys(("Wk", "Wv", "Wq"), (WIDTH, WIDTH))
 arrays = {name: rng.normal(0, 0.3, shape).astype("f4") for name, shape in shapes.items()}
 model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
 
-trainer = og.Trainer(model, {"logits": "cross_entropy"}, learning_rate=og.cosine(0.01))
+trainer = og.Trainer(model, {"logits": "cross_entropy"}, learning_rate=og.schedules.cosine(0.01))
 X, y, _ = pairs(2000)
 trainer.fit(X, y, epochs=15, batch_size=50)
 plt.plot([entry["loss"] for entry in trainer.history])

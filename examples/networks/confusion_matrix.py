@@ -34,7 +34,7 @@ for name, shape in (("kernel", (16, 1, 3, 3)), ("shift", 16), ("weight", (256, 1
     model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 names = ["accuracy", "balanced_accuracy", "f1_macro", "top_2_accuracy", "confusion_matrix"]
-trainer = og.Trainer(model, "cross_entropy", learning_rate=og.cosine(0.01), metrics=names)
+trainer = og.Trainer(model, "cross_entropy", learning_rate=og.schedules.cosine(0.01), metrics=names)
 trainer.fit(X, y, epochs=10, batch_size=30)
 results = trainer.evaluate(X_test, y_test)
 

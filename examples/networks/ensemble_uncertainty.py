@@ -38,14 +38,16 @@ for name, array in weights(0).items():
 # ``TrainerStack`` gives each weight a leading axis of members. One run of onnxruntime trains all.
 
 members = [weights(seed) for seed in range(20)]
-options = {"learning_rate": og.cosine(0.01), "seed": 0}
+options = {"learning_rate": og.schedules.cosine(0.01), "seed": 0}
 stack = og.TrainerStack(model, "squared_error", weights=members, **options)
 stack.fit(X, y, epochs=300, batch_size=40)
 
 # %%
 # A member is what a ``Trainer`` with its weights would be.
 
-alone = og.Trainer(og.replace_initializers_into_onnx(model, members[7]), "squared_error", **options)
+alone = og.Trainer(
+    og.graph.replace_initializers_into_onnx(model, members[7]), "squared_error", **options
+)
 alone.fit(X, y, epochs=5, batch_size=40)
 short = og.TrainerStack(model, "squared_error", weights=members, **options)
 short.fit(X, y, epochs=5, batch_size=40)

@@ -68,9 +68,8 @@ print(f"loss before the first step: {loss.item():.4f}, in PyTorch and here")
 
 X = waves(1000)
 noisy = X[:-1] + rng.normal(0, 0.05, X[:-1].shape).astype("f4")
-trainer = og.Trainer(
-    model, "squared_error", learning_rate=og.cosine(0.02), clip_norm=1.0, batch_axes={"x": 1}
-)
+rate = og.schedules.cosine(0.02)
+trainer = og.Trainer(model, "squared_error", learning_rate=rate, clip_norm=1.0, batch_axes={"x": 1})
 trainer.fit(noisy, X[-1], epochs=20, batch_size=50)
 plt.semilogy([entry["loss"] for entry in trainer.history])
 plt.xlabel("epoch")

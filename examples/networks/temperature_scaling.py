@@ -43,7 +43,10 @@ network.fit(X[train], y[train], epochs=100, batch_size=50)
 # Then the temperature alone, on rows that the network has not seen.
 
 scaled = og.Trainer(
-    network.model, "cross_entropy", train="inverse_temperature", learning_rate=og.cosine(0.05)
+    network.model,
+    "cross_entropy",
+    train="inverse_temperature",
+    learning_rate=og.schedules.cosine(0.05),
 )
 scaled.fit(X[held_out], y[held_out], epochs=200, batch_size=1000)
 inverse = scaled.state.weights["inverse_temperature"].item()

@@ -41,7 +41,9 @@ for rows in np.random.default_rng([0, 0]).permutation(len(X)).reshape(-1, 40):
     sgd.zero_grad()
     torch.nn.functional.cross_entropy(net(torch.tensor(X[rows])), torch.tensor(y[rows])).backward()
     sgd.step()
-one = og.Trainer(model, "cross_entropy", optimizer=og.momentum(0.9), learning_rate=0.1, seed=0)
+one = og.Trainer(
+    model, "cross_entropy", optimizer=og.optimizers.momentum(0.9), learning_rate=0.1, seed=0
+)
 one.fit(X, y, batch_size=40)
 for name, weight in net.state_dict().items():
     np.testing.assert_allclose(one.state.weights[name], weight.numpy(), atol=2e-3)
@@ -56,7 +58,7 @@ print("the weights after an epoch are those of PyTorch")
 def trained(folder, epochs=20):
     stop = og.EarlyStopping(patience=2, min_delta=0.03)
     callbacks = [stop, og.Checkpoint(folder, every_steps=20)]
-    rate = og.cosine(0.005, steps=300)
+    rate = og.schedules.cosine(0.005, steps=300)
     trainer = og.Trainer(model, "cross_entropy", learning_rate=rate, callbacks=callbacks)
     return trainer.fit(X, y, validation=0.2, epochs=epochs, resume=folder)
 

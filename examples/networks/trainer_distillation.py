@@ -47,7 +47,7 @@ student = onnx.parser.parse_model("""
 for name, shape in (("weight", (64, 10)), ("bias", (10,))):
     student.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, "f4"), name))
 T, alpha = 3.0, 0.7
-loss = og.distillation(cnn.model, temperature=T, alpha=alpha)
+loss = og.losses.distillation(cnn.model, temperature=T, alpha=alpha)
 trainer = og.Trainer(student, loss, learning_rate=0.02, metrics=["accuracy"])
 before = trainer.evaluate(X_test, y_test)
 trainer.fit(X, y, epochs=20)

@@ -35,10 +35,10 @@ trainer = og.Trainer(
     "cross_entropy",
     loss_options={"shift": True, "ignore_index": PADDING},
     optimizer="adam",
-    learning_rate=og.cosine(0.5),
+    learning_rate=og.schedules.cosine(0.5),
     metrics=["perplexity"],
 )
-data = og.by_length(words, words, value=0, y_value=PADDING)
+data = og.data.by_length(words, words, value=0, y_value=PADDING)
 before = trainer.evaluate(data)["loss"]
 np.testing.assert_allclose(before, np.log(27), rtol=1e-5)
 trainer.fit(data, epochs=200, batch_size=16)

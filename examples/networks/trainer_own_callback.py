@@ -29,7 +29,7 @@ for name, shape in (("w", (20, 1)), ("b", (1,))):
 # step; what is in ``entry`` is kept in checkpoints.
 
 
-class Sparse(og.Callback):
+class Sparse(og.callbacks.Callback):
     """Moves weights toward zero after every step, and stops when they no longer change."""
 
     every_steps = 1

@@ -18,7 +18,7 @@ from sklearn.datasets import make_classification
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPClassifier
 
-from onnxgrad import (
+from onnxgrad.compat import (
     LearningRateSGDNesterov,
     NegLogLearningLoss,
     OrtGradientForwardBackwardOptimizer,

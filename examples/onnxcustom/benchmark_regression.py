@@ -18,7 +18,7 @@ from sklearn.datasets import make_regression
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPRegressor
 
-from onnxgrad import LearningRateSGDNesterov, OrtGradientForwardBackwardOptimizer
+from onnxgrad.compat import LearningRateSGDNesterov, OrtGradientForwardBackwardOptimizer
 
 REPEAT, EPOCHS = 3, 30
 X, y = (a.astype(np.float32) for a in make_regression(1000, 100, bias=2, random_state=0))

@@ -20,7 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import ConfusionMatrixDisplay, balanced_accuracy_score
 from sklearn.neural_network import MLPClassifier
 
-from onnxgrad import (
+from onnxgrad.compat import (
     NegLogLearningLoss,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,

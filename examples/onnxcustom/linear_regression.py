@@ -15,7 +15,7 @@ from sklearn.datasets import make_regression
 from sklearn.linear_model import LinearRegression, SGDRegressor
 from sklearn.model_selection import train_test_split
 
-from onnxgrad import (
+from onnxgrad.compat import (
     OrtGradientOptimizer,
     add_loss_output,
     get_train_initializer,

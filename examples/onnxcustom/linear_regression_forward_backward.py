@@ -20,7 +20,7 @@ from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.neural_network import MLPRegressor
 
-from onnxgrad import (
+from onnxgrad.compat import (
     OrtDataLoader,
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,

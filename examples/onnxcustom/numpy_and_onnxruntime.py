@@ -15,7 +15,7 @@ from onnxruntime import InferenceSession, OrtValue
 from rich.console import Console
 from rich.table import Table
 
-from onnxgrad import function_onnx_graph, get_supported_functions
+from onnxgrad.compat import function_onnx_graph, get_supported_functions
 
 FUNCTIONS = {
     "axpy": lambda x1, x2, alpha: [alpha * x1 + x2],

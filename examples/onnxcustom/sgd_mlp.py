@@ -20,7 +20,7 @@ from sklearn.metrics import r2_score
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPRegressor
 
-from onnxgrad import (
+from onnxgrad.compat import (
     LearningRateSGDNesterov,
     OrtGradientForwardBackwardOptimizer,
     onnx_rename_weights,

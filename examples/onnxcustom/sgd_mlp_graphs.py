@@ -20,7 +20,7 @@ from sklearn.datasets import make_regression
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPRegressor
 
-from onnxgrad import (
+from onnxgrad.compat import (
     LearningRateSGDNesterov,
     OrtGradientForwardBackwardOptimizer,
     onnx_rename_weights,

@@ -12,7 +12,7 @@ from onnxruntime import InferenceSession
 from rich.console import Console
 from rich.table import Table
 
-from onnxgrad import (
+from onnxgrad.compat import (
     DerivativeOptions,
     add_loss_output,
     onnx_derivative,

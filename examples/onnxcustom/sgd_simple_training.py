@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.linear_model import LinearRegression
 
-from onnxgrad import (
+from onnxgrad.compat import (
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
     add_loss_output,

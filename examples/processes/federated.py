@@ -31,7 +31,9 @@ class Client(NumPyClient):
 
     def __init__(self, X, y):
         self.X, self.y = X, y
-        self.trainer = og.Trainer(model, "cross_entropy", optimizer=og.sgd(), learning_rate=0.1)
+        self.trainer = og.Trainer(
+            model, "cross_entropy", optimizer=og.optimizers.sgd(), learning_rate=0.1
+        )
 
     def get_parameters(self, config):
         return list(self.trainer.state.weights.values())

@@ -59,7 +59,7 @@ losses = json.loads((folder / "losses.json").read_text())
 
 alone = og.Trainer(model, "cross_entropy", learning_rate=0.01)
 alone.fit(X, y, epochs=5, batch_size=100)
-together = og.get_train_initializer(folder / "trained.onnx")
+together = og.graph.get_train_initializer(folder / "trained.onnx")
 table = Table("weight", "shape", "largest difference")
 for name, weight in alone.state.weights.items():
     difference = np.abs(together[name][0] - weight).max()

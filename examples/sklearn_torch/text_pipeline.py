@@ -51,11 +51,11 @@ def run(file, **inputs):
 # The file is cut behind the features, which are computed once. The linear part trains, and its
 # weights go back into the file.
 
-features = run(og.select_model_inputs_outputs(model, ["tfidftr_norm"]), text=new_texts)
-linear = og.select_model_inputs_outputs(model, ["score"], inputs=["tfidftr_norm"])
+features = run(og.graph.select_model_inputs_outputs(model, ["tfidftr_norm"]), text=new_texts)
+linear = og.graph.select_model_inputs_outputs(model, ["score"], inputs=["tfidftr_norm"])
 trainer = og.Trainer(linear, "binary_cross_entropy", optimizer="sgd", learning_rate=0.5)
 trainer.fit(features, new_y, batch_size=1, shuffle=False)
-adapted = og.replace_initializers_into_onnx(model, trainer.state.weights)
+adapted = og.graph.replace_initializers_into_onnx(model, trainer.state.weights)
 before, after = (np.mean(run(file, text=test_texts) == test_y) for file in (model, adapted))
 print(f"accuracy for new texts: {before:.2f} before, {after:.2f} after")
 assert before < 0.9 < after

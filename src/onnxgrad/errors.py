@@ -113,7 +113,8 @@ class ConvergenceError(PrintableError, RuntimeError):
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
         >>> x = np.ones((20, 1), np.float32)
-        >>> trainer = og.OrtGradientForwardBackwardOptimizer(model, ["w"], learning_rate=1e30)
+        >>> trainer = og.compat.OrtGradientForwardBackwardOptimizer(
+        ...     model, ["w"], learning_rate=1e30)
         >>> try:
         ...     trainer.fit(x, x)
         ... except og.ConvergenceError:
@@ -134,7 +135,7 @@ class ConvergenceWarning(PrintableError, UserWarning):
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
         >>> x = np.ones((20, 1), np.float32)
-        >>> trainer = og.OrtGradientForwardBackwardOptimizer(
+        >>> trainer = og.compat.OrtGradientForwardBackwardOptimizer(
         ...     model, ["w"], learning_rate=1e30, exc=False)
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     _ = trainer.fit(x, x)
@@ -155,8 +156,8 @@ class EvaluationError(PrintableError, RuntimeError):
         >>> import onnxgrad as og
         >>> x = np.ones((2, 1), np.float32)
         >>> try:
-        ...     og.LearningRateSGD().update_weights(x, gradient=x)
-        ... except og.EvaluationError:
+        ...     og.compat.LearningRateSGD().update_weights(x, gradient=x)
+        ... except og.metrics.EvaluationError:
         ...     print("call init_learning_rate first")
         call init_learning_rate first
     """
@@ -173,7 +174,7 @@ class ProviderError(PrintableError, ValueError):
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N] x) => (float[N] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
         >>> try:
-        ...     og.OrtGradientForwardBackward(model, providers=["NoSuchProvider"])
+        ...     og.compat.OrtGradientForwardBackward(model, providers=["NoSuchProvider"])
         ... except og.ProviderError:
         ...     print("not available")
         not available
@@ -187,7 +188,7 @@ class ProcessLostError(PrintableError, RuntimeError):
 
     Examples:
         >>> import onnxgrad as og
-        >>> issubclass(og.ProcessLostError, RuntimeError)
+        >>> issubclass(og.parallel.ProcessLostError, RuntimeError)
         True
     """
 

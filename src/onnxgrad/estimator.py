@@ -21,7 +21,7 @@ class NotFittedError(ValueError, AttributeError):
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
         >>> try:
-        ...     og.OrtGradientForwardBackwardOptimizer(model, ["w"]).get_trained_onnx()
+        ...     og.compat.OrtGradientForwardBackwardOptimizer(model, ["w"]).get_trained_onnx()
         ... except og.NotFittedError as error:
         ...     print(error)
         nothing was trained yet: call fit first

@@ -45,13 +45,13 @@ def set_limits(**limits: int | None) -> None:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N] x) => (float[N] y) { h = Exp(x)  y = Neg(h) }''')
-        >>> og.set_limits(nodes=1)
+        >>> og.graph.set_limits(nodes=1)
         >>> try:
         ...     og.onnx_derivative(model)
         ... except og.ModelError:
         ...     print("too many nodes")
         too many nodes
-        >>> og.set_limits(nodes=None)  # restore the default
+        >>> og.graph.set_limits(nodes=None)  # restore the default
     """
     for name, value in limits.items():
         if name not in LIMITS:
@@ -96,7 +96,7 @@ def check_limit(name: str, count: int, what: str, error: type[Exception] = Model
         number = str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"
         raise error(
             f"{what}: {number}, where the limit is {maximum}; raise it with "
-            f"onnxgrad.set_limits({name}=...) or the environment variable {variable_of(name)}"
+            f"onnxgrad.graph.set_limits({name}=...) or the environment variable {variable_of(name)}"
         )
 
 

@@ -70,7 +70,7 @@ def plain_model():
 def test_adapters_of_any_rank_on_one_base_equal_the_trained_models(name, tmp_path):
     model = adapter_network(name)
     data = random_feed(model)
-    base = og.adapter_inputs(og.add_lora(model, "w", rank=2))
+    base = og.graph.adapter_inputs(og.add_lora(model, "w", rank=2))
     onnx.checker.check_model(base)
     served, plain = unpacked_session(base), first_output(model, data)
     np.testing.assert_array_equal(served.run(None, data)[0], plain)
@@ -99,9 +99,9 @@ def test_a_base_serves_what_is_trained_on_it(tmp_path):
         w=(4, 4), norm=(4,), v=(4, 2), b=(2,),
     )  # fmt: skip
     adapted = og.add_lora(og.replace_head(model, units=3), "w", rank=2)
-    base = og.adapter_inputs(adapted, weights="norm")
-    assert og.adapter_inputs(base) == base
-    later = og.adapter_inputs(og.adapter_inputs(adapted), weights="norm")
+    base = og.graph.adapter_inputs(adapted, weights="norm")
+    assert og.graph.adapter_inputs(base) == base
+    later = og.graph.adapter_inputs(og.graph.adapter_inputs(adapted), weights="norm")
     assert {x.name for x in later.graph.input} == {x.name for x in base.graph.input}
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(32, 4)).astype(np.float32), rng.integers(0, 3, 32)
@@ -145,13 +145,13 @@ def test_inputs_of_other_tools_train_and_are_served(a_transposed, scale, tmp_pat
     merged = first_output(og.merge_lora(loaded), data)
     np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=naming("'lora_A'", "base")):
-        og.adapter_inputs(loaded)
-    with_defaults = og.adapter_inputs(base, weights="b")
+        og.graph.adapter_inputs(loaded)
+    with_defaults = og.graph.adapter_inputs(base, weights="b")
     assert [x.name for x in with_defaults.graph.input] == ["x", "lora_A", "lora_B", "b"]
     served = unpacked_session(with_defaults)
     np.testing.assert_array_equal(served.run(None, data)[0], first_output(plain_model(), data))
     np.testing.assert_array_equal(run_with(served, path, data), result)
-    assert og.adapter_inputs(with_defaults, weights="b") == with_defaults
+    assert og.graph.adapter_inputs(with_defaults, weights="b") == with_defaults
     again = og.load_adapter(with_defaults, path)
     np.testing.assert_array_equal(
         constant_arrays(again)["lora_A"], constant_arrays(loaded)["lora_A"]
@@ -162,7 +162,7 @@ def test_inputs_of_one_rank_get_zeros_of_it():
     base = peft_form(plain_model())
     for x, sizes in zip(base.graph.input[1:], ([4, 2], [2, 3]), strict=True):
         x.CopyFrom(onnx.helper.make_tensor_value_info(x.name, 1, sizes))
-    with_defaults = og.adapter_inputs(base)
+    with_defaults = og.graph.adapter_inputs(base)
     shapes = {n: a.shape for n, a in constant_arrays(with_defaults).items() if "lora" in n}
     assert shapes == {"lora_A": (4, 2), "lora_B": (2, 3)}
     data = {"x": np.ones((2, 4), np.float32)}
@@ -177,7 +177,7 @@ def test_adapters_that_another_tool_stored_as_constants_are_adapters(tmp_path):
     with_tensors(model, seed=3, **{"lora_A": (4, 2), "lora_B": (2, 3)})
     expected = first_output(model, data)
     og.save_adapter(model, tmp_path / "a.onnx_adapter")
-    served = unpacked_session(og.adapter_inputs(model))
+    served = unpacked_session(og.graph.adapter_inputs(model))
     result = run_with(served, tmp_path / "a.onnx_adapter", data)
     np.testing.assert_allclose(result, expected, rtol=1e-5)
     np.testing.assert_array_equal(served.run(None, data)[0], first_output(plain_model(), data))
@@ -219,16 +219,16 @@ def test_what_is_no_adapter_of_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="damaged"):
         og.load_adapter(plain, tmp_path / "c.onnx_adapter")
     with pytest.raises(ValueError, match="no adapters"):
-        og.adapter_inputs(plain)
+        og.graph.adapter_inputs(plain)
     dora = og.add_lora(plain, "w", use_dora=True)
-    for call in (lambda: og.adapter_inputs(dora), lambda: og.save_adapter(dora, path)):
+    for call in (lambda: og.graph.adapter_inputs(dora), lambda: og.save_adapter(dora, path)):
         with pytest.raises(ValueError, match="use_dora"):
             call()
     assert og.load_adapter(plain, path)  # the failed call left it as it was
 
 
 def test_a_base_trains_only_with_an_adapter():
-    base = og.adapter_inputs(og.add_lora(plain_model(), "w", rank=2))
+    base = og.graph.adapter_inputs(og.add_lora(plain_model(), "w", rank=2))
     why = {t.name: t.why for t in og.trainable(base)}
     assert "no elements" in why["w.lora_A.weight"]
     with pytest.raises(ValueError, match=naming("inputs", "add_lora")):
@@ -245,7 +245,7 @@ def test_a_base_of_fused_layers_is_the_file_without_adapters(shape):
     model = random_model(text.replace("SHAPE", shape), w=(600, 64), b=(64,))
     size = (40, 7, 600) if "7" in shape else (40, 600)
     data = {"x": np.random.default_rng(3).normal(size=size).astype(np.float32)}
-    base = og.adapter_inputs(og.add_lora(model, "w"))
+    base = og.graph.adapter_inputs(og.add_lora(model, "w"))
     expected, result = (
         ort.InferenceSession(m.SerializeToString()).run(None, data)[0] for m in (model, base)
     )
@@ -268,5 +268,5 @@ def test_half_precision_inputs_of_another_tool(tmp_path):
 def test_values_in_the_file_are_those_of_the_session():
     adapted = og.add_lora(plain_model(), "w", rank=2)
     new = {n: np.ones_like(v) for n, v in constant_arrays(adapted).items() if "lora" in n}
-    base = og.adapter_inputs(replace(adapted, new))
+    base = og.graph.adapter_inputs(replace(adapted, new))
     assert [list(t.dims) for t in base.graph.initializer if "lora" in t.name] == [[4, 0], [0, 3]]

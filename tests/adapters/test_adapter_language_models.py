@@ -124,7 +124,7 @@ def with_model(folder, name, model):
 def test_genai_serves_two_adapters_on_one_base(genai_folders, precision):
     genai, folder = pytest.importorskip("onnxruntime_genai"), genai_folders / precision
     model, patterns = onnx.load(folder / "model.onnx"), ["*qkv*", "*o_proj*"]
-    base = og.adapter_inputs(og.add_lora(model, patterns))
+    base = og.graph.adapter_inputs(og.add_lora(model, patterns))
     served = genai.Model(str(with_model(folder, "base", base)))
     adapters, plain = genai.Adapters(served), generated_tokens(genai.Model(str(folder)))
     assert generated_tokens(served) == plain
@@ -194,7 +194,10 @@ def test_the_builders_adapter_is_recognized(
         network_logits(loaded), network_logits(adapted_network), rtol=1e-4, atol=1e-5
     )
     np.testing.assert_allclose(
-        model_logits(og.adapter_inputs(model)), network_logits(llama_network), rtol=1e-4, atol=1e-5
+        model_logits(og.graph.adapter_inputs(model)),
+        network_logits(llama_network),
+        rtol=1e-4,
+        atol=1e-5,
     )
     merged = model_logits(og.merge_lora(model))
     np.testing.assert_allclose(merged, network_logits(adapted_network), rtol=1e-3, atol=1e-4)

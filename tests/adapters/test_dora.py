@@ -28,7 +28,7 @@ def adapted_and_shaken(model: onnx.ModelProto, name: str, **options) -> onnx.Mod
     adapted = og.add_lora(model, name, use_dora=True, **options)
     values, shaky = constant_arrays(adapted), shaken(adapted)
     lengths = {n: np.abs(a) + 0.5 for n, a in values.items() if n.endswith("magnitude_vector")}
-    return og.replace_initializers_into_onnx(shaky, lengths)
+    return og.graph.replace_initializers_into_onnx(shaky, lengths)
 
 
 @pytest.mark.parametrize("name", FORMS)

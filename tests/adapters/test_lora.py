@@ -135,7 +135,7 @@ def test_a_weight_has_one_adapter_and_a_new_head_none():
         og.add_lora(headed, "w")
 
 
-@pytest.mark.parametrize("rename", [og.onnx_rename_names, og.onnx_rename_weights])
+@pytest.mark.parametrize("rename", [og.graph.onnx_rename_names, og.graph.onnx_rename_weights])
 @pytest.mark.parametrize("name", ["tied", "in a branch", "constant node"])
 def test_notes_follow_new_names(rename, name):
     model = adapter_network(name)
@@ -247,7 +247,7 @@ def test_half_of_the_elements_are_dropped():
     zeros = random_model(text, w=np.zeros((4, 4), np.float32))
     model = og.add_lora(zeros, "w", rank=4, alpha=4, dropout=0.5)
     eye = np.eye(4, dtype=np.float32)
-    model = og.replace_initializers_into_onnx(model, dict.fromkeys(fine_tuned(model), eye))
+    model = og.graph.replace_initializers_into_onnx(model, dict.fromkeys(fine_tuned(model), eye))
     X = np.ones((2000, 4), np.float32)
     trainer = og.Trainer(
         model, "squared_error", train=fine_tuned(model), optimizer="sgd", learning_rate=0.0
@@ -447,7 +447,7 @@ def test_a_layer_with_an_adapter_is_no_head_to_be_replaced(kind, at):
     adapted = {
         "lora": lambda: og.add_lora(model, "w"),
         "dora": lambda: og.add_lora(model, "w", use_dora=True),
-        "base": lambda: og.adapter_inputs(og.add_lora(model, "w")),
+        "base": lambda: og.graph.adapter_inputs(og.add_lora(model, "w")),
     }[kind]()
     with pytest.raises(ValueError, match=naming("adapter", "merge")):
         og.replace_head(adapted, units=5, at=at)

@@ -54,8 +54,8 @@ TEXTS = {"mlp": MLP, "cnn": CNN, "transformer": TRANSFORMER}
 MODES = {"cnn": {"batch_norm": "train"}}
 OPTIMIZERS = {
     "sgd": ("SGD", {}),
-    "adamw": (og.adamw(weight_decay=0.1), {}),
-    "clipped": (og.momentum(), {"clip_norm": 0.05}),
+    "adamw": (og.optimizers.adamw(weight_decay=0.1), {}),
+    "clipped": (og.optimizers.momentum(), {"clip_norm": 0.05}),
 }
 
 
@@ -134,7 +134,7 @@ def labeled_batches(x, y):
 
 
 def generate_client(name, folder, optimizer="SGD", **more):
-    og.generate_artifacts(
+    og.artifacts.generate_artifacts(
         artifact_model(name), optimizer=optimizer, artifact_directory=folder,
         **{**named_loss(name), **MODES.get(name, {}), **more},
     )  # fmt: skip
@@ -212,11 +212,11 @@ def test_evaluation_and_merged_model_equal_the_trainer(name, tmp_path):
     np.testing.assert_allclose(out["y"], prediction, 1e-5, 1e-6)
 
     save_file(client.state, tmp_path / "later.safetensors")
-    merged = og.merge_artifacts(tmp_path, tmp_path / "later.safetensors")
+    merged = og.artifacts.merge_artifacts(tmp_path, tmp_path / "later.safetensors")
     (own,) = run(merged, {"x": x})
     np.testing.assert_allclose(own, prediction, 1e-5, 1e-6)
     assert operator_names(merged) == operator_names(artifact_model(name))
-    first = og.merge_artifacts(tmp_path)  # the weights at the beginning
+    first = og.artifacts.merge_artifacts(tmp_path)  # the weights at the beginning
     np.testing.assert_array_equal(run(first, {"x": x})[0], run(artifact_model(name), {"x": x})[0])
 
 
@@ -230,7 +230,7 @@ def test_other_dtypes(dtype, tmp_path):
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor).astype(dtype)
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-    og.generate_artifacts(model, None, None, "CrossEntropyLoss", "sgd", tmp_path)
+    og.artifacts.generate_artifacts(model, None, None, "CrossEntropyLoss", "sgd", tmp_path)
     client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     x = x.astype(dtype)
     wide = "float64" if dtype == "float64" else "float32"  # rates are never rounded to 16 bits
@@ -333,7 +333,7 @@ def test_older_runtimes_refuse_labels_too(tmp_path, form):
 
 def test_a_loss_inside_of_the_model(tmp_path):
     whole = og.add_loss_output(artifact_model("mlp"), "squared_error")
-    og.generate_artifacts(whole, optimizer="SGD", artifact_directory=tmp_path)
+    og.artifacts.generate_artifacts(whole, optimizer="SGD", artifact_directory=tmp_path)
     client, (x, _) = ArtifactClient(tmp_path), named_data("mlp")
     y = np.random.default_rng(1).normal(size=(len(x), 3)).astype(np.float32)
     client.train(labeled_batches(x, y))
@@ -343,12 +343,12 @@ def test_a_loss_inside_of_the_model(tmp_path):
 
 def test_adapters_train(tmp_path):
     adapted = og.add_lora(artifact_model("mlp"), ["w1"], rank=2)
-    og.generate_artifacts(adapted, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
+    og.artifacts.generate_artifacts(adapted, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
     client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     assert all("lora" in name for name in client.names("weights"))
     client.train(labeled_batches(x, y))
     save_file(client.state, tmp_path / "checkpoint.safetensors")
-    merged = og.merge_lora(og.merge_artifacts(tmp_path))
+    merged = og.merge_lora(og.artifacts.merge_artifacts(tmp_path))
     out = client.run("eval", {**client.state, "x": x, "label": y})
     np.testing.assert_allclose(run(merged, {"x": x})[0], out["y"], 1e-5, 1e-5)
 
@@ -381,7 +381,7 @@ def test_former_losses_of_several_outputs(tmp_path):
     model, (x, y) = artifact_model("mlp"), named_data("mlp")
     model.graph.output.extend(onnx.parser.parse_graph("g () => (float[N,8] r) {}").output)
     losses = {"y": "CrossEntropyLoss", "r": "squared_error"}
-    og.generate_artifacts(model, None, None, losses, "SGD", tmp_path)
+    og.artifacts.generate_artifacts(model, None, None, losses, "SGD", tmp_path)
     client, z = ArtifactClient(tmp_path), np.ones((len(x), 8), np.float32)
     out = client.run("eval", {**client.state, "x": x, "label_y": y, "label_r": z})
     f, r = (out[name].astype(np.float64) for name in ("y", "r"))
@@ -391,7 +391,9 @@ def test_former_losses_of_several_outputs(tmp_path):
 
 
 def test_the_former_adamw_adds_eps_before_the_correction(tmp_path):
-    og.generate_artifacts(artifact_model("mlp"), ["b2"], None, "MSELoss", "AdamW", tmp_path)
+    og.artifacts.generate_artifacts(
+        artifact_model("mlp"), ["b2"], None, "MSELoss", "AdamW", tmp_path
+    )
     client, m, v = ArtifactClient(tmp_path), 0.0, 0.0
     w = client.state["b2"].astype(np.float64)
     for number in range(5):
@@ -423,7 +425,9 @@ def test_without_an_optimizer_there_is_no_step(tmp_path):
 def test_additional_outputs_and_prefix(tmp_path):
     names = ["hb", "y"]
     arguments = (None, None, "CrossEntropyLoss", "SGD", tmp_path, "a_")
-    og.generate_artifacts(artifact_model("mlp"), *arguments, additional_output_names=names)
+    og.artifacts.generate_artifacts(
+        artifact_model("mlp"), *arguments, additional_output_names=names
+    )
     assert {path.name for path in tmp_path.iterdir()} == {
         *("a_training.json", "a_checkpoint.safetensors", "a_model.onnx", "a_step.onnx"),
         *("a_training_model.onnx", "a_eval_model.onnx", "a_optimizer_model.onnx"),
@@ -435,12 +439,12 @@ def test_additional_outputs_and_prefix(tmp_path):
     out = session.run(["hb"], fed)[0]
     weights = initializer_arrays(artifact_model("mlp"))
     np.testing.assert_allclose(out, x @ weights["w1"] + weights["b1"], 1e-5, 1e-5)
-    (own,) = run(og.merge_artifacts(tmp_path, prefix="a_"), {"x": x})
+    (own,) = run(og.artifacts.merge_artifacts(tmp_path, prefix="a_"), {"x": x})
     np.testing.assert_array_equal(own, run(artifact_model("mlp"), {"x": x})[0])
     succeed("merge", tmp_path, "--prefix", "a_", "-o", tmp_path / "merged.onnx")
     np.testing.assert_array_equal(run(tmp_path / "merged.onnx", {"x": x})[0], own)
     with pytest.raises(FileNotFoundError, match=naming("prefix", "a_training.json")):
-        og.merge_artifacts(tmp_path)
+        og.artifacts.merge_artifacts(tmp_path)
 
 
 # -- the files -----------------------------------------------------------------------------------
@@ -451,7 +455,7 @@ def test_older_runtimes(name, tmp_path):
     """The Gelu of the MLP exists from opset 20 on; the models state opset 23."""
     (tmp_path / "new").mkdir()
     newest = generate_client(name, tmp_path / "new", "adamw")
-    og.generate_artifacts(
+    og.artifacts.generate_artifacts(
         artifact_model(name, 23), optimizer="adamw", artifact_directory=tmp_path / "old", opset=19,
         ir_version=9, **named_loss(name), **MODES.get(name, {}),
     )  # fmt: skip
@@ -526,7 +530,10 @@ def test_large_frozen_weights_are_external_data(tmp_path, monkeypatch):
     trainer = named_trainer("mlp", "adamw", train=["w2", "b2"])
     assert_state_of_trainer(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
     save_file(client.state, tmp_path / "c.safetensors")
-    og.save(og.merge_artifacts(tmp_path / "moved", tmp_path / "c.safetensors"), tmp_path / "m.onnx")
+    og.save(
+        og.artifacts.merge_artifacts(tmp_path / "moved", tmp_path / "c.safetensors"),
+        tmp_path / "m.onnx",
+    )
     (own,) = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})
     np.testing.assert_allclose(own, trainer.predict(x), 1e-5, 1e-6)
 
@@ -563,31 +570,31 @@ def test_checkpoints_of_other_models_are_refused(change, message, mlp_folder, tm
     change(client.state)
     save_file(client.state, tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match=message):
-        og.merge_artifacts(mlp_folder, tmp_path / "c.safetensors")
+        og.artifacts.merge_artifacts(mlp_folder, tmp_path / "c.safetensors")
 
 
 def test_a_checkpoint_of_equal_names_but_another_backbone_is_refused(tmp_path):
     generate_client("mlp", tmp_path / "a", requires_grad=["w2"])
     other = artifact_model("mlp")
     other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((4, 8), np.float32), "w1"))
-    og.generate_artifacts(other, ["w2"], None, "CrossEntropyLoss", "SGD", tmp_path / "b")
+    og.artifacts.generate_artifacts(other, ["w2"], None, "CrossEntropyLoss", "SGD", tmp_path / "b")
     with pytest.raises(ValueError, match="other weights"):
-        og.merge_artifacts(tmp_path / "a", tmp_path / "b" / "checkpoint.safetensors")
+        og.artifacts.merge_artifacts(tmp_path / "a", tmp_path / "b" / "checkpoint.safetensors")
 
 
 def test_damaged_files_are_refused(tmp_path):
     generate_client("mlp", tmp_path)
     (tmp_path / "c.safetensors").write_bytes(b"no safetensors at all")
     with pytest.raises(ValueError, match="safetensors"):
-        og.merge_artifacts(tmp_path, tmp_path / "c.safetensors")
+        og.artifacts.merge_artifacts(tmp_path, tmp_path / "c.safetensors")
     with pytest.raises(FileNotFoundError, match="checkpoint"):
-        og.merge_artifacts(tmp_path, tmp_path / "none.safetensors")
+        og.artifacts.merge_artifacts(tmp_path, tmp_path / "none.safetensors")
     (tmp_path / "training.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="format 2"):
-        og.merge_artifacts(tmp_path)
+        og.artifacts.merge_artifacts(tmp_path)
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(ValueError, match="damaged"):
-        og.merge_artifacts(tmp_path)
+        og.artifacts.merge_artifacts(tmp_path)
 
 
 def test_a_weight_larger_than_a_file_can_hold_is_refused(tmp_path, monkeypatch):
@@ -632,10 +639,10 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
         ),
         ({"loss": "MSELos"}, "'MSELos'.*'MSELoss'"),
         ({"optimizer": "AdanW"}, "'AdanW'.*'adamw'"),
-        ({"optimizer": og.ema(og.sgd())}, "averages"),
+        ({"optimizer": og.optimizers.ema(og.optimizers.sgd())}, "averages"),
         ({"additional_output_names": ["hbb"]}, "'hbb'"),
         ({"prefix": "a/b"}, "prefix='a/b'"),
-        ({"learning_rate": og.cosine(0.1)}, "learning_rate"),
+        ({"learning_rate": og.schedules.cosine(0.1)}, "learning_rate"),
         ({"learning_rate": -1.0}, "learning_rate.*-1.0"),
         ({"class_weight": "balanced"}, "needs labels"),
         ({"opset": 17}, "opset 18"),
@@ -679,7 +686,7 @@ def test_data_of_another_model_are_not_replaced(tmp_path, monkeypatch):
     (home / "w.bin").write_bytes(b"of another model")
     arguments = (["w2"], None, "CrossEntropyLoss", "SGD", home)
     with pytest.raises(FileExistsError, match="another folder"):
-        og.generate_artifacts(tmp_path / "big.onnx", *arguments)
+        og.artifacts.generate_artifacts(tmp_path / "big.onnx", *arguments)
     assert [path.name for path in home.iterdir()] == ["w.bin"]
 
 
@@ -696,11 +703,11 @@ def test_names_that_the_files_need(old, new, tmp_path):
         value.name = new if value.name == old else value.name
     arguments = (model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
     if new == "label.m":
-        og.generate_artifacts(*arguments)
+        og.artifacts.generate_artifacts(*arguments)
         assert "label.m.v" in ArtifactClient(tmp_path).names("slots")
         return
     with pytest.raises(ValueError, match=f"'{new}'"):
-        og.generate_artifacts(*arguments)
+        og.artifacts.generate_artifacts(*arguments)
 
 
 def test_results_give_way_to_the_names_of_slots(tmp_path):
@@ -709,7 +716,7 @@ def test_results_give_way_to_the_names_of_slots(tmp_path):
     for node in model.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
-    og.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
+    og.artifacts.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
     client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     client.train(labeled_batches(x, y))
     trainer = named_trainer("mlp", FORMER_OPTIMIZERS["AdamW"])
@@ -720,7 +727,7 @@ def test_an_output_called_loss_that_is_none(tmp_path):
     model = artifact_model("mlp")
     model.graph.output[0].name = model.graph.node[-1].output[0] = "loss"
     with pytest.raises(ValueError, match="output 'loss'"):
-        og.generate_artifacts(model, None, None, "CrossEntropyLoss", "SGD", tmp_path)
+        og.artifacts.generate_artifacts(model, None, None, "CrossEntropyLoss", "SGD", tmp_path)
 
 
 def test_weights_that_the_loss_does_not_reach(tmp_path):
@@ -733,7 +740,9 @@ def test_weights_that_the_loss_does_not_reach(tmp_path):
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 8), np.float32), "w3"))
     arguments = (None, {"y": "cross_entropy"}, "SGD", tmp_path)
     with pytest.warns(UserWarning, match=r"depend on \['w3'\]") as caught:
-        og.generate_artifacts(model, ["w1", "w3"], *arguments, additional_output_names=["other"])
+        og.artifacts.generate_artifacts(
+            model, ["w1", "w3"], *arguments, additional_output_names=["other"]
+        )
     assert caught[0].filename == __file__  # where the user has called it
     client, (x, y) = ArtifactClient(tmp_path), named_data("mlp")
     assert client.names("weights") == ["w1"]

@@ -92,7 +92,7 @@ def assert_same_state(folder: Path, out: Path, name: str) -> None:
     with safe_open(folder / "expected.safetensors", "numpy") as expected:
         images = expected.get_tensor("images")[0]
     predicted = json.loads((out / f"{name}.json").read_text())
-    for model in (exported, og.merge_artifacts(folder, out / f"{name}.safetensors")):
+    for model in (exported, og.artifacts.merge_artifacts(folder, out / f"{name}.safetensors")):
         session = ort.InferenceSession(model.SerializeToString())
         (logits,) = session.run(None, {"image": images})
         np.testing.assert_allclose(logits.ravel(), predicted, rtol=1e-5, atol=1e-5)

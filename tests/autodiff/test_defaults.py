@@ -47,17 +47,17 @@ MADE = {
     "ones": lambda m: og.onnx_derivative(m, [], ["x"], ONES),
     "loss": lambda m: og.onnx_derivative(with_loss(), [], ["x"], Options.Loss, "loss", "label"),
     "add_loss_output": og.add_loss_output,
-    "unreduced": lambda m: og.unreduced_onnx_loss(with_loss()),
-    "selected": lambda m: og.select_model_inputs_outputs(m, ["y"], ["x"]),
+    "unreduced": lambda m: og.losses.unreduced_onnx_loss(with_loss()),
+    "selected": lambda m: og.graph.select_model_inputs_outputs(m, ["y"], ["x"]),
     "vjp": og.vjp,
     "jvp": lambda m: og.jvp(m, inputs=["x"]),
     "hvp": lambda m: og.hvp(m, inputs=["x"]),
     "jacobian": lambda m: og.jacobian(m, batched=True),
     "of rows": lambda m: og.jacobian(m, ["w"], ["x"], batched=True),
     "hessian": lambda m: og.hessian(with_loss(), inputs=["x"], output="loss"),
-    "f": lambda m: og.derivative_family(m, inputs=["x"])["f"],
-    "adj_f": lambda m: og.derivative_family(m, inputs=["x"])["adj_f"],
-    "fwd_adj_f": lambda m: og.derivative_family(m, inputs=["x"])["fwd_adj_f"],
+    "f": lambda m: og.graph.derivative_family(m, inputs=["x"])["f"],
+    "adj_f": lambda m: og.graph.derivative_family(m, inputs=["x"])["adj_f"],
+    "fwd_adj_f": lambda m: og.graph.derivative_family(m, inputs=["x"])["fwd_adj_f"],
 }
 
 
@@ -95,7 +95,7 @@ def test_listed_weights():
     assert [y.name for y in gradients.graph.output] == ["x_grad", "r_grad", "w_grad"]
     assert [y.name for y in og.vjp(made).graph.output] == ["y", "x_grad", "r_grad"]
     assert stated_lengths(og.vjp(made), "w") == [2]
-    assert list(og.get_train_initializer(made)) == ["w"]
+    assert list(og.graph.get_train_initializer(made)) == ["w"]
     with pytest.raises(ValueError, match=naming("'w'", "twice")):
         og.vjp(made, ["w"], ["w"])
     old = og.onnx_derivative(model_with_default(ir_version=3), [])

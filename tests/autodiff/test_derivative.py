@@ -14,9 +14,9 @@ from onnxgrad import (
     check_gradient,
     jacobian,
     onnx_derivative,
-    select_model_inputs_outputs,
     vjp,
 )
+from onnxgrad.graph import select_model_inputs_outputs
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, operator_names, parse_model
 from tests.support.running import run_named

@@ -8,16 +8,16 @@ import onnxruntime as ort
 import pytest
 
 from onnxgrad import (
-    OrtGradientOptimizer,
     Trainer,
     add_loss_output,
     check_gradient,
     explain,
-    generate_artifacts,
     hvp,
     jacobian,
     onnx_derivative,
 )
+from onnxgrad.artifacts import generate_artifacts
+from onnxgrad.compat import OrtGradientOptimizer
 from onnxgrad.reporting import warn_once
 from tests.support.errors import naming
 from tests.support.exports import export_module

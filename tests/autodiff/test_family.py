@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import derivative_family, onnx_derivative
+from onnxgrad import onnx_derivative
+from onnxgrad.graph import derivative_family
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.pages import code_of

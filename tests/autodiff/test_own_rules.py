@@ -10,13 +10,13 @@ from onnxgrad import (
     DerivativeOptions,
     ModelError,
     NoGradientRule,
-    Unsupported,
     check_gradient,
     lowering,
     onnx_derivative,
     rule,
 )
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph import Unsupported
 from tests.support.errors import naming
 from tests.support.members import assert_own_results, stack_members
 from tests.support.models import operator_names, parse_model

@@ -7,7 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import NoGradientRule, get_train_initializer, onnx_derivative
+from onnxgrad import NoGradientRule, onnx_derivative
+from onnxgrad.graph import get_train_initializer
 from tests.support.cases import Row, row_feed, row_model
 from tests.support.microsoft_rows import CASES, KernelCase, kernel_model
 from tests.support.running import run_named

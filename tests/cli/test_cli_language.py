@@ -49,7 +49,7 @@ def test_a_folder_trains_as_in_python(tmp_path):
     done = succeed("train", "lm", "texts.jsonl", *LOSS, *options, "--output", "out")
     assert "--max-length 12" in done.stderr
     with pytest.warns(UserWarning, match="max_length=12"):
-        data = og.texts("texts.jsonl", og.load_folder("lm"), 12)
+        data = og.language.texts("texts.jsonl", og.load_folder("lm"), 12)
     own = og.Trainer(og.load_folder("lm"), "causal_lm", metrics=["perplexity"])
     own.fit(data, epochs=2, batch_size=8)
     new = og.load_folder("out")
@@ -58,7 +58,7 @@ def test_a_folder_trains_as_in_python(tmp_path):
         np.testing.assert_array_equal(array, own.state.weights[name])
     assert os.path.exists("out.png")
 
-    expected = own.evaluate(og.texts("texts.jsonl", new))
+    expected = own.evaluate(og.language.texts("texts.jsonl", new))
     found = as_json("eval", "out", "texts.jsonl", *LOSS)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert found["metrics"] == {"perplexity": pytest.approx(expected["perplexity"], rel=1e-6)}
@@ -74,8 +74,8 @@ def test_packed_texts_fill_fewer_rows():
     line = ("train", "lm", "texts.jsonl", *LOSS, "--max-length", 12, "--validation", 0, "--dry-run")
     model = og.load_folder("lm")
     with pytest.warns(UserWarning, match="max_length=12"):
-        padded = og.texts("texts.jsonl", model, 12)
-    packed = og.texts("texts.jsonl", model, 12, packing=True)
+        padded = og.language.texts("texts.jsonl", model, 12)
+    packed = og.language.texts("texts.jsonl", model, 12, packing=True)
     assert as_json(*line)["rows"] == padded.rows
     assert as_json(*line, "--packing")["rows"] == packed.rows < padded.rows
 
@@ -84,7 +84,7 @@ def test_samples_are_shown_and_recorded(tmp_path):
     options = ("--epochs", 1, "--prompt", "the cat", "--prompt", "a dog", "--record", "record")
     samples = as_json("train", "lm", "texts.txt", *LOSS, *options, "-o", "out")["samples"]
     assert [s["prompt"] for s in samples] == ["the cat", "a dog"]
-    assert samples[0]["text"] == og.generate("out", "the cat")
+    assert samples[0]["text"] == og.language.generate("out", "the cat")
     recorded = json.loads((tmp_path / "record" / "run.json").read_text())["samples"]
     assert recorded == [[s["prompt"], s["text"]] for s in samples]
     succeed("report", "record")
@@ -97,8 +97,8 @@ def test_options_of_generation_are_those_of_python():
     drawn = ("--max-new-tokens", 5, "--temperature", 2.0, "--top-p", 0.9, "--seed", 3)
     options = {"max_new_tokens": 5, "temperature": 2.0, "top_p": 0.9, "seed": 3}
     made = as_json("generate", "lm", "the cat", *drawn)["text"]
-    assert made == og.generate("lm", "the cat", **options)
-    assert made != og.generate("lm", "the cat", max_new_tokens=5)
+    assert made == og.language.generate("lm", "the cat", **options)
+    assert made != og.language.generate("lm", "the cat", max_new_tokens=5)
 
 
 def test_adapters_and_chats(tmp_path):
@@ -109,7 +109,7 @@ def test_adapters_and_chats(tmp_path):
     succeed("merge", "out", "-o", "merged")
     assert [row.name for row in og.trainable("merged/model.onnx")] == ["w", "v"]
     assert sorted(os.listdir("merged")) == sorted(os.listdir("lm"))
-    assert og.generate("merged", "the cat", 3) == og.generate("out", "the cat", 3)
+    assert og.language.generate("merged", "the cat", 3) == og.language.generate("out", "the cat", 3)
     assert "not empty" in refusal("merge", "out", "-o", "merged")
     whole = ("--overwrite", "--no-completion-only")
     done = succeed("train", "lm", "chats.jsonl", *LOSS, *options, *whole)

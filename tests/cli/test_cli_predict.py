@@ -12,7 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from onnxgrad import read_table
+from onnxgrad.data import read_table
 from tests.support.commands import (
     as_json,
     assert_names,

@@ -32,7 +32,9 @@ LINE = ("train", "linear.onnx", "rows.csv", "--target", "y", "--loss", "squared_
 def test_the_picture_is_that_of_plot_history(here, share):
     as_json(*LINE, "--epochs", 3, "--validation", share, "--history", "history.json")
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = og.plot_history(json.loads((here / "history.json").read_text()), figure.add_subplot())
+    axes = og.plot.plot_history(
+        json.loads((here / "history.json").read_text()), figure.add_subplot()
+    )
     assert len(axes.get_lines()) == (2 if share else 1)
     figure.savefig("own.png", dpi=120)
     np.testing.assert_array_equal(imread("trained.png"), imread("own.png"))

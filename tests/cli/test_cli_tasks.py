@@ -215,7 +215,7 @@ def test_values_of_pictures_are_told_and_kept(tmp_path):
         (["--scale", 255, "--normalize", "100/50"], (100 / 255, 50 / 255)),
     ):
         [entry] = as_json(*line, *options, "--epochs", 1, "--no-curves", "--overwrite")["history"]
-        own = task("model.onnx", data, normalize=og.normalize([mean], [std]))
+        own = task("model.onnx", data, normalize=og.data.normalize([mean], [std]))
         assert entry["loss"] == pytest.approx(own.trainer().evaluate(own.data)["loss"], rel=1e-5)
         told = as_json("eval", "trained.onnx", data, "--task", "segmentation")
         assert told["loss"] == pytest.approx(entry["loss"], rel=1e-5)
@@ -230,7 +230,7 @@ def test_values_of_pictures_are_told_and_kept(tmp_path):
 def test_a_loss_that_no_file_can_hold_is_asked_for(to, tmp_path):
     data, inputs, _ = segmentation_job(tmp_path)
     name, task = "binary_cross_entropy", og.tasks.segmentation.Segmentation
-    mine = {"loss": og.LOSSES[name].with_options({"pos_weight": 3.0})}
+    mine = {"loss": og.losses.LOSSES[name].with_options({"pos_weight": 3.0})}
     of_task, of_trainer = (mine, {}) if to == "task" else ({}, mine)
     trainer = task("model.onnx", data, **of_task).trainer(**of_trainer)
     reader = task("model.onnx", data).read(data)

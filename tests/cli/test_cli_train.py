@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from onnxgrad import Trainer, adamw as adamw_of_python
+from onnxgrad import Trainer
 from onnxgrad.cli.watch import Watch
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
+from onnxgrad.optimizers import adamw as adamw_of_python
 from tests.support.commands import (
     as_json,
     assert_names,

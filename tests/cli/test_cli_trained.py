@@ -83,9 +83,9 @@ def train_on(data, y=None):
 
 def test_images(pictures):
     """Size, crop, white and normalization are those of the training."""
-    last = og.normalize([100.0, 120.0, 90.0], [50.0, 60.0, 70.0])
-    steps = [og.resize(10), og.random_crop(6), og.random_flip(), last]
-    reader = og.image_folder(pictures, (6, 5), steps, scale=255)
+    last = og.data.normalize([100.0, 120.0, 90.0], [50.0, 60.0, 70.0])
+    steps = [og.data.resize(10), og.data.random_crop(6), og.data.random_flip(), last]
+    reader = og.data.image_folder(pictures, (6, 5), steps, scale=255)
     trainer = train_on(reader)
     succeed("predict", "trained.onnx", pictures, "--output", "out.csv")
     rows = csv_rows(Path("out.csv").read_text())
@@ -104,7 +104,7 @@ def test_images_whose_values_nothing_tells(pictures, kind):
     if kind == "arrays":
         train_on(np.ones((4, 3, 6, 5), np.float32), np.array([0, 1, 0, 1]))
     else:
-        train_on(og.image_folder(pictures, (6, 5), [lambda image, rng: image]))
+        train_on(og.data.image_folder(pictures, (6, 5), [lambda image, rng: image]))
     size = ("--image-size", "6x5", "--output", "out.csv")
     assert_names(refusal("predict", "trained.onnx", pictures, *size), "--scale", "--normalize")
     assert_names(refusal("eval", "trained.onnx", pictures, *size[:2]), "--scale", "--normalize")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-import onnxgrad
+from onnxgrad import compat
 from tests.support.paths import DOCS
 from tests.support.public_names import arguments_of, resolve_name
 
@@ -37,9 +37,9 @@ OrtGradientOptimizer.fit train_losses_ validation_losses_ OrtGradientOptimizer.t
 OrtGradientOptimizer.get_state OrtGradientOptimizer.set_state OrtGradientOptimizer.get_trained_onnx
 ConvergenceError OrtGradientForwardBackward OrtGradientForwardBackward.new_instance
 OrtGradientForwardBackward.save_onnx_graph
-compat.forward_backward.OrtGradientForwardBackwardFunction.forward
-compat.forward_backward.OrtGradientForwardBackwardFunction.backward
-compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph
+OrtGradientForwardBackwardFunction.forward
+OrtGradientForwardBackwardFunction.backward
+OrtGradientForwardBackwardFunction.save_onnx_graph
 OrtGradientForwardBackwardOptimizer OrtGradientForwardBackwardOptimizer.losses
 OrtGradientForwardBackwardOptimizer.score OrtGradientForwardBackwardOptimizer.get_full_state
 OrtGradientForwardBackwardOptimizer.get_state OrtGradientForwardBackwardOptimizer.set_state
@@ -91,7 +91,7 @@ def test_what_the_table_names_exists(there, here):
     if attribute:
         assert inspect.isclass(found)
     old = re.findall(r"`([\w.%]+)`", there)[0].split(".")[-1]
-    if old in onnxgrad.__all__:
+    if old in compat.__all__:
         assert name == old
 
 
@@ -118,10 +118,6 @@ def test_arguments_that_are_gone(functions, lost):
         if "." not in name and "." in names[0]:
             names[i] = names[0].rpartition(".")[0] + "." + name
     for name in names:
-        name = name.replace(
-            "OrtGradientForwardBackwardFunction",
-            "compat.forward_backward.OrtGradientForwardBackwardFunction",
-        )
         here = [p.name for p in arguments_of(resolve_name(name))]
         assert set(here).isdisjoint(re.findall("`([^`]+)`", lost))
 

@@ -9,8 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-import onnxgrad
-from onnxgrad import (
+from onnxgrad.compat import (
     AbsoluteLearningLoss,
     BaseLearningLoss,
     BaseLearningPenalty,
@@ -27,12 +26,12 @@ from onnxgrad import (
     OrtGradientForwardBackwardOptimizer,
     SquareLearningLoss,
     add_loss_output,
+    function_graphs as functions,
     function_onnx_graph,
     onnx_derivative,
     onnx_rename_names,
     select_model_inputs_outputs,
 )
-from onnxgrad.compat import function_graphs as functions
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.public_names import arguments_of, resolve_name
@@ -74,12 +73,10 @@ SIGNATURES = {  # as they were
         enable_logging=False, debug=False""",
     "OrtGradientForwardBackward.new_instance": "",
     "OrtGradientForwardBackward.save_onnx_graph": "folder, prefix=None, suffix=None",
-    "compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
+    "OrtGradientForwardBackwardFunction.forward": """inputs,
         training=False""",
-    "compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
-    "compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
-        "folder, prefix=None, suffix=None"
-    ),
+    "OrtGradientForwardBackwardFunction.backward": "grad_outputs",
+    "OrtGradientForwardBackwardFunction.save_onnx_graph": ("folder, prefix=None, suffix=None"),
     "OrtDataLoader": """X, y, sample_weight=None, batch_size=20, device='cpu', random_iter=True""",
     "OrtDataLoader.iter_numpy": "",
     "OrtDataLoader.iter_ortvalue": "",
@@ -338,7 +335,7 @@ def saved_files(saved: dict) -> list[Path]:
     ],
 )
 def test_classes_of_errors(name, base):
-    assert issubclass(getattr(onnxgrad, name), base)
+    assert issubclass(resolve_name(name), base)
 
 
 # -- listings of the notebook on stochastic gradient descent ---------------------------------------

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import (
+from onnxgrad.compat import (
     EvaluationError,
     OrtGradientForwardBackward,
     ProviderError,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
+from onnxgrad.compat import (
     BaseLearningRate,
     LearningRateSGD,
     LearningRateSGDNesterov,

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import (
+from onnxgrad.compat import (
     AbsoluteLearningLoss,
     BaseLearningLoss,
     ElasticLearningLoss,

@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import OrtDataLoader, ProviderError
+from onnxgrad.compat import OrtDataLoader, ProviderError
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import session_of

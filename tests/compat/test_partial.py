@@ -15,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
+from onnxgrad.compat import (
     BaseLearningLoss,
     BaseLearningRate,
     ConvergenceError,
@@ -768,8 +768,8 @@ def test_without_scikit_learn():
         import sys
         sys.modules["sklearn"] = sys.modules["sklearn.base"] = None
         import numpy as np, onnx
-        from onnxgrad import OrtGradientForwardBackwardOptimizer as Outer
-        from onnxgrad import OrtGradientOptimizer as Inner, LearningRateSGD, add_loss_output
+        from onnxgrad.compat import OrtGradientForwardBackwardOptimizer as Outer
+        from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer as Inner, add_loss_output
         m = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["": 18]>
             g (float[N,1] x) => (float[N,1] y) <float[1,1] w = {1}> { y = MatMul(x, w) }''')
         x, y = np.ones((10, 1)), np.zeros(10)

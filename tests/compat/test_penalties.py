@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
+from onnxgrad.compat import (
     BaseLearningPenalty,
     DerivativeOptions,
     ElasticLearningPenalty,

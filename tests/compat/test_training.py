@@ -12,18 +12,18 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
+from onnxgrad import NoGradientRule
+from onnxgrad.compat import (
     ConvergenceError,
     DerivativeOptions,
     LearningRateSGD,
     LearningRateSGDNesterov,
-    NoGradientRule,
     OrtGradientOptimizer,
     ProviderError,
-    adam,
     add_loss_output,
     onnx_derivative,
 )
+from onnxgrad.optimizers import adam
 from tests.support.errors import naming
 from tests.support.line_models import (
     DTYPES_OF_KINDS,

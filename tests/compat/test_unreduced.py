@@ -6,7 +6,12 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import add_loss_output, get_train_initializer, onnx_rename_names, unreduced_onnx_loss
+from onnxgrad.compat import (
+    add_loss_output,
+    get_train_initializer,
+    onnx_rename_names,
+    unreduced_onnx_loss,
+)
 from onnxgrad.losses.info import LossInfo, loss_info
 from tests.support.errors import naming
 from tests.support.exports import export_module

@@ -125,7 +125,7 @@ def test_missing_files_are_named(tmp_path):
 
 def test_flips_follow_the_seed_and_the_row(tmp_path):
     folder = write_coco(tmp_path / "c", [BOX, BOX | {"id": 2, "image_id": 3}])
-    task = Detection(small_yolox(), folder, head="yolox", augment=[og.random_flip()])
+    task = Detection(small_yolox(), folder, head="yolox", augment=[og.data.random_flip()])
     plain = task.data.take([0], None)[1]
     drawn = [task.data.take([0], seed)[1] for seed in range(8)]
     left = {float(y[0, 0, 1]) for y in drawn}

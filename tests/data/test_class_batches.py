@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from onnxgrad import IndexedReader, p_by_k
+from onnxgrad.data import IndexedReader, p_by_k
 from tests.support.running import in_sweep
 
 LABELS = np.repeat([4, 7, 9, 11], [3, 5, 12, 4])

@@ -124,7 +124,7 @@ def test_two_classes_and_one_output():
 @pytest.mark.parametrize(
     "more",
     [
-        {"optimizer": og.ema(og.adamw(), 0.5)},
+        {"optimizer": og.optimizers.ema(og.optimizers.adamw(), 0.5)},
         {"loss_options": {"label_smoothing": 0.1}},
         *map(in_sweep, [{"accumulate": 2}, {"recompute": "all"}, {"clip_norm": 0.01}]),
     ],
@@ -187,14 +187,14 @@ def test_readers_tell_the_names_of_their_classes(tmp_path):
     text = """f (float[N,3,8,8] x) => (float[N,3] y)
         { p = GlobalAveragePool(x) f = Flatten(p) y = MatMul(f, w) }"""
     model = parse_model(text, opset=20, w=np.zeros((3, 3), np.float32))
-    reader = og.image_folder(tmp_path, 8)
+    reader = og.data.image_folder(tmp_path, 8)
     made = og.Trainer(model, "cross_entropy").fit(reader, epochs=1).model
     kept = {e.key: e.value for e in made.metadata_props}
     assert kept["onnxgrad.classes"] == '["a", "b", "c"]'
     other = og.Trainer(made, "cross_entropy", classes=["c", "b", "a"])
     with pytest.raises(ValueError, match=naming("a, b, c", "c, b, a")):
         other.evaluate(reader)
-    turned = og.image_folder(tmp_path, 8, classes=["c", "b", "a"])
+    turned = og.data.image_folder(tmp_path, 8, classes=["c", "b", "a"])
     assert np.isfinite(other.evaluate(turned)["loss"])
 
 
@@ -247,7 +247,7 @@ def test_every_loss_of_classes_takes_their_names(names, outputs):
     named = [type(names[0])(IGNORED) if n == IGNORED else names[n] for n in some]
     for loss in LOSSES_OF_CLASSES[outputs].split():
         cases = [({}, {}, numbers, [names[n] for n in numbers])]
-        options = og.LOSSES[loss].all_options
+        options = og.losses.LOSSES[loss].all_options
         if "class_weight" in options:
             weights = (
                 dict(zip(names, WEIGHTS, strict=False)),

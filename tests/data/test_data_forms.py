@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import onnxgrad as og
-from onnxgrad import LearningRateSGD, explain
+from onnxgrad import explain
+from onnxgrad.compat import LearningRateSGD
 from tests.support.errors import naming
 from tests.support.running import in_sweep
 from tests.support.small_models import BOTH_TRAINERS, inner_loss_trainer, two_column_model

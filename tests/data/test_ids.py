@@ -5,7 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import OrtGradientOptimizer
+from onnxgrad.compat import OrtGradientOptimizer
 from tests.support.combinations import parametrize_chosen
 from tests.support.errors import naming
 from tests.support.small_models import float32_model, inner_loss_trainer, outer_loss_trainer

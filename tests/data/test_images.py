@@ -5,9 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from onnxgrad import OrtGradientOptimizer, Trainer, add_loss_output, preprocess
+from onnxgrad import Trainer, add_loss_output
+from onnxgrad.compat import OrtGradientOptimizer
 from onnxgrad.data import image_transforms
 from onnxgrad.data.images import image_folder
+from onnxgrad.graph import preprocess
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from tests.support.errors import naming

@@ -85,7 +85,7 @@ def test_augmentation_moves_masks_as_pictures(tmp_path):
         seen.append(by)
         return picture.crop(box), mask.crop(box)
 
-    augment = [og.random_flip(), og.random_crop((12, 14)), shifted]
+    augment = [og.data.random_flip(), og.data.random_crop((12, 14)), shifted]
     task = Segmentation(pixel_model(3, size="12,14"), root, augment=augment)
     X, y = first_batch(task.data, seed=3)
     assert seen

@@ -6,14 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from onnxgrad import (
-    Callback,
-    Checkpoint,
-    LearningRateSGD,
-    OrtGradientOptimizer,
-    Trainer,
-    add_loss_output,
-)
+from onnxgrad import Checkpoint, Trainer, add_loss_output
+from onnxgrad.callbacks import Callback
+from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields

@@ -17,12 +17,12 @@ from tests.support.sound_files import RATE, random_sound, write_wave
 def test_waves_are_read(tmp_path, width):
     x = random_sound(1000, 2)
     path = write_wave(tmp_path / "a.wav", x, width=width)
-    np.testing.assert_allclose(og.read_wave(path, RATE), x.mean(axis=1), atol=4e-5)
-    part = og.read_wave(path, RATE, 0.1, 0.2)
-    np.testing.assert_array_equal(part, og.read_wave(path, RATE)[400:800])
-    slow = og.read_wave(path, RATE // 2)
+    np.testing.assert_allclose(og.data.read_wave(path, RATE), x.mean(axis=1), atol=4e-5)
+    part = og.data.read_wave(path, RATE, 0.1, 0.2)
+    np.testing.assert_array_equal(part, og.data.read_wave(path, RATE)[400:800])
+    slow = og.data.read_wave(path, RATE // 2)
     np.testing.assert_array_equal(
-        slow, og.resample(RATE, RATE // 2)(og.read_wave(path, RATE)[None])[0]
+        slow, og.data.resample(RATE, RATE // 2)(og.data.read_wave(path, RATE)[None])[0]
     )
     assert sounds.length_of(path, RATE // 2) == len(slow)
 
@@ -33,20 +33,22 @@ def test_files_that_are_no_waves(tmp_path):
         import soundfile  # noqa: F401
     except ImportError:
         with pytest.raises(ImportError, match=r"a\.wav.*pip install 'onnxgrad\[sound\]'"):
-            og.read_wave(tmp_path / "a.wav", RATE)
+            og.data.read_wave(tmp_path / "a.wav", RATE)
     else:
         with pytest.raises(ValueError, match=r"a\.wav"):
-            og.read_wave(tmp_path / "a.wav", RATE)
+            og.data.read_wave(tmp_path / "a.wav", RATE)
     path = write_wave(tmp_path / "b.wav", random_sound(100))
     with pytest.raises(ValueError, match=r"b\.wav.* 3"):
-        og.read_wave(path, RATE, 3)
+        og.data.read_wave(path, RATE, 3)
 
 
 def test_soundfile_reads_what_wave_does_not(tmp_path):
     soundfile = pytest.importorskip("soundfile")
     x = random_sound(1000)
     soundfile.write(tmp_path / "a.flac", x, RATE)
-    np.testing.assert_allclose(og.read_wave(tmp_path / "a.flac", RATE, 0.1), x[400:], atol=1e-4)
+    np.testing.assert_allclose(
+        og.data.read_wave(tmp_path / "a.flac", RATE, 0.1), x[400:], atol=1e-4
+    )
 
 
 def test_lists(tmp_path):

@@ -14,7 +14,8 @@ import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
 
-from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_output
+from onnxgrad import Trainer, add_loss_output
+from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.data.arrow import arrow_dataset
 from onnxgrad.data.columns import stack_columns
 from onnxgrad.data.prefetch import read_ahead

@@ -74,11 +74,13 @@ def test_rates():
     assert set(rates) == set(known)
     for name, rate in rates.items():
         for choice in (name, known[name]()):
-            assert og.Trainer(MODEL, "mse", optimizer=choice)._job.learning_rate == og.constant(
-                rate
-            )
-    wrapped = og.ema(og.sgd(momentum=0.9, weight_decay=0.1))
-    assert og.Trainer(MODEL, "mse", optimizer=wrapped)._job.learning_rate == og.constant(0.01)
+            assert og.Trainer(
+                MODEL, "mse", optimizer=choice
+            )._job.learning_rate == og.schedules.constant(rate)
+    wrapped = og.optimizers.ema(og.optimizers.sgd(momentum=0.9, weight_decay=0.1))
+    assert og.Trainer(MODEL, "mse", optimizer=wrapped)._job.learning_rate == og.schedules.constant(
+        0.01
+    )
 
 
 def test_a_rate_that_is_none_is_trained_with():
@@ -86,7 +88,7 @@ def test_a_rate_that_is_none_is_trained_with():
     other = og.Trainer(MODEL, "mse", optimizer="sgd", learning_rate=0.01).fit(X, X[:, :1])
     np.testing.assert_array_equal(one.state.weights["w"], other.state.weights["w"])
     stack = og.TrainerStack(MODEL, "mse", optimizer=["sgd", "sgd"], learning_rate=[None, 0.1])
-    assert stack.learning_rates == [og.constant(0.01), og.constant(0.1)]
+    assert stack.learning_rates == [og.schedules.constant(0.01), og.schedules.constant(0.1)]
 
 
 def test_the_command_trains_as_a_trainer_does(working_folder):

@@ -1,8 +1,8 @@
 """Every public name is documented by an example that runs, and is on one page of the API."""
 
 import doctest
+import inspect
 import re
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,7 +10,16 @@ import pytest
 import onnxgrad
 from onnxgrad.autodiff.forms import GRADIENT
 from onnxgrad.graph import rewrite
-from tests.support.paths import DOCS, ROOT
+from tests.support.paths import DOCS, PACKAGE, ROOT
+from tests.support.public_names import (
+    names_of_stub,
+    public_objects,
+    public_places,
+    resolve_name,
+    submodules,
+)
+
+MOST_AT_THE_ROOT = 55  # names, submodules included
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
@@ -39,12 +48,24 @@ def run_examples(thing, name: str) -> None:
     assert not runner.failures
 
 
-@pytest.mark.parametrize("name", sorted(set(onnxgrad.__all__) - WITHOUT_DOCSTRING))
-def test_example(name, tmp_path, monkeypatch):
+def own_places() -> list[str]:
+    """Return the public names outside of `tasks`, each object by one of them."""
+    seen, places = set(), []
+    for place in sorted(public_places(), key=lambda place: (place.count("."), place)):
+        name = place.rpartition(".")[2]
+        if name not in seen | WITHOUT_DOCSTRING and not place.startswith("tasks."):
+            places.append(place)
+        seen.add(name)
+    return places
+
+
+@pytest.mark.parametrize("place", own_places())
+def test_example(place, tmp_path, monkeypatch):
+    name = place.rpartition(".")[2]
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
-    run_examples(getattr(onnxgrad, name), name)
+    run_examples(resolve_name(place), name)
 
 
 @pytest.mark.parametrize("name", sorted(onnxgrad.tasks.__all__))
@@ -76,24 +97,77 @@ def test_what_contributing_adds(monkeypatch):
     assert count > 10
 
 
-def test_every_name_is_on_one_page():
-    listed = []
-    for page in (DOCS / "api").glob("*.rst"):
-        for names in re.findall(
-            r"^\.\. api::(?: onnxgrad\.(?:explain|tasks[\w.]*))?\n((?:\n|   \w+\n)+)",
-            page.read_text(),
-            re.M,
-        ):
-            listed += names.split()
-    names = {*onnxgrad.__dir__()} - {"explain", "tasks"}  # `__all__` depends on what is installed
-    tasks = [
-        import_module(f"onnxgrad.tasks.{name}") for name in onnxgrad.tasks.__all__ if name.islower()
-    ]
-    own = ["Task", *(name for task in tasks for name in task.__all__)]
-    assert sorted(listed) == sorted([*names, *onnxgrad.explain.__all__, *own])
+def documented_places() -> list[str]:
+    """Return what the pages of the API document, such as "onnxgrad.optimizers.adamw"."""
+    places = []
+    for page in sorted((DOCS / "api").glob("*.rst")):
+        blocks = re.findall(r"^\.\. api::( [\w.]+)?\n((?:\n|   \w+\n)+)", page.read_text(), re.M)
+        places += [
+            f"{module.strip() or 'onnxgrad'}.{name}"
+            for module, names in blocks
+            for name in names.split()
+        ]
+    return places
+
+
+def test_every_public_object_is_on_one_page():
+    for library in ("sklearn", "torch"):
+        pytest.importorskip(library)
+    tasks = {n: m for n, m in vars_of_tasks().items() if inspect.ismodule(m)}
+    expected = [f"tasks.{n}.{own}" for n, module in tasks.items() for own in module.__all__]
+    expected += ["tasks.Task", "torch.OnnxModule"]
+    expected += [p for p in public_objects() if not p.startswith("tasks.")]
+    found = [place.removeprefix("onnxgrad.") for place in documented_places()]
+    assert len(found) == len(set(found))
+    by_object = {id(resolve_name(place)) for place in expected}
+    assert {id(resolve_name(place)) for place in found} == by_object
+    assert len(found) == len(by_object)
+
+
+def vars_of_tasks() -> dict[str, object]:
+    return {name: getattr(onnxgrad.tasks, name) for name in onnxgrad.tasks.__all__}
+
+
+def test_every_submodule_has_a_page():
+    for name in submodules():
+        assert f"\n.. py:module:: onnxgrad.{name}\n" in (DOCS / "api" / f"{name}.rst").read_text()
 
 
 def test_every_page_is_in_the_navigation():
     navigation = (DOCS / "api.md").read_text()
     pages = sorted(path.stem for path in (DOCS / "api").glob("*.rst"))
     assert sorted(re.findall(r"^api/(\w+)$", navigation, re.M)) == pages
+
+
+# -- where names are -------------------------------------------------------------------------------
+
+
+def test_the_root_is_small():
+    assert len(names_of_stub()) <= MOST_AT_THE_ROOT
+
+
+@pytest.mark.parametrize("name", submodules())
+def test_names_of_a_submodule_are_those_of_its_stub(name):
+    module, names = submodules()[name], names_of_stub(name)
+    assert module.__all__ == sorted(names)
+    assert set(names) <= set(dir(module))
+    files = {path.stem for path in (PACKAGE / name).iterdir() if path.suffix == ".py"}
+    assert name == "tasks" or files.isdisjoint(names)  # a file would hide the name that it has
+    assert all(hasattr(module, each) for each in names)
+
+
+def test_the_root_says_where_a_name_is():
+    moved = [place for place in public_places() if place.rpartition(".")[2] not in names_of_stub()]
+    assert len(moved) > 150
+    for place in moved:
+        with pytest.raises(
+            AttributeError, match=rf"'{place.rpartition('.')[2]}'.* onnxgrad\.{place}\b"
+        ):
+            getattr(onnxgrad, place.rpartition(".")[2])
+
+
+def test_names_that_a_submodule_shares_are_one_object():
+    for place in public_places():
+        module, _, name = place.rpartition(".")
+        if module and name in names_of_stub():
+            assert resolve_name(place) is getattr(onnxgrad, name)

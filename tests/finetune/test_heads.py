@@ -420,7 +420,7 @@ def test_named_layer_and_output():
     with pytest.raises(ValueError, match=naming("secnd", "'second'")):
         og.replace_head(model, 5, at="secnd")
     with pytest.raises(ValueError, match=r"at='\?'"):
-        og.features(model, at="?")
+        og.graph.features(model, at="?")
     with pytest.raises(ValueError, match=r"Relu.*no linear"):
         og.replace_head(model, 5, at="y")
     with pytest.raises(ValueError, match="Unknown output 'q'"):
@@ -629,7 +629,7 @@ def test_notes():
     trainer = og.Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]
     assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
-    seed = og.OrtGradientForwardBackwardOptimizer(
+    seed = og.compat.OrtGradientForwardBackwardOptimizer(
         model, ["head.weight"], max_iter=1, batch_size=2
     ).fit(X, np.zeros((6, 5), np.float32))
     assert read_note(seed.get_trained_onnx(), HEAD) == ["head.weight", "head.bias"]
@@ -651,7 +651,7 @@ def test_training_is_stable():
     trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=1e-3).fit(x, y)
     np.testing.assert_allclose(trainer.history[0]["loss"], expected, rtol=1e-5)
     gradient = x.T @ (softmax_of_axis(scores) - np.eye(5)[y]) / 2
-    after = og.get_train_initializer(trainer.model)["head.weight"][0]
+    after = og.graph.get_train_initializer(trainer.model)["head.weight"][0]
     np.testing.assert_allclose(after, w - 1e-3 * gradient, rtol=1e-4, atol=1e-6)
 
 

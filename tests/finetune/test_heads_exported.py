@@ -88,7 +88,7 @@ def test_backbone_and_head_of_pytorch(dynamo):
     """The features are those in front of the last layer, and another network reads them."""
     torch = pytest.importorskip("torch")
     net, x = network_with_head("linear"), torch.randn(4, 2, 6, 6)
-    part = og.features(exported_head(net, x, dynamo))
+    part = og.graph.features(exported_head(net, x, dynamo))
     [y] = run_named(part, x=x.numpy()).values()
     np.testing.assert_allclose(y, net[:-1](x).detach(), rtol=1e-4, atol=1e-5)
     top = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))

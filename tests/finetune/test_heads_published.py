@@ -61,7 +61,7 @@ def test_sentence_classifier():
     with pytest.raises(ValueError, match="add_head"):
         og.replace_head(judged.proto, 5)
     value, mask = "onnx::Shape_422", "attention_mask"
-    body = og.features(judged.proto, value)
+    body = og.graph.features(judged.proto, value)
     model = og.add_head(judged.proto, 5, value, pool="mean", mask=mask, activation="softmax")
     tokens = run_named(body, judged.feed)["onnx::Shape_422"]
     mask = judged.feed["attention_mask"][..., None]

@@ -33,20 +33,20 @@ def test_features():
         r = Relu(x) h = Conv(r, k, b) p = GlobalAveragePool(h) y = Flatten(p) }"""
     model = parse_model(text, k=K, b=B)
     for at in (None, "k", "r"):
-        part = og.features(model, at)
+        part = og.graph.features(model, at)
         onnx.checker.check_model(part, full_check=True)
         assert value_names(part.graph.output) == ["r"]
         np.testing.assert_array_equal(run(part, x=IMAGES)[0], np.maximum(IMAGES, 0))
         assert not part.graph.initializer
-    assert value_names(og.features(model, "h").graph.output) == ["h"]
+    assert value_names(og.graph.features(model, "h").graph.output) == ["h"]
     with pytest.raises(ValueError, match="Unknown"):
-        og.features(model, "nothing")
+        og.graph.features(model, "nothing")
 
 
 def test_features_of_one_output():
     two = """f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,3] q) {
         a = Relu(x) y = MatMul(a, w) c = Tanh(z) q = MatMul(c, w) }"""
-    part = og.features(parse_model(two, w=W), output="q")
+    part = og.graph.features(parse_model(two, w=W), output="q")
     assert value_names(part.graph.input) == ["z"]
     np.testing.assert_allclose(run(part, z=X)[0], np.tanh(X), rtol=1e-6)
 
@@ -122,7 +122,7 @@ def test_attach_keeps_the_adapters_of_both():
         adapters = [name for a in read_adapters(part) for name in a["tensors"]]
         shapes = {t.name: tuple(t.dims) for t in part.graph.initializer}
         values = {name: RNG.normal(size=shapes[name]) for name in adapters}
-        parts.append(og.replace_initializers_into_onnx(part, values))
+        parts.append(og.graph.replace_initializers_into_onnx(part, values))
     joined = og.attach(*parts)
     trained = {t.name for t in og.trainable(joined).trained}
     assert len(trained) == 4
@@ -242,7 +242,7 @@ def test_a_head_that_is_attached_trains():
     model = parse_model(
         "f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Softmax(h) }", w=W
     )
-    body = og.features(og.replace_head(model, 3), "h")
+    body = og.graph.features(og.replace_head(model, 3), "h")
     head = parse_model(
         "head (float[N,3] h) => (float[N,2] p) { s = MatMul(h, v) p = Softmax(s) }", v=V
     )
@@ -387,5 +387,5 @@ def test_tensors_in_files_stay_there(tmp_path, monkeypatch):
     [y] = run(tmp_path / "new.onnx", x=X)
     np.testing.assert_allclose(y, np.maximum(X, 0) @ w, rtol=1e-5)
     head = parse_model("head (float[N,5] h) => (float[N,5] y) { y = Neg(h) }")
-    joined = og.attach(og.features(tmp_path / "new.onnx", "h"), head)
+    joined = og.attach(og.graph.features(tmp_path / "new.onnx", "h"), head)
     assert {t.name for t in joined.graph.initializer if t.data_location} == {"big", "head.weight"}

@@ -15,7 +15,7 @@ from tests.support.small_models import float32_model
 
 Image = pytest.importorskip("PIL.Image")
 LEVEL = 1 / 255
-IMAGENET = og.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+IMAGENET = og.data.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
 def unchanged_input(shape: str, dtype: str = "float", opset: int = 18) -> onnx.ModelProto:
@@ -33,7 +33,7 @@ def beside(image: np.ndarray, transforms, size, tmp_path, layout="NCHW") -> np.n
     (tmp_path / "a").mkdir(exist_ok=True)
     pixels = image[..., 0] if image.shape[-1] == 1 else image
     Image.fromarray(pixels).save(tmp_path / "a" / "0.png")
-    reader = og.image_folder(tmp_path, size, transforms, layout, image.shape[-1])
+    reader = og.data.image_folder(tmp_path, size, transforms, layout, image.shape[-1])
     return reader.take(np.array([0]), None)[0]
 
 
@@ -41,20 +41,22 @@ def beside(image: np.ndarray, transforms, size, tmp_path, layout="NCHW") -> np.n
     "transforms",
     [
         [],
-        [og.resize(32)],
-        [og.resize(40), og.center_crop(32)],
-        [og.resize((36, 44)), og.center_crop((30, 32))],
-        [og.center_crop((24, 40))],
-        [og.center_crop(60), og.resize((32, 32))],
-        [og.resize(40), og.random_crop(32), og.random_flip(1.0)],
-        [og.resize(10)],
+        [og.data.resize(32)],
+        [og.data.resize(40), og.data.center_crop(32)],
+        [og.data.resize((36, 44)), og.data.center_crop((30, 32))],
+        [og.data.center_crop((24, 40))],
+        [og.data.center_crop(60), og.data.resize((32, 32))],
+        [og.data.resize(40), og.data.random_crop(32), og.data.random_flip(1.0)],
+        [og.data.resize(10)],
     ],
     ids=lambda transforms: "-".join(map(str, transforms)),
 )
 def test_equals_image_folder(transforms, tmp_path):
     """The largest difference is one level of 255, in less than a fifth of the values."""
-    model = session_of(og.preprocess(unchanged_input("N,3,32,32"), transforms))
-    passes = sum(not isinstance(t, type(og.center_crop(1))) for t in transforms) + 2  # resizings
+    model = session_of(og.graph.preprocess(unchanged_input("N,3,32,32"), transforms))
+    passes = (
+        sum(not isinstance(t, type(og.data.center_crop(1))) for t in transforms) + 2
+    )  # resizings
     for shape in [(50, 37), (37, 50), (20, 90), (300, 400), (25, 19), (32, 32)]:
         image = random_image(*shape)
         want = beside(image, transforms, 32, tmp_path)
@@ -78,7 +80,8 @@ def test_one_resize_differs_by_one_level_at_most(tmp_path):
         image = random_image(*old, seed=seed)
         resized = Image.fromarray(image).resize(new[::-1], Image.Resampling.BILINEAR)
         (got,) = run(
-            og.preprocess(unchanged_input("N,a,b,3", "uint8"), [og.resize(new)]), image=image[None]
+            og.graph.preprocess(unchanged_input("N,a,b,3", "uint8"), [og.data.resize(new)]),
+            image=image[None],
         )
         difference = np.abs(got[0].astype(int) - np.asarray(resized))
         worst, share = max(worst, difference.max()), [*share, np.mean(difference > 0)]
@@ -89,24 +92,25 @@ def test_one_resize_differs_by_one_level_at_most(tmp_path):
 @pytest.mark.parametrize("side", [5, 33, *map(in_sweep, [7, 31, 224])])
 def test_sizes_that_are_computed_are_those_of_pillow(side):
     """Half of a pixel is rounded to even, in float64."""
-    model = session_of(og.preprocess(unchanged_input("N,3,a,b"), [og.resize(side)]))
+    model = session_of(og.graph.preprocess(unchanged_input("N,3,a,b"), [og.data.resize(side)]))
     for shape in [(10, 15), (15, 10), (14, 49), (101, 333), (2, 301), (3, 3)]:
         image = Image.fromarray(random_image(*shape))
         (got,) = model.run(None, {"image": np.asarray(image)[None]})
-        assert got.shape[2:] == og.resize(side)(image, None).size[::-1]
+        assert got.shape[2:] == og.data.resize(side)(image, None).size[::-1]
 
 
 def test_normalized_images_of_a_batch(tmp_path):
     images = np.stack([random_image(50, 60, seed=i) for i in range(3)])
-    transforms = [og.resize(40), og.center_crop(32), IMAGENET]
-    (got,) = run(og.preprocess(unchanged_input("N,3,32,32"), transforms), image=images)
+    transforms = [og.data.resize(40), og.data.center_crop(32), IMAGENET]
+    (got,) = run(og.graph.preprocess(unchanged_input("N,3,32,32"), transforms), image=images)
     for image, one in zip(images, got, strict=True):
         want = beside(image, transforms, 32, tmp_path)[0]
         assert np.abs(one - want).max() < 1.001 * LEVEL / 0.224
-    gray = og.normalize([0.5], [0.25])
+    gray = og.data.normalize([0.5], [0.25])
     want = (images[:, 9:41, 14:46] / np.float32(255) - np.float32(0.5)) / np.float32(0.25)
     (got,) = run(
-        og.preprocess(unchanged_input("N,3,32,32"), [og.center_crop(32), gray]), image=images
+        og.graph.preprocess(unchanged_input("N,3,32,32"), [og.data.center_crop(32), gray]),
+        image=images,
     )
     np.testing.assert_array_equal(got, np.moveaxis(want, -1, 1))
 
@@ -130,7 +134,7 @@ def test_the_input_of_the_model(shape, dtype, options, tmp_path):
     nhwc = options.get("layout", "NHWC" if dims[3] in "134" else "NCHW") == "NHWC"
     count = dims[3 if nhwc else 1]
     image = random_image(40, 50, int(count) if count.isdigit() else 3)
-    model = og.preprocess(unchanged_input(shape, dtype), [], **options)
+    model = og.graph.preprocess(unchanged_input(shape, dtype), [], **options)
     onnx.checker.check_model(model, full_check=True)
     (got,) = run(model, image=image[None])
     want = beside(image, [], 32, tmp_path, "NHWC" if nhwc else "NCHW")
@@ -141,12 +145,12 @@ def test_the_input_of_the_model(shape, dtype, options, tmp_path):
 
 
 def test_a_reader_is_a_description(tmp_path):
-    want = beside(random_image(40, 50), [og.resize(30), IMAGENET], (24, 28), tmp_path, "NHWC")
-    reader = og.image_folder(
-        tmp_path, (24, 28), [og.resize(30), og.random_flip(), IMAGENET], "NHWC"
+    want = beside(random_image(40, 50), [og.data.resize(30), IMAGENET], (24, 28), tmp_path, "NHWC")
+    reader = og.data.image_folder(
+        tmp_path, (24, 28), [og.data.resize(30), og.data.random_flip(), IMAGENET], "NHWC"
     )
     (got,) = run(
-        og.preprocess(unchanged_input("N,a,b,3"), reader), image=random_image(40, 50)[None]
+        og.graph.preprocess(unchanged_input("N,a,b,3"), reader), image=random_image(40, 50)[None]
     )
     assert np.abs(got - want).max() < 2.001 * LEVEL / 0.224
 
@@ -157,7 +161,7 @@ def test_opsets_below_18_are_raised(opset):
         p = MaxPool<kernel_shape=[2,2],strides=[2,2]>(x)  y = Softmax<axis=1>(p) }"""
     model = parse_model(text, opset=opset, ir_version=4)
     image = random_image(8, 8)
-    raw = og.preprocess(model, [], name="pixels")
+    raw = og.graph.preprocess(model, [], name="pixels")
     onnx.checker.check_model(raw, full_check=True)
     feed = np.moveaxis(image[None] / np.float32(255), -1, 1)
     np.testing.assert_allclose(run(raw, pixels=image[None])[0], run(model, x=feed)[0], rtol=1e-6)
@@ -165,7 +169,9 @@ def test_opsets_below_18_are_raised(opset):
 
 @pytest.mark.parametrize("opset", [18, 19, 21, 23])
 def test_newer_opsets_are_kept(opset):
-    raw = og.preprocess(unchanged_input("N,3,16,16", opset=opset), [og.resize(20), IMAGENET])
+    raw = og.graph.preprocess(
+        unchanged_input("N,3,16,16", opset=opset), [og.data.resize(20), IMAGENET]
+    )
     assert raw.opset_import[0].version == opset
     onnx.checker.check_model(raw, full_check=True)
     assert run(raw, image=random_image(30, 22)[None])[0].shape == (1, 3, 16, 16)
@@ -180,7 +186,7 @@ def test_names_of_the_model_are_kept():
     model = float32_model(text, const=np.float32(2), pair=np.float32([1, 2]))
     model.graph.output[1].name = model.graph.node[1].output[0] = "preprocess.const"
     before = model.SerializeToString()
-    raw = og.preprocess(model, [og.normalize([0, 0, 0], [0.5] * 3)], input="image")
+    raw = og.graph.preprocess(model, [og.data.normalize([0, 0, 0], [0.5] * 3)], input="image")
     assert model.SerializeToString() == before
     onnx.checker.check_model(raw, full_check=True)
     assert [x.name for x in raw.graph.input] == ["image_1", "c"]
@@ -207,8 +213,8 @@ def normalizing_classifier() -> onnx.ModelProto:
 
 def test_a_model_with_preprocessing_trains_as_beside(tmp_path):
     """Same weights train, and they become those of a model that is fed by hand."""
-    transforms = [og.resize(20), og.center_crop(16), IMAGENET]
-    raw = og.preprocess(normalizing_classifier(), transforms)
+    transforms = [og.data.resize(20), og.data.center_crop(16), IMAGENET]
+    raw = og.graph.preprocess(normalizing_classifier(), transforms)
     assert (
         default_weights(raw)
         == default_weights(normalizing_classifier())
@@ -218,7 +224,7 @@ def test_a_model_with_preprocessing_trains_as_beside(tmp_path):
     assert {"mean", "deviation"} < untrained.keys()
     assert all("before any" in why for why in untrained.values()), untrained
     images = np.stack([random_image(30, 40, seed=i) for i in range(24)])
-    front = session_of(og.preprocess(unchanged_input("N,3,16,16"), transforms))
+    front = session_of(og.graph.preprocess(unchanged_input("N,3,16,16"), transforms))
     fed = front.run(None, {"image": images})[0]
     labels = np.arange(24) % 3
     a, b = (
@@ -236,28 +242,28 @@ def test_a_model_with_preprocessing_trains_as_beside(tmp_path):
 
 
 def test_refused_preprocessing():
-    square, mel = "N,3,8,8", og.mel_spectrogram(8000, 256, 80, 20)
-    frames = og.mel_spectrogram(8000, 256, 80, 20, frames_first=True)
+    square, mel = "N,3,8,8", og.data.mel_spectrogram(8000, 256, 80, 20)
+    frames = og.data.mel_spectrogram(8000, 256, 80, 20, frames_first=True)
     for shape, transforms, options, named in (
-        (square, [IMAGENET, og.resize(3)], {}, ["normalize", "last"]),
-        (square, [og.normalize([0, 0], [1, 1])], {}, ["3 channels"]),
+        (square, [IMAGENET, og.data.resize(3)], {}, ["normalize", "last"]),
+        (square, [og.data.normalize([0, 0], [1, 1])], {}, ["3 channels"]),
         (square, [lambda image, rng: image], {}, ["no nodes", "write(op, x)"]),
-        (square, [og.resize(8), og.resample(2, 1)], {}, ["Resize(size=8)", "images"]),
+        (square, [og.data.resize(8), og.data.resample(2, 1)], {}, ["Resize(size=8)", "images"]),
         (square, [], {"size": 9}, ["size=9", "'x'", "(8, 8)"]),
         ("N,a,b,c", [], {}, ["preprocess(..., layout='NCHW')"]),
         ("N,8", [], {}, ["2 axes", "images have 4"]),
         ("N,4,8,8", [], {}, ["alpha channel"]),
         (square, [], {"input": "z"}, ["input 'z'"]),
         (square, [], {"name": "y"}, ["another value"]),
-        (square, [og.resize(8)], {"dtype": "int16"}, ["of images", "dtype="]),
-        ("N,T", [og.resample(2, 1)], {"size": 3}, ["size", "of images"]),
+        (square, [og.data.resize(8)], {"dtype": "int16"}, ["of images", "dtype="]),
+        ("N,T", [og.data.resample(2, 1)], {"size": 3}, ["size", "of images"]),
         ("N,9,T", [mel], {}, [", 20, ?)", "'x' takes (N, 9, T)"]),
         ("N,T,20", [mel], {}, ["frames_first=True"]),
         ("N,1,20,T", [frames], {}, ["frames_first=False"]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=naming(*named)):
-            og.preprocess(unchanged_input(shape), transforms, **options)
+            og.graph.preprocess(unchanged_input(shape), transforms, **options)
     with pytest.raises(ValueError, match="normalized values"):
-        og.preprocess(unchanged_input("N,8,8,3", "uint8"), [IMAGENET])
+        og.graph.preprocess(unchanged_input("N,8,8,3", "uint8"), [IMAGENET])
     with pytest.raises(ValueError, match=naming("floats", "uint8")):
-        og.preprocess(unchanged_input(square, "int64"), [])
+        og.graph.preprocess(unchanged_input(square, "int64"), [])

@@ -42,9 +42,9 @@ def scaled_counts() -> np.ndarray:
 def test_the_linear_part_trains():
     """One step of gradient descent on the logistic loss, by numpy in float64."""
     model = word_classifier()
-    (features,) = run(og.select_model_inputs_outputs(model, ["unit"]), text=TEXTS)
+    (features,) = run(og.graph.select_model_inputs_outputs(model, ["unit"]), text=TEXTS)
     np.testing.assert_allclose(features, scaled_counts(), rtol=1e-6)
-    linear = og.select_model_inputs_outputs(model, ["score"], inputs=["unit"])
+    linear = og.graph.select_model_inputs_outputs(model, ["score"], inputs=["unit"])
     assert [t.name for t in og.trainable(model) if t.trains] == ["w", "b"]
     y = np.array([1, 0, 1])
     trainer = og.Trainer(linear, "binary_cross_entropy", optimizer="sgd", learning_rate=0.5)
@@ -54,7 +54,7 @@ def test_the_linear_part_trains():
     w, b = w - 0.5 * error @ scaled_counts() / 3, b - 0.5 * error.mean()
     np.testing.assert_allclose(trainer.state.weights["w"][:, 0], w, rtol=1e-5)
     np.testing.assert_allclose(trainer.state.weights["b"], b, rtol=1e-5)
-    adapted = og.replace_initializers_into_onnx(model, trainer.state.weights)
+    adapted = og.graph.replace_initializers_into_onnx(model, trainer.state.weights)
     want = 1 / (1 + np.exp(-(scaled_counts() @ w + b)))
     np.testing.assert_allclose(run(adapted, text=TEXTS)[0][:, 0], want, rtol=1e-5)
 

@@ -39,7 +39,7 @@ def lifted():
 
 @pytest.mark.parametrize("make", [cell, lifted])
 def test_steps_are_those_of_the_model_one_by_one(make):
-    model = og.unroll(make(), {"h": "new"})
+    model = og.graph.unroll(make(), {"h": "new"})
     onnx.checker.check_model(model, full_check=True)
     found = run_named(model, {"x": X[0], "h": H, "scale": SCALE})
     state = H
@@ -56,7 +56,7 @@ def test_steps_are_those_of_the_model_one_by_one(make):
 def test_truncated_backpropagation_through_time(make):
     """Two epochs of three batches, against PyTorch; the weights go back into the cell."""
     torch = pytest.importorskip("torch")
-    model = og.unroll(make(), {"h": "new"})
+    model = og.graph.unroll(make(), {"h": "new"})
     trainer = og.Trainer(
         model, {"y": "squared_error"}, optimizer="sgd", learning_rate=0.1, carry={"h": "new"},
         batch_axes={"scale": None},
@@ -84,7 +84,7 @@ def test_truncated_backpropagation_through_time(make):
         np.testing.assert_allclose(
             trainer.state.weights[name], w.detach().numpy(), rtol=1e-5, atol=1e-6
         )
-    back = og.replace_initializers_into_onnx(make(), trainer.state.weights)
+    back = og.graph.replace_initializers_into_onnx(make(), trainer.state.weights)
     assert [node.op_type for node in back.graph.node] == [n.op_type for n in make().graph.node]
     feed = {"x": X[0][:, 0], "h": H, "scale": SCALE}
     whole = run_named(trainer.model, {"x": X[0], "h": H, "scale": SCALE})
@@ -107,7 +107,7 @@ def test_what_cannot_be_unrolled():
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            og.unroll(model, carry)
-    same = og.unroll(parse_model(other), {"h": "y"})  # a state that no step changes
+            og.graph.unroll(model, carry)
+    same = og.graph.unroll(parse_model(other), {"h": "y"})  # a state that no step changes
     found = run_named(same, {"x": X[0], "h": H})
     np.testing.assert_array_equal(found["y"], H)

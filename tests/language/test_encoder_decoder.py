@@ -25,7 +25,7 @@ LABELS[:10, 3], LABELS[:10, 4] = END, -100
 DATA = {
     "input_ids": SOURCE,
     "attention_mask": (SOURCE != PAD).astype(np.int64),
-    "decoder_input_ids": og.shift_right(LABELS, START, PAD),
+    "decoder_input_ids": og.language.shift_right(LABELS, START, PAD),
 }
 TOKENS = {"start": START, "end": END, "pad": PAD, "max_new_tokens": 8}
 
@@ -119,7 +119,7 @@ def label_trainer(model, **options):
 @pytest.fixture(scope="module")
 def t5_step(t5):
     """Return the joined model, the loss, and the trainer after one step of all pairs."""
-    joined = og.join_encoder_decoder(t5.encoder, t5.decoder)
+    joined = og.language.join_encoder_decoder(t5.encoder, t5.decoder)
     step = label_trainer(joined, optimizer="sgd", learning_rate=1.0)
     loss = step.evaluate(DATA, LABELS, batch_size=20)["loss"]
     return joined, loss, step.fit(DATA, LABELS, epochs=1, batch_size=PAIRS)
@@ -135,7 +135,7 @@ def test_loss_and_gradients_of_t5(t5, t5_step):
     np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
     t5.net.zero_grad()
     expected.backward()
-    before, compared = og.get_train_initializer(joined), set()
+    before, compared = og.graph.get_train_initializer(joined), set()
     for row in rows:
         p, transposed = t5.parameter(row)
         gradient = before[row.name][0] - step.state.weights[row.name]
@@ -150,15 +150,15 @@ def test_decoding_by_the_files_is_that_of_transformers(t5, t5_step):
     import torch
 
     joined, _, step = t5_step
-    found = og.greedy_decode(t5.encoder, t5.decoder, SOURCE, **TOKENS)
+    found = og.language.greedy_decode(t5.encoder, t5.decoder, SOURCE, **TOKENS)
     np.testing.assert_array_equal(found, t5.generate())
-    files = og.split_encoder_decoder(step.model, t5.encoder, t5.decoder)
+    files = og.language.split_encoder_decoder(step.model, t5.encoder, t5.decoder)
     for file, path in zip(files, (t5.encoder, t5.decoder), strict=True):
         before = onnx.load(path)
         assert file.graph.input == before.graph.input
         assert file.graph.output == before.graph.output
         onnx.checker.check_model(file, full_check=True)
-    learned = og.greedy_decode(*files, SOURCE, **TOKENS)
+    learned = og.language.greedy_decode(*files, SOURCE, **TOKENS)
     assert not np.array_equal(learned, found)
     kept = {name: value.clone() for name, value in t5.net.state_dict().items()}
     with torch.no_grad():
@@ -177,12 +177,12 @@ def test_t5_with_adapters(t5, merge):
     quantization = pytest.importorskip("onnxruntime.quantization")
     encoder, decoder = t5.encoder, t5.decoder
     if merge:
-        joined = og.add_lora(og.join_encoder_decoder(encoder, decoder), "*", rank=16)
+        joined = og.add_lora(og.language.join_encoder_decoder(encoder, decoder), "*", rank=16)
     else:
         for path in (encoder, decoder):
             quantization.quantize_dynamic(path, f"{path}.int8")
         encoder, decoder = (og.add_lora(f"{p}.int8", "*", rank=16) for p in (encoder, decoder))
-        joined = og.join_encoder_decoder(encoder, decoder)
+        joined = og.language.join_encoder_decoder(encoder, decoder)
     learner = label_trainer(joined, optimizer="adam", learning_rate=0.01)
     assert all(".lora_" in name for name in learner.trained)
     with warnings.catch_warnings():
@@ -190,10 +190,10 @@ def test_t5_with_adapters(t5, merge):
         learner.fit(DATA, LABELS, epochs=200, batch_size=25)
     if merge:
         with pytest.raises(ValueError, match=r"lora_A.*merge_lora"):
-            og.split_encoder_decoder(learner.model, encoder, decoder)
+            og.language.split_encoder_decoder(learner.model, encoder, decoder)
     trained = og.merge_lora(learner.model) if merge else learner.model
-    files = og.split_encoder_decoder(trained, encoder, decoder)
-    learned = og.greedy_decode(*files, SOURCE, **TOKENS)[:, :5]
+    files = og.language.split_encoder_decoder(trained, encoder, decoder)
+    learned = og.language.greedy_decode(*files, SOURCE, **TOKENS)[:, :5]
     right = (learned == np.where(LABELS < 0, PAD, LABELS)).all(axis=1)
     assert right.mean() > 0.9
 
@@ -257,7 +257,7 @@ def fit_small_files(encoder, decoder):
         "attention_mask": np.ones((8, 3), np.int64),
         "decoder_input_ids": RNG.integers(0, 7, (8, 4)),
     }
-    joined = og.join_encoder_decoder(encoder, decoder)
+    joined = og.language.join_encoder_decoder(encoder, decoder)
     learner = label_trainer(joined, optimizer="sgd", learning_rate=0.5)
     return data, learner.fit(data, RNG.integers(0, 7, (8, 4)), epochs=3)
 
@@ -268,7 +268,7 @@ def test_all_files_get_the_weights():
     others = hand_written_file(PAST, "_3"), hand_written_file(MERGED, "_merged_0")
     data, learner = fit_small_files(encoder, decoder)
     assert learner.trained == ["table", "inner", "keys", "scale"]  # and words, a copy
-    files = og.split_encoder_decoder(learner.model, encoder, decoder, *others)
+    files = og.language.split_encoder_decoder(learner.model, encoder, decoder, *others)
     for file, before in zip(files, (encoder, decoder, *others), strict=True):
         assert [*initializer_arrays(file)] == [*initializer_arrays(before)]
         assert operator_names(file) == operator_names(before)
@@ -298,16 +298,17 @@ def test_a_merged_decoder_is_joined_by_itself():
         hand_written_file(MERGED),
     )
     data, learner = fit_small_files(encoder, merged)
-    plain = label_trainer(og.join_encoder_decoder(encoder, decoder))
+    plain = label_trainer(og.language.join_encoder_decoder(encoder, decoder))
     np.testing.assert_array_equal(
-        label_trainer(og.join_encoder_decoder(encoder, merged)).predict(data), plain.predict(data)
+        label_trainer(og.language.join_encoder_decoder(encoder, merged)).predict(data),
+        plain.predict(data),
     )
-    files = og.split_encoder_decoder(learner.model, encoder, merged, decoder)
+    files = og.language.split_encoder_decoder(learner.model, encoder, merged, decoder)
     ids = data["input_ids"]
-    found = [og.greedy_decode(files[0], file, ids, start=0, pad=-1) for file in files[1:]]
+    found = [og.language.greedy_decode(files[0], file, ids, start=0, pad=-1) for file in files[1:]]
     np.testing.assert_array_equal(*found)
     assert found[0].shape == (8, 64)
-    before = og.greedy_decode(encoder, merged, ids, start=0, pad=-1)
+    before = og.language.greedy_decode(encoder, merged, ids, start=0, pad=-1)
     assert not np.array_equal(found[0], before)
 
 
@@ -317,18 +318,18 @@ def test_files_that_would_not_follow_are_refused():
     model = learner.model
     foreign = hand_written_file(PAST, scale=1 + random_floats(4))
     with pytest.raises(ValueError, match=naming("file 3", "has 'scale'")):
-        og.split_encoder_decoder(model, encoder, decoder, foreign)
+        og.language.split_encoder_decoder(model, encoder, decoder, foreign)
     without = hand_written_file(PAST.replace("LayerNormalization(h#, scale)", "Identity(h#)"))
     with pytest.raises(ValueError, match=naming("file 3", "no constant", "'scale'")):
-        og.split_encoder_decoder(model, encoder, decoder, without)
+        og.language.split_encoder_decoder(model, encoder, decoder, without)
     with pytest.raises(ValueError, match=naming("joined", "'decoder.table'")):
-        og.split_encoder_decoder(
+        og.language.split_encoder_decoder(
             model, encoder, hand_written_file(DECODER, table=random_floats(9, 4))
         )
     with pytest.raises(ValueError, match=naming("joined", "merge_lora")):
-        og.split_encoder_decoder(og.add_lora(model, "keys"), encoder, decoder)
+        og.language.split_encoder_decoder(og.add_lora(model, "keys"), encoder, decoder)
     with pytest.raises(ValueError, match=r"a cache: pass decoder_model\.onnx"):
-        og.join_encoder_decoder(encoder, hand_written_file(PAST))
+        og.language.join_encoder_decoder(encoder, hand_written_file(PAST))
 
 
 def test_equal_weights_are_told_by_name_or_refused():
@@ -348,19 +349,19 @@ def test_equal_weights_are_told_by_name_or_refused():
         for t, suffix in ((text, ""), (past, ""), (past, "_other"))
     )
     _, learner = fit_small_files(encoder, decoder)
-    *_, file = og.split_encoder_decoder(learner.model, encoder, decoder, same)
-    weights = og.get_train_initializer(file)
+    *_, file = og.language.split_encoder_decoder(learner.model, encoder, decoder, same)
+    weights = og.graph.get_train_initializer(file)
     for name in ("scale", "first"):
         np.testing.assert_array_equal(weights[name][0], learner.state.weights[name])
     with pytest.raises(ValueError, match=naming("file 3", "'first', 'scale'")):
-        og.split_encoder_decoder(learner.model, encoder, decoder, other)
+        og.language.split_encoder_decoder(learner.model, encoder, decoder, other)
 
 
 def test_labels_that_cannot_be_shifted():
     with pytest.raises(ValueError, match=r"tokens \(N, T\), integers"):
-        og.shift_right([1, 2], start=0)
+        og.language.shift_right([1, 2], start=0)
     with pytest.raises(ValueError, match=r"tokens \(N, T\), integers"):
-        og.shift_right([[0.5]], start=0)
+        og.language.shift_right([[0.5]], start=0)
 
 
 def test_an_array_is_the_only_input_of_the_encoder():
@@ -378,7 +379,9 @@ def test_an_array_is_the_only_input_of_the_encoder():
         one=np.array([1]),
     )
     features = np.float32([[[0, 0]], [[9, -9]]])
-    found = og.greedy_decode(encoder, decoder, features.tolist(), start=0, max_new_tokens=3)
+    found = og.language.greedy_decode(
+        encoder, decoder, features.tolist(), start=0, max_new_tokens=3
+    )
     np.testing.assert_array_equal(found, [[1, 0, 1], [0, 0, 0]])
 
 
@@ -386,10 +389,10 @@ def test_inputs_that_the_encoder_does_not_have():
     encoder, decoder = hand_written_file(ENCODER), hand_written_file(DECODER)
     ids = np.ones((1, 2), np.int64)
     with pytest.raises(ValueError, match=r"\['attention_mask'\]"):
-        og.greedy_decode(encoder, decoder, {"input_ids": ids}, start=0)
+        og.language.greedy_decode(encoder, decoder, {"input_ids": ids}, start=0)
     inputs = {"input_ids": ids, "attention_mask": ids, "pixels": ids}
     with pytest.raises(ValueError, match=r"not \['pixels'\]"):
-        og.greedy_decode(encoder, decoder, inputs, start=0)
+        og.language.greedy_decode(encoder, decoder, inputs, start=0)
     two = parse_model("e (float[N,S,2] a, float[N,S,2] b) => (float[N,S,2] y) { y = Add(a, b) }")
     with pytest.raises(ValueError, match=naming("['a', 'b']")):
-        og.greedy_decode(two, decoder, np.ones((1, 1, 2)), start=0)
+        og.language.greedy_decode(two, decoder, np.ones((1, 1, 2)), start=0)

@@ -41,11 +41,11 @@ def test_boxes(tmp_path):
     content = {"images": [{"id": 1, "file_name": "a.png", "width": 32, "height": 16}],
                "annotations": notes, "categories": [{"id": 1, "name": "bar"}]}  # fmt: skip
     (tmp_path / "instances.json").write_text(json.dumps(content))
-    reader = og.annotated_images(tmp_path, transforms=[og.random_flip(1.0)])
+    reader = og.data.annotated_images(tmp_path, transforms=[og.data.random_flip(1.0)])
     with pytest.raises(ValueError, match="pass size="):
         reader.take(np.array([0]), None)
     with pytest.raises(ValueError, match="part 'val'"):
-        og.annotated_images(tmp_path, part="val")
+        og.data.annotated_images(tmp_path, part="val")
     bound = reader.for_inputs({"x": ("N", 3, 16, 16)})
     for seed, expected in ((None, [0, 0, 6, 8, 8]), (1, [0, 8, 6, 16, 8])):
         [image], [[label]] = bound.take(np.array([0]), seed)
@@ -63,7 +63,7 @@ def test_masks(tmp_path):
     mask[0, 0] = 255
     PIL.fromarray(mask).save(tmp_path / "masks" / "a.png")
     PIL.fromarray(np.where(mask == 1, 255, 0).astype(np.uint8)).save(tmp_path / "images" / "a.png")
-    reader = og.masked_images(tmp_path, 8, [og.random_flip(1.0)], channels=1)
+    reader = og.data.masked_images(tmp_path, 8, [og.data.random_flip(1.0)], channels=1)
     assert reader.classes == ["0", "1"]
     for seed, turn in ((None, 1), (1, -1)):
         [image], [label] = reader.take(np.array([0]), seed)
@@ -76,7 +76,7 @@ def test_masks(tmp_path):
 
 
 def test_sounds(tmp_path):
-    reader = og.sound_folder(folder_of_tones(tmp_path), rate=4000, seconds=0.25, shift=0.01)
+    reader = og.data.sound_folder(folder_of_tones(tmp_path), rate=4000, seconds=0.25, shift=0.01)
     assert len(reader.classes) == 3
     units = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32) / 100
     model = parse_model("f (float[N,1000] x) => (float[N,3] y) { y = MatMul(x, w) }", w=units)
@@ -89,12 +89,12 @@ def test_labeled_texts():
     """The tokenizer that is passed stays as it is."""
     own = word_tokenizer()
     rows = [{"tokens": ["red", "one"], "tags": ["COL", "O"]}, {"tokens": ["one"], "tags": ["O"]}]
-    reader = og.labeled_texts(rows, own, max_length=8)
+    reader = og.language.labeled_texts(rows, own, max_length=8)
     X, labels, _ = next(reader.batches(2, None, 0))
     assert (X["input_ids"].tolist(), labels.tolist()) == ([[1, 2], [2, 3]], [[1, 0], [0, -100]])
     assert own.truncation["max_length"] == 1
     assert own.padding["length"] == 9
-    found = og.labeled_texts(["one", "red  red", ""], own, reader.classes, 8, labels=False)
+    found = og.language.labeled_texts(["one", "red  red", ""], own, reader.classes, 8, labels=False)
     batches = [np.eye(4)[X["input_ids"]] for X, *_ in found.batches(1, None, 0)]
     assert [w.argmax(1).tolist() for w in found.of_words(batches)] == [[2], [1, 1], []]
     part = reader.subset(np.array([1]))
@@ -105,26 +105,26 @@ def test_entities_label_the_words_that_they_touch():
     """Not its neighbors, which it reaches; one that ends in a word is warned of."""
     row = {"text": "red one red one", "entities": [{"start": 3, "end": 8, "label": "NUM"}]}
     words = word_tokenizer()
-    reader = og.labeled_texts([row], words, max_length=8)
+    reader = og.language.labeled_texts([row], words, max_length=8)
     assert reader.classes == ["O", "B-NUM", "I-NUM"]
     assert next(reader.batches(1, None, 0))[1].tolist() == [[0, 1, 0, 0]]
     row["entities"] += [{"start": 9, "end": 14, "label": "NUM"}]
     with pytest.warns(UserWarning, match="1 entities"):
-        reader = og.labeled_texts([row], words, max_length=8)
+        reader = og.language.labeled_texts([row], words, max_length=8)
     assert next(reader.batches(1, None, 0))[1].tolist() == [[0, 1, 1, 2]]
     for start, end, part in ((3, 4, "no word"), (0, 5, "overlaps")):
         rows = [row | {"entities": [*row["entities"], {"start": start, "end": end, "label": "X"}]}]
         with pytest.raises(ValueError, match=naming("row 0", part)):
-            og.labeled_texts(rows, words)
+            og.language.labeled_texts(rows, words)
     with pytest.raises(ValueError, match=naming("row 0", "labels")):
-        og.labeled_texts(["red"], words, ["O"])
+        og.language.labeled_texts(["red"], words, ["O"])
 
 
 @pytest.mark.parametrize("source", ["pairs", "texts"])
 def test_some_rows_of_paired_texts(source):
     texts = ["red", "one", "red one"]
     rows = [{"anchor": t, "positive": "one", "negative": "red red"} for t in texts]
-    reader = og.paired_texts(rows if source == "pairs" else texts, word_tokenizer())
+    reader = og.language.paired_texts(rows if source == "pairs" else texts, word_tokenizer())
     part = reader.subset(np.array([2, 0]))
     assert (part.rows, reader.rows) == (2, 3)
     assert part.describe() != reader.describe()
@@ -141,7 +141,7 @@ def test_some_rows_of_paired_texts(source):
 
 def test_paired_texts():
     rows = [{"anchor": "red", "positive": "one one", "score": "0.5"}]
-    reader = og.paired_texts(rows, word_tokenizer(), max_length=4).for_inputs(
+    reader = og.language.paired_texts(rows, word_tokenizer(), max_length=4).for_inputs(
         {"input_ids": ("N", 5), "attention_mask": ("N", 5)}
     )
     assert rows[0]["score"] == "0.5"
@@ -150,4 +150,4 @@ def test_paired_texts():
     assert X["attention_mask"].sum(1).tolist() == [1, 2]
     assert (labels.tolist(), reader.kind) == ([0.5, 0.5], "scores")
     with pytest.raises(ValueError, match="text"):
-        og.paired_texts([], word_tokenizer())
+        og.language.paired_texts([], word_tokenizer())

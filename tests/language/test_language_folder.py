@@ -227,7 +227,7 @@ def test_a_model_does_not_replace_the_data_that_it_reads(tmp_path, monkeypatch):
 def test_a_model_with_other_inputs_or_outputs_is_refused(tmp_path):
     """As that of losses of preferences, whose adapters and weights fit the language model."""
     old, new = write_optimum_folder(tmp_path / "old"), tmp_path / "new"
-    policy = og.sequence_log_probs(og.add_lora(old / "model.onnx", "w", rank=2))
+    policy = og.language.sequence_log_probs(og.add_lora(old / "model.onnx", "w", rank=2))
     with pytest.raises(ValueError, match=naming("['logits']", "model.onnx", "load_adapter")):
         og.save_folder(policy, new, like=old)
     asking = parse_model(

@@ -170,7 +170,9 @@ def test_what_is_not_filled():
     assert train_two_epochs(proto, batches)[0]  # a function that can be called again
     with pytest.raises(ValueError, match=naming("no data", "'attention_mask'")):
         og.Trainer(proto, "causal_lm", train="*").fit(batches())
-    ragged = og.by_length({"input_ids": [row[:n] for row, n in zip(IDS, (5, 2, 4), strict=True)]})
+    ragged = og.data.by_length(
+        {"input_ids": [row[:n] for row, n in zip(IDS, (5, 2, 4), strict=True)]}
+    )
     with pytest.raises(ValueError, match=naming("no data", "'attention_mask'")):
         og.Trainer(proto, "causal_lm", train="*").fit(ragged)
     held = {"input_ids": IDS, "attention_mask": MASK} | CACHES  # which might hold rows

@@ -74,7 +74,7 @@ class PreferenceWitness:
 @pytest.mark.parametrize("alternatives", [None, 2])
 def test_log_probs(alternatives):
     model = cumulative_model()
-    made = og.sequence_log_probs(model, alternatives)
+    made = og.language.sequence_log_probs(model, alternatives)
     onnx.checker.check_model(made, full_check=True)
     assert [x.name for x in made.graph.input] == list(DATA)
     assert [t.name for t in og.trainable(made).trained] == list(SHAPES)
@@ -94,12 +94,12 @@ def test_dpo_and_its_gradient(dtype):
     expected.backward()
     tolerance = {"rtol": 1e-9} if dtype == "double" else {"rtol": 2e-4, "atol": 1e-6}
     reference = reference.astype({"double": "f8", "float": "f4"}[dtype])
-    policy = og.sequence_log_probs(model, 2)
+    policy = og.language.sequence_log_probs(model, 2)
     for options in ({}, {"accumulate": 3}):
         trainer = og.Trainer(policy, dpo_loss, optimizer="sgd", learning_rate=1.0, **options)
         loss = trainer.evaluate(DATA, reference, batch_size=5)["loss"]
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
-        before = og.get_train_initializer(model)
+        before = og.graph.get_train_initializer(model)
         trainer.fit(DATA, reference, epochs=1, batch_size=ROWS)
         for name, weight in witness.weights.items():
             gradient = before[name][0] - trainer.state.weights[name]
@@ -109,7 +109,7 @@ def test_dpo_and_its_gradient(dtype):
 def test_preferences_are_learned_by_adapters(tmp_path):
     """The margin of the chosen answers rises; the adapters fit the language model."""
     model = cumulative_model()
-    policy = og.sequence_log_probs(og.add_lora(model, ["inner", "words"], rank=4), 2)
+    policy = og.language.sequence_log_probs(og.add_lora(model, ["inner", "words"], rank=4), 2)
     trainer = og.Trainer(policy, dpo_loss, learning_rate=0.1)
     assert all(".lora_" in name for name in trainer.trained)
     reference = trainer.predict(DATA)
@@ -125,7 +125,7 @@ def test_preferences_are_learned_by_adapters(tmp_path):
     og.save_adapter(trainer.model, tmp_path / "adapter")
     tuned = og.load_adapter(model, tmp_path / "adapter")
     assert [y.name for y in tuned.graph.output] == ["logits"]
-    [found] = run_named(og.sequence_log_probs(tuned, 2), DATA).values()
+    [found] = run_named(og.language.sequence_log_probs(tuned, 2), DATA).values()
     np.testing.assert_allclose(found, trained, rtol=1e-4, atol=1e-4)
 
 
@@ -151,9 +151,9 @@ def test_caches_are_empty():
             "present.0.key", onnx.TensorProto.FLOAT, ["N", 1, "all", SIZE]
         )
     )
-    made = og.sequence_log_probs(model, 2)
+    made = og.language.sequence_log_probs(model, 2)
     assert [x.name for x in made.graph.input] == list(DATA)
-    expected = run_named(og.sequence_log_probs(cumulative_model(), 2), DATA)
+    expected = run_named(og.language.sequence_log_probs(cumulative_model(), 2), DATA)
     np.testing.assert_array_equal(run_named(made, DATA)["log_probs"], expected["log_probs"])
 
 
@@ -161,12 +161,12 @@ def test_models_that_are_refused():
     model = cumulative_model()
     matrix = parse_model("f (float[N,2] x) => (float[N,2] y) { y = Tanh(x) }")
     with pytest.raises(ValueError, match=r"\(rows, tokens, vocabulary\)"):
-        og.sequence_log_probs(matrix)
+        og.language.sequence_log_probs(matrix)
     with pytest.raises(ValueError, match="'labels' already"):
-        og.sequence_log_probs(og.sequence_log_probs(model), output="logits")
+        og.language.sequence_log_probs(og.language.sequence_log_probs(model), output="logits")
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
     with pytest.raises(ValueError, match=naming("'input_ids'", "(1, 'T')", "any length")):
-        og.sequence_log_probs(model, 2)
+        og.language.sequence_log_probs(model, 2)
 
 
 @pytest.mark.sweep
@@ -184,7 +184,7 @@ def test_a_model_of_genai(genai_folder):
     log_p = logits.log_softmax(-1)[:, :-1].gather(-1, ids.reshape(8, 6)[:, 1:, None])[..., 0]
     expected = (log_p * mask.reshape(8, 6)[:, 1:]).sum(-1).reshape(4, 2)
     model = og.add_lora(genai_folder / "model.onnx", "*proj*", rank=4)
-    policy = og.sequence_log_probs(model, 2)
+    policy = og.language.sequence_log_probs(model, 2)
     data = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     data = {name: x.numpy() for name, x in data.items()}
     trainer = og.Trainer(policy, dpo_loss, learning_rate=0.01)

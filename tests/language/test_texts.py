@@ -79,7 +79,7 @@ PHI = (
 
 def rows_of_texts(source, *arguments, **options):
     """Return ids and labels of each row, in order, without padding."""
-    reader = og.texts(source, *arguments, **options)
+    reader = og.language.texts(source, *arguments, **options)
     found = []
     for X, labels, _ in reader.batches(2, None, 0):
         for ids, mask, own in zip(X["input_ids"], X["attention_mask"], labels, strict=True):
@@ -234,7 +234,7 @@ def test_long_rows_are_cut_and_counted():
     lengths = [len(ids) for ids, _ in made]
     assert max(lengths) == 12
     with pytest.raises(DataError, match="row 0"):
-        og.texts([{"prompt": SENTENCES[0], "completion": " x"}], bpe_tokenizer(), 4)
+        og.language.texts([{"prompt": SENTENCES[0], "completion": " x"}], bpe_tokenizer(), 4)
 
 
 def test_packing_loses_nothing():
@@ -284,7 +284,7 @@ def test_datasets_of_hugging_face(tmp_path):
     tok = bpe_tokenizer()
     made = datasets.Dataset.from_dict({"text": SENTENCES})
     assert rows_of_texts(made, tok) == rows_of_texts(SENTENCES, tok)
-    stream = og.texts(made.to_iterable_dataset(), tok)
+    stream = og.language.texts(made.to_iterable_dataset(), tok)
     assert rows_of_texts(made.to_iterable_dataset(), tok) == rows_of_texts(SENTENCES, tok)
 
     def passed(seed, skip=0):
@@ -309,7 +309,9 @@ def token_trainer(**options) -> og.Trainer:
 
 def test_perplexity_is_of_all_tokens():
     own, data = (
-        token_trainer(metrics=["perplexity"]).fit(og.texts(text_beginnings(), bpe_tokenizer())),
+        token_trainer(metrics=["perplexity"]).fit(
+            og.language.texts(text_beginnings(), bpe_tokenizer())
+        ),
         text_beginnings(),
     )
     sums, count = 0.0, 0
@@ -319,7 +321,7 @@ def test_perplexity_is_of_all_tokens():
         p = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(axis=-1))
         sums, count = sums - p.sum(), count + len(labels) - 1
     for size in (1, 5):
-        result = own.evaluate(og.texts(data, bpe_tokenizer()), batch_size=size)
+        result = own.evaluate(og.language.texts(data, bpe_tokenizer()), batch_size=size)
         assert result["loss"] == pytest.approx(sums / count, rel=1e-5)
         assert result["perplexity"] == pytest.approx(np.exp(sums / count), rel=1e-5)
 
@@ -330,7 +332,10 @@ def test_a_training_goes_on_bit_for_bit(tmp_path):
             callbacks=[og.Checkpoint(tmp_path / "c", every_steps=3)] if more else []
         )
         return made.fit(
-            og.texts(text_beginnings(), bpe_tokenizer()), epochs=epochs, batch_size=4, **more
+            og.language.texts(text_beginnings(), bpe_tokenizer()),
+            epochs=epochs,
+            batch_size=4,
+            **more,
         )
 
     whole, _ = fit(3), fit(2, resume=tmp_path / "c")
@@ -338,26 +343,31 @@ def test_a_training_goes_on_bit_for_bit(tmp_path):
     assert resumed.state.step == whole.state.step == 18
     for name, weight in whole.state.weights.items():
         np.testing.assert_array_equal(weight, resumed.state.weights[name])
-    other = og.texts([*text_beginnings()[:-1], "else"], bpe_tokenizer())
+    other = og.language.texts([*text_beginnings()[:-1], "else"], bpe_tokenizer())
     with pytest.raises(ValueError, match="data"):
         token_trainer().fit(other, epochs=4, batch_size=4, resume=tmp_path / "c")
 
 
 def test_a_share_is_held_out():
     own = token_trainer().fit(
-        og.texts(text_beginnings(), bpe_tokenizer()), validation=0.2, epochs=2, batch_size=4
+        og.language.texts(text_beginnings(), bpe_tokenizer()),
+        validation=0.2,
+        epochs=2,
+        batch_size=4,
     )
     assert own.state.step == 2 * 5  # of 18 rows
     order = np.random.default_rng([0, 1]).permutation(23)
     held = [text_beginnings()[i] for i in np.sort(order[:5])]
-    loss = own.evaluate(og.texts(held, bpe_tokenizer()))["loss"]
+    loss = own.evaluate(og.language.texts(held, bpe_tokenizer()))["loss"]
     assert own.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-6)
     with pytest.raises(ValueError, match="in memory"):
-        token_trainer().fit(og.texts(lambda: text_beginnings(), bpe_tokenizer()), validation=0.2)
+        token_trainer().fit(
+            og.language.texts(lambda: text_beginnings(), bpe_tokenizer()), validation=0.2
+        )
 
 
 def test_a_stream_trains_and_tells_once():
-    stream = og.texts(lambda: ["", *text_beginnings()], bpe_tokenizer(), 12)
+    stream = og.language.texts(lambda: ["", *text_beginnings()], bpe_tokenizer(), 12)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         own = token_trainer().fit(stream, epochs=3, batch_size=4)
@@ -385,50 +395,50 @@ def test_a_stream_trains_and_tells_once():
 )
 def test_records_of_other_forms(record, parts):
     with pytest.raises(DataError, match=naming("row 1", *parts)):
-        og.texts(["first", record], bpe_tokenizer())
+        og.language.texts(["first", record], bpe_tokenizer())
 
 
 def test_chats_of_other_forms():
     tok = bpe_tokenizer(IM)
     with pytest.raises(DataError, match=naming("row 0", "assistant")):
-        og.texts([{"messages": CHAT[:1]}], tok)
+        og.language.texts([{"messages": CHAT[:1]}], tok)
     with pytest.raises(DataError, match=naming("'role'", "'content'")):
-        og.texts([{"messages": [{"from": "human", "value": "x"}]}], tok)
+        og.language.texts([{"messages": [{"from": "human", "value": "x"}]}], tok)
 
 
 def test_files_of_other_forms(tmp_path):
     tok = bpe_tokenizer()
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": \n')
     with pytest.raises(DataError, match=naming("line 3", "a.jsonl", "JSON")):
-        og.texts(tmp_path / "a.jsonl", tok)
+        og.language.texts(tmp_path / "a.jsonl", tok)
     for text in ("", "\n \n"):
         (tmp_path / "b.txt").write_text(text)
         with pytest.raises(DataError, match=naming("b.txt", "text")):
-            og.texts(tmp_path / "b.txt", tok)
+            og.language.texts(tmp_path / "b.txt", tok)
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(DataError, match=naming("c.txt", "UTF-8")):
-        og.texts(tmp_path / "c.txt", tok)
+        og.language.texts(tmp_path / "c.txt", tok)
     with pytest.raises(DataError, match=naming("No such", "texts")):
-        og.texts("Once upon a time", tok)
+        og.language.texts("Once upon a time", tok)
 
 
 def test_options_of_other_models(tmp_path):
     tok = bpe_tokenizer()
     for most, message in ((1, "a row needs 2 tokens"), (None, "packing=True needs max_length=")):
         with pytest.raises(ValueError, match=message):
-            og.texts(SENTENCES, tok, most, packing=most is None)
+            og.language.texts(SENTENCES, tok, most, packing=most is None)
     with pytest.raises(DataError, match="and completion_only=True"):
-        og.texts(SENTENCES, tok, completion_only=True)
+        og.language.texts(SENTENCES, tok, completion_only=True)
     onnx.save(token_model(), tmp_path / "model.onnx")
     config = {"vocab_size": 200, "max_position_embeddings": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tok.backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=naming("tokenizer", "200")):
-        og.texts(SENTENCES, tmp_path)
+        og.language.texts(SENTENCES, tmp_path)
     with pytest.raises(ValueError, match=naming("max_length=32", "16 tokens")):
-        og.texts(SENTENCES, og.load_folder(tmp_path), 32)
+        og.language.texts(SENTENCES, og.load_folder(tmp_path), 32)
     with pytest.raises(ValueError, match="tokenizer"):
-        og.texts(SENTENCES, 5)
+        og.language.texts(SENTENCES, 5)
 
 
 def test_without_the_library(monkeypatch, tmp_path):
@@ -437,4 +447,4 @@ def test_without_the_library(monkeypatch, tmp_path):
         Tokenizer.of_folder(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'onnxgrad\[text\]'"):
-        og.texts(SENTENCES, tmp_path)
+        og.language.texts(SENTENCES, tmp_path)

@@ -8,17 +8,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import (
-    LOSSES,
-    Emit,
-    OrtGradientOptimizer,
-    Trainer,
-    add_loss_output,
-    are_probabilities,
-)
+from onnxgrad import Trainer, add_loss_output
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.compat import OrtGradientOptimizer
 from onnxgrad.compat.learning_losses import FunctionLearningLoss
+from onnxgrad.graph import Emit
+from onnxgrad.losses import LOSSES, are_probabilities
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info

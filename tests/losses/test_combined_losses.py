@@ -33,7 +33,7 @@ def result_of(loss, labels):
     ],
 )
 def test_without_ignored_labels_it_is_the_sum_of_means(factors, labels, title):
-    loss = og.combined_loss(
+    loss = og.losses.combined_loss(
         factors, {"binary_cross_entropy": {"label_smoothing": 0.1}} if title is None else None
     )
     assert title in (None, loss.name)
@@ -41,14 +41,16 @@ def test_without_ignored_labels_it_is_the_sum_of_means(factors, labels, title):
     for name, factor in factors.items():
         options = {"label_smoothing": 0.1} if name == "binary_cross_entropy" else {}
         logits = {"from_logits": True} if labels is BITS else {}
-        spec = og.LOSSES[name].with_options(options | logits)
+        spec = og.losses.LOSSES[name].with_options(options | logits)
         parts.append([factor * part for part in result_of(spec, labels)])
     for found, expected in zip(result_of(loss, labels), zip(*parts, strict=True), strict=True):
         np.testing.assert_allclose(found, sum(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_one_loss_stays():
-    assert og.combined_loss({"softmax_dice": 1}) == og.LOSSES["softmax_dice"].with_options({})
+    assert og.losses.combined_loss({"softmax_dice": 1}) == og.losses.LOSSES[
+        "softmax_dice"
+    ].with_options({})
 
 
 @pytest.mark.parametrize(
@@ -66,4 +68,4 @@ def test_one_loss_stays():
 )
 def test_sums_that_are_refused(factors, options, parts):
     with pytest.raises(ValueError, match=naming(*parts)):
-        og.combined_loss(factors, options)
+        og.losses.combined_loss(factors, options)

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import DerivativeOptions, add_loss_output, get_train_initializer, onnx_derivative
+from onnxgrad import DerivativeOptions, add_loss_output, onnx_derivative
+from onnxgrad.graph import get_train_initializer
 from onnxgrad.losses.info import METADATA, LossInfo, loss_info
 from tests.support.errors import naming
 from tests.support.models import add_initializers, parse_model

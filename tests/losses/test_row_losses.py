@@ -34,7 +34,7 @@ def test_rows_of_a_total(name):
     text = f"g (double[N,3] x) => (double s) {{ {nodes} }}"
     used = {"three": np.float64(3), "one": np.array([1])}
     weights = {n: value for n, value in used.items() if n in nodes}
-    made = og.unreduced_onnx_loss(parse_model(text, output_shapes=False, **weights), "rows")
+    made = og.losses.unreduced_onnx_loss(parse_model(text, output_shapes=False, **weights), "rows")
     assert [y.name for y in made.graph.output] == ["rows"]
     np.testing.assert_allclose(run(made, x=X)[0].ravel(), expected, rtol=1e-12)
 
@@ -46,7 +46,7 @@ def test_rows_of_a_written_loss(reduction, weight):
     model = parse_model("g (double[N,3] x) => (double[N,3] y) { y = Identity(x) }")
     total = og.add_loss_output(model, "absolute_error", reduction=reduction, weight_name=weight)
     feed = {"x": X, "label": 0 * X + 1, "weight": np.arange(5.0)}
-    rows = run(og.unreduced_onnx_loss(total), feed)[0]
+    rows = run(og.losses.unreduced_onnx_loss(total), feed)[0]
     expected = abs(X - 1).sum(1) * (1 if weight is None else feed["weight"])
     np.testing.assert_allclose(rows[:, 0], expected, rtol=1e-12)
 
@@ -63,7 +63,7 @@ def test_totals_that_are_no_sums(nodes, parts):
     weights = {"one": np.array([1])} if "one" in nodes else {}
     model = parse_model(f"g (double[N,3] x) => (double[?,?] s) {{ {nodes} }}", **weights)
     with pytest.raises(ValueError, match=naming("'s'", "select_model_inputs_outputs", *parts)):
-        og.unreduced_onnx_loss(model)
+        og.losses.unreduced_onnx_loss(model)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import LOSSES, Trainer, by_length
+from onnxgrad import Trainer
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.data import by_length
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
+from onnxgrad.losses import LOSSES
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.objectives import training_loss

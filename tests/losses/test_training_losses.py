@@ -9,8 +9,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import BaseLearningLoss, NegLogLearningLoss, SquareLearningLoss, Trainer
+from onnxgrad import Trainer
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.compat import BaseLearningLoss, NegLogLearningLoss, SquareLearningLoss
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.spec import Terms

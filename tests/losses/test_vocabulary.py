@@ -318,7 +318,7 @@ def test_distillation(hard, chunks, monkeypatch):
     """It reads all logits, and its hard loss has a gradient, too."""
     divide_logits(monkeypatch, chunks)
     x, teacher = X.astype(np.float32), model_with_head("float")
-    loss = og.distillation(teacher, hard, alpha=0.0, axis=2)
+    loss = og.losses.distillation(teacher, hard, alpha=0.0, axis=2)
     options = {"optimizer": "sgd", "learning_rate": 1.0, "train": ["head"]}
     trainer = og.Trainer(model_with_head("float"), loss, **options)
     y = np.abs(Y) % WORDS

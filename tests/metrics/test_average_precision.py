@@ -61,8 +61,8 @@ def test_map_is_that_of_its_definition(seeds):
             boxes_of[np.arange(12), 4 + number.astype(int)] += rng.random(12) / 100
         for iou, ious in [((0.5, [0.5]), (None, np.arange(50, 100, 5) / 100))[seed % 2]]:
             decoder = Decoder(head)
-            metric = og.MeanAveragePrecision(decoder.lists, iou)
-            metric.begin(og.PredictionInfo())
+            metric = og.metrics.MeanAveragePrecision(decoder.lists, iou)
+            metric.begin(og.metrics.PredictionInfo())
             for half in (slice(0, 2), slice(2, 4)):
                 metric.update(prediction[half], label[half])
             values = []

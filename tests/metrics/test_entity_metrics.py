@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad import EntityF1
+from onnxgrad.metrics import EntityF1
 from tests.support.entity_spans import entity_spans
 
 pytest.importorskip("seqeval")
@@ -21,7 +21,7 @@ def test_f1_in_batches_is_that_of_all_at_once():
         axis = 1 + case % 2
         f1, strict = EntityF1(NAMES), EntityF1(NAMES, "IOB2")
         for metric in (f1, strict):
-            metric.begin(og.PredictionInfo(classes=5, axis=axis, ignore_index=-100))
+            metric.begin(og.metrics.PredictionInfo(classes=5, axis=axis, ignore_index=-100))
         true, found = [], []
         for _ in range(4):
             n, t = rng.integers(1, 5), rng.integers(2, 12)
@@ -46,7 +46,7 @@ def test_f1_in_batches_is_that_of_all_at_once():
 
 def test_metric_without_words_or_with_weights():
     f1 = EntityF1(NAMES)
-    f1.begin(og.PredictionInfo(classes=5, axis=2, ignore_index=-100))
+    f1.begin(og.metrics.PredictionInfo(classes=5, axis=2, ignore_index=-100))
     with pytest.raises(ValueError, match="sample weights"):
         f1.update(np.zeros((1, 2, 5)), np.zeros((1, 2)), np.ones(1))
     f1.update(np.zeros((1, 2, 5)), np.full((1, 2), -100))

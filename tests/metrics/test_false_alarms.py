@@ -39,7 +39,7 @@ def test_alarms_are_those_of_a_loop(seed):
     if len(lengths) == 1 and lengths[0] == 1:
         scores, labels = [np.array([0.2, 0.6])], [np.array([0, 1])]
     seconds, hold = float(rng.choice([0.08, 0.5])), float(rng.choice([0.0, 0.5, 1.0]))
-    curve = og.false_alarms(scores, labels, seconds, hold=hold)
+    curve = og.metrics.false_alarms(scores, labels, seconds, hold=hold)
     assert len(curve.thresholds) == len(np.unique(np.concatenate(scores)))
     for threshold, per_hour, missed in zip(*curve, strict=True):
         want = alarms_by_loop(scores, labels, seconds, threshold, hold)
@@ -50,8 +50,8 @@ def test_alarms_are_those_of_a_loop(seed):
 
 def test_alarms_that_cannot_be_counted():
     with pytest.raises(ValueError, match="both"):
-        og.false_alarms([0.1, 0.2], [0, 0], 1)
+        og.metrics.false_alarms([0.1, 0.2], [0, 0], 1)
     with pytest.raises(ValueError, match="numbers"):
-        og.false_alarms([0.1, 0.2], [0, 1, 0], 1)
+        og.metrics.false_alarms([0.1, 0.2], [0, 1, 0], 1)
     with pytest.raises(ValueError, match="pass more"):
-        og.false_alarms([0.1, 0.2], [0, 1], 1, thresholds=[0.5]).at(0.5)
+        og.metrics.false_alarms([0.1, 0.2], [0, 1], 1, thresholds=[0.5]).at(0.5)

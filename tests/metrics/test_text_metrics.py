@@ -21,8 +21,8 @@ def test_error_rates():
             found = [w if rng.random() < 0.5 else w[::-1] + "x" for w in words]
             pairs.append((" ".join(found[rng.integers(2) :]), " ".join(words)))
         for unit, expected in ("characters", jiwer.cer), ("words", jiwer.wer):
-            metric = og.TextErrorRate(lambda p, y: (list(p), list(y)), unit)
-            metric.begin(og.PredictionInfo())
+            metric = og.metrics.TextErrorRate(lambda p, y: (list(p), list(y)), unit)
+            metric.begin(og.metrics.PredictionInfo())
             for some in pairs[:3], pairs[3:]:
                 metric.update(*map(np.array, zip(*some, strict=True)))
             found, truths = zip(*pairs, strict=True)
@@ -30,8 +30,8 @@ def test_error_rates():
 
 
 def test_weights_of_error_rates():
-    metric = og.TextErrorRate(lambda p, y: (list(p), list(y)))
-    metric.begin(og.PredictionInfo())
+    metric = og.metrics.TextErrorRate(lambda p, y: (list(p), list(y)))
+    metric.begin(og.metrics.PredictionInfo())
     with pytest.raises(ValueError, match="compute"):
         metric.compute()
     metric.update(np.array(["ab", "c"]), np.array(["aa", "cdef"]), np.array([1.0, 0.5]))
@@ -39,4 +39,4 @@ def test_weights_of_error_rates():
     with pytest.raises(ValueError, match=r"weight.*row"):
         metric.update(np.array(["ab"]), np.array(["aa"]), np.ones((1, 2)))
     with pytest.raises(ValueError, match="'characters' or 'words'"):
-        og.TextErrorRate(lambda p, y: ([], []), "lines")
+        og.metrics.TextErrorRate(lambda p, y: ([], []), "lines")

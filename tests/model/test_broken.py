@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper
 
-from onnxgrad import (
-    ModelError,
-    OrtGradientOptimizer,
-    add_loss_output,
-    onnx_derivative,
-    onnx_simple_text_plot,
-    random_feed,
-)
+from onnxgrad import ModelError, add_loss_output, onnx_derivative, random_feed
+from onnxgrad.compat import OrtGradientOptimizer
+from onnxgrad.plot import onnx_simple_text_plot
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import run, session_of

@@ -20,12 +20,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
+from onnxgrad import add_loss_output, save
+from onnxgrad.compat import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    add_loss_output,
-    save,
 )
 from onnxgrad.model import external
 from onnxgrad.model.files import replacing

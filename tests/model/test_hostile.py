@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import onnxgrad
-from onnxgrad import ModelError, onnx_derivative, set_limits
+from onnxgrad import ModelError, onnx_derivative
+from onnxgrad.graph import set_limits
 from onnxgrad.limits import LIMITS, limit, variable_of
 from tests.support.errors import naming
 from tests.support.running import PATIENCE

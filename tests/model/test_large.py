@@ -17,26 +17,29 @@ from onnxgrad import (
     ConvergenceError,
     DerivativeOptions,
     ModelError,
+    Trainer,
+    add_loss_output,
+    check_gradient,
+    onnx_derivative,
+    partition,
+    save,
+)
+from onnxgrad.compat import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    Trainer,
+)
+from onnxgrad.graph import (
     add_initializer,
-    add_loss_output,
-    check_gradient,
     get_onnx_opset,
     get_train_initializer,
-    onnx_derivative,
     onnx_rename_names,
     onnx_rename_weights,
-    onnx_simple_text_plot,
-    partition,
     replace_initializers_into_onnx,
-    save,
     select_model_inputs_outputs,
-    to_dot,
 )
 from onnxgrad.model import external
+from onnxgrad.plot import onnx_simple_text_plot, to_dot
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import run
@@ -482,7 +485,9 @@ path, trained = sys.argv[1:]
 ids = np.arange(0, 600_000, 20_000)
 y = np.ones((30, 1), np.float32)
 onnxgrad.onnx_derivative(path, ["head"], path_name=trained)
-model = onnxgrad.OrtGradientForwardBackwardOptimizer(path, ["head"], max_iter=2, random_state=0)
+model = onnxgrad.compat.OrtGradientForwardBackwardOptimizer(
+    path, ["head"], max_iter=2, random_state=0
+)
 model.fit(ids, y)
 onnxgrad.save(model.get_trained_onnx(), trained)
 # the peak since the process began; that of getrusage may be that of the process which started it

@@ -147,12 +147,12 @@ def test_errors_of_the_package(kind):
 
 def outer_trainer(text, **options):
     options = {"max_iter": 2, "random_state": 0, "verbose": 1} | options
-    return onnxgrad.OrtGradientForwardBackwardOptimizer(poisoned(text), **options)
+    return onnxgrad.compat.OrtGradientForwardBackwardOptimizer(poisoned(text), **options)
 
 
 def fit_inner_trainer(text, **options):
     made = onnxgrad.add_loss_output(poisoned(text))
-    made = onnxgrad.OrtGradientOptimizer(made, max_iter=2, verbose=1, **options)
+    made = onnxgrad.compat.OrtGradientOptimizer(made, max_iter=2, verbose=1, **options)
     made.fit(X, Y)
     return repr(made)
 
@@ -163,7 +163,9 @@ def fit_outer_trainer(text, X=X, Y=Y, **options):
 
 
 def run_passes(text, feed=None, **options):
-    made = onnxgrad.OrtGradientForwardBackward(poisoned(text), enable_logging=True, **options)
+    made = onnxgrad.compat.OrtGradientForwardBackward(
+        poisoned(text), enable_logging=True, **options
+    )
     passed = made.new_instance()
     shown = repr(made), repr(passed)
     passed.forward([X, np.float32([[1], [2]]), np.float32([3])] if feed is None else feed)
@@ -172,7 +174,7 @@ def run_passes(text, feed=None, **options):
 
 def derivative(text, *args, **options):
     made = onnxgrad.onnx_derivative(poisoned(text), *args, verbose=2, **options)
-    return onnxgrad.onnx_simple_text_plot(made), onnxgrad.to_dot(made)
+    return onnxgrad.plot.onnx_simple_text_plot(made), onnxgrad.plot.to_dot(made)
 
 
 def dangling():
@@ -232,7 +234,7 @@ def load_state():
 
 def on_axes(**options):
     plt = pytest.importorskip("matplotlib.pyplot")
-    axes = onnxgrad.plot_onnxs(poisoned(LOOP), renderer="matplotlib", **options)
+    axes = onnxgrad.plot.plot_onnxs(poisoned(LOOP), renderer="matplotlib", **options)
     texts = [axes.get_title(), *(t.get_text() for t in axes.texts)]
     plt.close("all")
     return texts

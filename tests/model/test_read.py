@@ -7,14 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    ModelError,
-    add_loss_output,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-    select_model_inputs_outputs,
-)
+from onnxgrad import ModelError, add_loss_output, check_gradient, onnx_derivative
+from onnxgrad.graph import get_train_initializer, select_model_inputs_outputs
 from tests.support.errors import naming
 from tests.support.models import parse_model
 

@@ -10,17 +10,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    DerivativeOptions,
-    ModelError,
-    add_loss_output,
-    get_train_initializer,
-    onnx_derivative,
-    onnx_rename_names,
-    onnx_rename_weights,
-    onnx_simple_text_plot,
-)
+from onnxgrad import DerivativeOptions, ModelError, add_loss_output, onnx_derivative
+from onnxgrad.graph import get_train_initializer, onnx_rename_names, onnx_rename_weights
 from onnxgrad.losses.info import loss_info
+from onnxgrad.plot import onnx_simple_text_plot
 from tests.support.errors import naming
 from tests.support.models import add_initializers, parse_model
 from tests.support.running import run

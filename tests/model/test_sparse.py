@@ -8,16 +8,9 @@ import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
-from onnxgrad import (
-    OrtGradientForwardBackwardOptimizer,
-    OrtGradientOptimizer,
-    add_loss_output,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-    onnx_rename_weights,
-    select_model_inputs_outputs,
-)
+from onnxgrad import add_loss_output, check_gradient, onnx_derivative
+from onnxgrad.compat import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer
+from onnxgrad.graph import get_train_initializer, onnx_rename_weights, select_model_inputs_outputs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import loaded
 from tests.support.running import in_sweep, run_named

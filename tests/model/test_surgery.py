@@ -11,9 +11,9 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
+from onnxgrad import add_loss_output
+from onnxgrad.graph import (
     add_initializer,
-    add_loss_output,
     get_onnx_opset,
     get_train_initializer,
     onnx_rename_weights,

@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import get_train_initializer
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.weights import is_setting, replace
 from tests.support.errors import naming

@@ -28,7 +28,9 @@ def train_in_phases(model, x, label, monkeypatch, phases):
     if not phases:
         monkeypatch.setattr(native, "EPOCH", "none")
     monkeypatch.setattr(session.ort, "InferenceSession", recorded)
-    trainer = og.Trainer(model, "squared_error", optimizer=og.momentum(0.9), learning_rate=0.01)
+    trainer = og.Trainer(
+        model, "squared_error", optimizer=og.optimizers.momentum(0.9), learning_rate=0.01
+    )
     trainer.fit(x, label, epochs=3, batch_size=len(x), shuffle=False)
     attributes = [a for proto in ran for node in proto.graph.node for a in node.attribute]
     bodies = [a.g for a in attributes if a.name == "body"]

@@ -29,7 +29,7 @@ def linear_layers(*sizes):
 
 def weights_of_linear_layers(sizes):
     """Return the weights after a step on 5 rows and one on 3."""
-    trainer = og.Trainer(linear_layers(*sizes), "squared_error", optimizer=og.momentum())
+    trainer = og.Trainer(linear_layers(*sizes), "squared_error", optimizer=og.optimizers.momentum())
     rng = np.random.default_rng(0)
     for rows in (5, 3):
         X, y = (rng.normal(size=(rows, n)).astype(np.float32) for n in (sizes[0], sizes[-1]))

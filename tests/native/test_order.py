@@ -125,7 +125,7 @@ def tanh_network_model() -> onnx.ModelProto:
 def trained_weights_of_layers(rows: int, call: str, **options) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     X, y = rng.normal(size=(rows, 40)).astype(np.float32), rng.integers(0, 3, rows)
-    options |= {"optimizer": og.adam(), "learning_rate": 1e-3}
+    options |= {"optimizer": og.optimizers.adam(), "learning_rate": 1e-3}
     trainer = og.Trainer(tanh_network_model(), "cross_entropy", **options)
     for _ in range(2):
         if call == "fit":

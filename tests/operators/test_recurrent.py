@@ -11,14 +11,9 @@ import pytest
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from onnxgrad import (
-    DerivativeOptions,
-    NoGradientRule,
-    OrtGradientOptimizer,
-    check_gradient,
-    onnx_derivative,
-)
+from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.compat import OrtGradientOptimizer
 from onnxgrad.model.convert import to_proto
 from tests.support.cases import run_in_dtype
 from tests.support.errors import naming

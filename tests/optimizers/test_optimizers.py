@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import onnxgrad
-from onnxgrad import (
+from onnxgrad import add_loss_output
+from onnxgrad.compat import (
     BaseLearningRate,
     LearningRateSGD,
     LearningRateSGDNesterov,
     OrtGradientOptimizer,
-    add_loss_output,
 )
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate
 from tests.support.errors import naming
@@ -27,12 +27,22 @@ WITH_MOMENTUM = LearningRateSGDNesterov(0.1, learning_rate="constant", momentum=
 WITH_NESTEROV = LearningRateSGDNesterov(0.1, learning_rate="constant", momentum=0.8)
 TORCH = {
     "sgd": ("SGDOptimizer", RATE, "SGD", {}),
-    "momentum": (onnxgrad.momentum(0.8), RATE, "SGD", {"momentum": 0.8}),
-    "nesterov": (onnxgrad.nesterov(0.8), RATE, "SGD", {"momentum": 0.8, "nesterov": True}),
+    "momentum": (onnxgrad.optimizers.momentum(0.8), RATE, "SGD", {"momentum": 0.8}),
+    "nesterov": (
+        onnxgrad.optimizers.nesterov(0.8),
+        RATE,
+        "SGD",
+        {"momentum": 0.8, "nesterov": True},
+    ),
     "rate with momentum": ("SGDOptimizer", WITH_MOMENTUM, "SGD", {"momentum": 0.8}),
     "rate with nesterov": ("sgd", WITH_NESTEROV, "SGD", {"momentum": 0.8, "nesterov": True}),
-    "adam": (onnxgrad.adam(0.8, 0.9, 1e-3), RATE, "Adam", {"betas": (0.8, 0.9), "eps": 1e-3}),
-    "adamw": (onnxgrad.adamw(weight_decay=0.1), RATE, "AdamW", {"weight_decay": 0.1}),
+    "adam": (
+        onnxgrad.optimizers.adam(0.8, 0.9, 1e-3),
+        RATE,
+        "Adam",
+        {"betas": (0.8, 0.9), "eps": 1e-3},
+    ),
+    "adamw": (onnxgrad.optimizers.adamw(weight_decay=0.1), RATE, "AdamW", {"weight_decay": 0.1}),
     "adamw by name": ("AdamWOptimizer", RATE, "AdamW", {"weight_decay": 0.01}),
 }
 
@@ -212,7 +222,7 @@ def step_of_norm_one(w, g):
     ("optimizer", "step"),
     [
         (Chain((TrustRatio(), ScaleByLearningRate())), step_by_trust_ratio),
-        (Chain((TrustRatio(), onnxgrad.sgd())), step_by_trust_ratio),
+        (Chain((TrustRatio(), onnxgrad.optimizers.sgd())), step_by_trust_ratio),
         (Clipped(), step_of_norm_one),
     ],
 )
@@ -232,9 +242,9 @@ def test_a_transform_of_whole_tensors_gets_each_small_weight_in_its_shape(optimi
 
 
 def test_which_optimizers_are_elementwise():
-    assert Chain((onnxgrad.adam(), onnxgrad.momentum())).elementwise
+    assert Chain((onnxgrad.optimizers.adam(), onnxgrad.optimizers.momentum())).elementwise
     assert not Doubled().elementwise
-    assert not Chain((onnxgrad.adam(), Doubled())).elementwise
+    assert not Chain((onnxgrad.optimizers.adam(), Doubled())).elementwise
 
     class Renamed(ScaleByLearningRate):
         pass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, optimizers as of
+from onnxgrad import add_loss_output, optimizers as of
+from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.optimizers import Chain
 from tests.support.models import parse_model
 from tests.support.optimizer_runs import (

@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 
 import onnxgrad
-from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, optimizers as of
+from onnxgrad import add_loss_output, optimizers as of
+from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
@@ -419,7 +420,7 @@ def test_claims_follow_the_methods():
 
     assert (Joint.joint, NotJoint.joint, Optimizer.joint) == (True, False, False)
     assert (Averaged.averages, Optimizer.averages) == (True, False)
-    assert Chain((Joint(), onnxgrad.adam())).joint
+    assert Chain((Joint(), onnxgrad.optimizers.adam())).joint
 
 
 def test_averages_before_they_start():
@@ -435,7 +436,7 @@ def test_averages_before_they_start():
 def test_the_estimators_export_and_validate_averages():
     x, y = np.ones((4, 4)), np.zeros((4, 40))
     options = {"training_optimizer_name": of.ema(of.adam(), 0.9), "validation_every": 1}
-    fitted = onnxgrad.OrtGradientForwardBackwardOptimizer(
+    fitted = onnxgrad.compat.OrtGradientForwardBackwardOptimizer(
         two_product_model(40), max_iter=5, batch_size=4, **options
     ).fit(x, y, X_val=x, y_val=y)
     slots, now = (fitted.get_state(kind) for kind in ("grad", "weight"))

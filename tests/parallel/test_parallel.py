@@ -11,9 +11,11 @@ import onnx_ir as ir
 import pytest
 
 import onnxgrad as og
-from onnxgrad import Emit
+from onnxgrad.graph import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
-from onnxgrad.parallel import MESSAGES, Part, all_reduce, cut
+from onnxgrad.parallel.collectives import MESSAGES, all_reduce
+from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.pieces import cut
 from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker
 from tests.support.commands import succeed
@@ -164,7 +166,7 @@ def test_requests_within_an_epoch_are_obeyed_after_their_step(tmp_path):
     for steps, weight in results_of_group(worker.ask_within_epoch, file, tmp_path):
         assert steps == [3, 7, 9]
         np.testing.assert_allclose(weight, alone["0.weight"], atol=1e-6)
-    assert og.TrainState.load(tmp_path / "step-0000000006").step == 6
+    assert og.callbacks.TrainState.load(tmp_path / "step-0000000006").step == 6
 
 
 def test_only_the_first_process_writes(tmp_path):
@@ -180,7 +182,7 @@ def test_only_the_first_process_writes(tmp_path):
 def test_a_checkpoint_goes_on_with_another_number_of_processes(tmp_path, job):
     file = worker.job_file(job)
     results_of_group(worker.save_checkpoint, file, job, tmp_path / "run")
-    saved = og.TrainState.load(tmp_path / "run" / "step-0000000009")
+    saved = og.callbacks.TrainState.load(tmp_path / "run" / "step-0000000009")
     assert saved.slots
     assert all(saved.slots.values())
     resumed = worker.train_job(file, job, False, resume=tmp_path / "run")
@@ -193,7 +195,7 @@ def test_a_killed_process_ends_the_others_and_loses_no_checkpoint(tmp_path):
     outcome = run_group(worker.kill_one_process, file, tmp_path)
     assert outcome.codes == [1, -9]
     assert outcome.errors[0].startswith("ProcessLostError"), outcome.output[-3000:]
-    assert og.TrainState.load(max(tmp_path.glob("step-*"))).step == 12
+    assert og.callbacks.TrainState.load(max(tmp_path.glob("step-*"))).step == 12
     resumed = worker.train_job(file, "adam", False, resume=tmp_path)
     assert_as_one_process("adam", worker.training_arrays(resumed))
 
@@ -205,7 +207,7 @@ def test_processes_without_a_group_are_told(monkeypatch):
         worker.mlp_trainer(file).fit(*data)
     worker.mlp_trainer(file, parallel=False).fit(*data)  # which it means
     with pytest.raises(ValueError, match="init_process_group"):
-        worker.mlp_trainer(file, parallel=og.DataParallel()).fit(*data)
+        worker.mlp_trainer(file, parallel=og.parallel.DataParallel()).fit(*data)
 
 
 @pytest.mark.sweep  # the groups of `test_parallel_failures` start it by mpirun

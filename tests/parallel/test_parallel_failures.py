@@ -37,7 +37,7 @@ def test_all_end_with_the_reason_of_the_first(tmp_path, start, case):
     assert REASONS[case] in outcome.output
     assert "Traceback" in outcome.output
     if case != "data":  # the state of the step before is written
-        steps = [og.TrainState.load(path).step for path in tmp_path.glob("step-*")]
+        steps = [og.callbacks.TrainState.load(path).step for path in tmp_path.glob("step-*")]
         assert max(steps) == (24 if case == "end" else 5)
 
 

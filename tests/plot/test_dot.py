@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from onnx import AttributeProto, numpy_helper
 
-from onnxgrad import ModelError, plot_onnxs, to_dot
-from onnxgrad.plot import figure as figure_module
+from onnxgrad import ModelError
+from onnxgrad.plot import figure as figure_module, plot_onnxs, to_dot
 from tests.support.drawn_models import ATTRIBUTES, BRANCHES, ODD_NAMES, SEED, oddly_named_model
 from tests.support.models import parse_model
 

@@ -49,7 +49,7 @@ def write_every_kind(folder: Path) -> dict[str, Path]:
         found[name] = folder / f"{name}.onnx"
         og.save(model, found[name])
     artifacts = folder / "artifacts"
-    og.generate_artifacts(
+    og.artifacts.generate_artifacts(
         small_mlp(), ["w", "b", "v", "c"], loss="squared_error", optimizer="adam",
         artifact_directory=artifacts,
     )  # fmt: skip

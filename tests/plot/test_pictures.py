@@ -123,7 +123,7 @@ def test_names_are_data():
     model.graph.input[0].name = model.graph.node[0].input[0] = "</script><script>alert(1)</script>"
     assert "<script>alert" not in og.to_html(model, title="</title><script>alert(2)")
     assert r"\u003cscript>alert(1)" in og.to_html(model)
-    assert "<script>" not in og.show(model)._repr_html_()
+    assert "<script>" not in og.plot.show_picture(model)._repr_html_()
 
 
 def test_frames_of_branches_and_modules():
@@ -324,7 +324,9 @@ def test_fold_search_zoom_and_tooltip(browser, tmp_path, scheme):
 def test_in_a_notebook(browser, tmp_path):
     errors: list[str] = []
     file = tmp_path / "notebook.html"
-    file.write_text(f"<!doctype html>{og.show(parse_model(MLP))._repr_html_()}", "utf-8")
+    file.write_text(
+        f"<!doctype html>{og.plot.show_picture(parse_model(MLP))._repr_html_()}", "utf-8"
+    )
     page = browser.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(file.as_uri())

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from onnxgrad import onnx_simple_text_plot, onnx_text_plot_io
+from onnxgrad.plot import onnx_simple_text_plot, onnx_text_plot_io
 from tests.support.drawn_models import ATTRIBUTES, BRANCHES, SEED
 from tests.support.models import parse_model
 

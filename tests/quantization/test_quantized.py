@@ -45,12 +45,12 @@ def test_gradient(quantized, weights):
 
 def test_training(quantized):
     operator, model = quantized
-    trainer = og.OrtGradientForwardBackwardOptimizer(model, max_iter=1, batch_size=1)
+    trainer = og.compat.OrtGradientForwardBackwardOptimizer(model, max_iter=1, batch_size=1)
     with pytest.raises(og.NoGradientRule, match=refusal_pattern(operator)):
         trainer.fit(X, Y)
     with_loss = og.add_loss_output(model)
-    inside = og.OrtGradientOptimizer(
-        with_loss, list(og.get_train_initializer(with_loss)), batch_size=1
+    inside = og.compat.OrtGradientOptimizer(
+        with_loss, list(og.graph.get_train_initializer(with_loss)), batch_size=1
     )
     with pytest.raises(og.NoGradientRule, match=refusal_pattern(operator)):
         inside.fit(X, Y)

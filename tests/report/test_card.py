@@ -43,8 +43,8 @@ def train_classifier(**arguments):
 def test_what_is_known(tmp_path):
     base = tmp_path / "base.onnx"
     onnx.save(MODEL, base)
-    trainer = train_classifier(mix=og.mixup(0.3))
-    file = og.write_card(
+    trainer = train_classifier(mix=og.losses.mixup(0.3))
+    file = og.plot.write_card(
         trainer, tmp_path, license="apache-2.0", base=base, data="Noise.", tags=["vision: a"]
     )
     assert file == tmp_path / "README.md"
@@ -82,7 +82,7 @@ def test_what_is_known(tmp_path):
 
 def test_what_is_not_known_is_called_unknown(tmp_path):
     trainer = og.Trainer(MODEL, "cross_entropy").fit(X, Y)
-    front, body = metadata_and_body(og.write_card(trainer, tmp_path / "card.md").read_text())
+    front, body = metadata_and_body(og.plot.write_card(trainer, tmp_path / "card.md").read_text())
     assert front["license"] == "unknown"
     assert "metrics" not in front
     for section in ("Use and limits", "License", "Data"):
@@ -98,27 +98,27 @@ def test_restored_weights_are_named(tmp_path):
     trainer.fit(X, Y, validation=(X, Y), epochs=30)
     restored = stop.entry(trainer.state)["restored"]
     assert restored is not None
-    _, body = metadata_and_body(og.write_card(trainer, tmp_path).read_text())
+    _, body = metadata_and_body(og.plot.write_card(trainer, tmp_path).read_text())
     assert table_of_section(body, "Training")[1]["weights are those of step"] == [str(restored)]
 
 
 def test_data_of_batches(tmp_path):
     trainer = og.Trainer(MODEL, "cross_entropy")
     trainer.fit([(X[:20], Y[:20]), (X[20:], Y[20:])], epochs=25)
-    _, body = metadata_and_body(og.write_card(trainer, tmp_path).read_text())
+    _, body = metadata_and_body(og.plot.write_card(trainer, tmp_path).read_text())
     assert table_of_section(body, "Data")[1]["rows"]
     assert "20 of 25 records" in body
 
 
 def test_refusals(tmp_path):
     with pytest.raises(og.NotFittedError):
-        og.write_card(og.Trainer(MODEL, "cross_entropy"), tmp_path)
+        og.plot.write_card(og.Trainer(MODEL, "cross_entropy"), tmp_path)
     stack = og.TrainerStack(MODEL, "cross_entropy", learning_rate=[0.1, 0.2]).fit(X, Y)
     with pytest.raises(ValueError, match="members"):
-        og.write_card(stack, tmp_path)
-    og.write_card(train_classifier(), tmp_path)
+        og.plot.write_card(stack, tmp_path)
+    og.plot.write_card(train_classifier(), tmp_path)
     with pytest.raises(FileExistsError):
-        og.write_card(train_classifier(), tmp_path, overwrite=False)
+        og.plot.write_card(train_classifier(), tmp_path, overwrite=False)
 
 
 def test_card_of_the_command_line(working_folder):

@@ -69,7 +69,7 @@ def test_gradient_report():
         row.name.replace("\u202e", r"\u202e") for row in report.rows
     ]
     assert {row[-1] for row in found.rows[1:]} == {"ok"}
-    wrong = og.GradientReport((og.GradientRow("x", 2.0, 2.1, 0.05, 1e-6),), "float64")
+    wrong = og.graph.GradientReport((og.graph.GradientRow("x", 2.0, 2.1, 0.05, 1e-6),), "float64")
     assert read_table(wrong).rows[1] == ["x", "1", "2", "2.1", "0.05", "WRONG"]
     assert read_table(wrong).texts == ["WRONG, float64"]
 

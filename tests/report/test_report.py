@@ -51,7 +51,7 @@ def recorded_network(outputs, names=("w", "b", "v", "y")):
 def train_recorded(folder, loss="cross_entropy", label=KIND, callbacks=(), names=None, **more):
     """Return a trainer that has been fitted; its records are in a folder, unless it is None."""
     own = {k: more.pop(k) for k in list(more) if k in ("classes", "every_steps", "gradient_norms")}
-    recorder = [] if folder is None else [og.Recorder(folder, **own)]
+    recorder = [] if folder is None else [og.callbacks.Recorder(folder, **own)]
     model = recorded_network(3 if loss == "cross_entropy" else 1, names or ("w", "b", "v", "y"))
     fit = {"epochs": 3, "batch_size": 16, "validation": (X[:40], label[:40]), **more}
     metrics = ["accuracy"] if loss == "cross_entropy" else ["mae"]
@@ -94,7 +94,7 @@ def recorded_values(folder):
 
 
 def page_of(run, **more):
-    return og.write_report(run, **more).read_text()
+    return og.plot.write_report(run, **more).read_text()
 
 
 class PageReader(HTMLParser):
@@ -153,7 +153,7 @@ def test_the_history_is_that_of_the_trainer(recorded_classifier):
 
 
 def test_norms_are_those_of_numpy(tmp_path):
-    class Keep(og.Callback):
+    class Keep(og.callbacks.Callback):
         every_steps = 1
 
         def __init__(self):
@@ -167,7 +167,7 @@ def test_norms_are_those_of_numpy(tmp_path):
 
     keep = Keep()
     model = recorded_network(3)
-    recorder = og.Recorder(tmp_path, every_steps=2)
+    recorder = og.callbacks.Recorder(tmp_path, every_steps=2)
     og.Trainer(
         model, "cross_entropy", optimizer="sgd", learning_rate=0.1, callbacks=[recorder, keep]
     ).fit(X, KIND, epochs=2, batch_size=30)
@@ -261,7 +261,9 @@ def test_residuals_are_those_of_numpy(recorded_regressor):
 
 def test_rows_of_a_hold_out_have_their_own_numbers(tmp_path):
     labels = KIND.copy()
-    trainer = og.Trainer(recorded_network(3), "cross_entropy", callbacks=[og.Recorder(tmp_path)])
+    trainer = og.Trainer(
+        recorded_network(3), "cross_entropy", callbacks=[og.callbacks.Recorder(tmp_path)]
+    )
     trainer.fit(X, labels, epochs=2, validation=0.3)
     found = recorded_values(tmp_path)["examined"]
     assert (found["rows"], found["data"]) == (27, "validation")
@@ -282,7 +284,7 @@ def test_scores_of_next_tokens_are_compared_with_the_tokens_behind(tmp_path):
         model,
         "cross_entropy",
         loss_options={"shift": True},
-        callbacks=[og.Recorder(tmp_path, profile=0)],
+        callbacks=[og.callbacks.Recorder(tmp_path, profile=0)],
     )
     trainer.fit(ids, ids, epochs=1, validation=(ids, ids))
     predicted, matrix = trainer.predict(ids)[:, :-1].argmax(axis=-1), np.zeros((5, 5), int)
@@ -308,7 +310,7 @@ def test_operators_are_those_of_a_step(recorded_classifier):
 def test_what_cannot_be_recorded_is_said(tmp_path):
     batches = [(X[i : i + 30], KIND[i : i + 30]) for i in (0, 30)]
     trainer = og.Trainer(
-        recorded_network(3), "cross_entropy", callbacks=[og.Recorder(tmp_path, profile=0)]
+        recorded_network(3), "cross_entropy", callbacks=[og.callbacks.Recorder(tmp_path, profile=0)]
     )
     trainer.fit(iter(batches), epochs=1)
     page = PageReader(page_of(tmp_path)).text
@@ -317,7 +319,7 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
 
 
 def test_a_training_that_breaks_off_is_recorded(tmp_path):
-    class Fail(og.Callback):
+    class Fail(og.callbacks.Callback):
         def on_epoch_begin(self, trainer, state, control):
             if state.epoch == 2:
                 raise OSError("gone")
@@ -356,7 +358,7 @@ def test_many_records_are_thinned():
 
 
 def test_a_page_of_a_history_has_its_numbers_and_says_what_is_missing(tmp_path):
-    logs = [og.History(tmp_path / "log.csv"), og.History(tmp_path / "log.json")]
+    logs = [og.callbacks.History(tmp_path / "log.csv"), og.callbacks.History(tmp_path / "log.json")]
     trainer = train_recorded(None, callbacks=logs)
     for log in ("log.csv", "log.json"):
         page = PageReader(page_of(tmp_path / log, output=tmp_path / "page.html")).text
@@ -369,7 +371,7 @@ def test_a_page_of_a_history_has_its_numbers_and_says_what_is_missing(tmp_path):
 
 
 def test_a_page_of_a_checkpoint(tmp_path):
-    train_recorded(None, callbacks=[og.Checkpoint(tmp_path), og.Norms()])
+    train_recorded(None, callbacks=[og.Checkpoint(tmp_path), og.callbacks.Norms()])
     run = load_run(tmp_path)
     assert [r["step"] for r in run["norms"]] == [4, 8, 12]
     page = PageReader(page_of(tmp_path)).text
@@ -385,7 +387,7 @@ def test_a_page_of_a_checkpoint(tmp_path):
 def test_damaged_files_are_refused(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ValueError, match=r"damaged|neither"):
-        og.write_report(tmp_path)
+        og.plot.write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -394,18 +396,18 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     for name, message in (("a.csv", "'step'"), ("a.txt", "no run")):
         with pytest.raises(ValueError, match=naming(name, message)):
-            og.write_report(tmp_path / name)
+            og.plot.write_report(tmp_path / name)
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(FileNotFoundError):
-            og.write_report(path)
+            og.plot.write_report(path)
 
 
 def test_a_page_is_replaced_only_if_it_may_be(own_run):
-    page = og.write_report(own_run)
+    page = og.plot.write_report(own_run)
     with pytest.raises(FileExistsError):
-        og.write_report(own_run, overwrite=False)
+        og.plot.write_report(own_run, overwrite=False)
     page.write_text("")
-    assert og.write_report(own_run).read_text()
+    assert og.plot.write_report(own_run).read_text()
 
 
 # -- curves ---------------------------------------------------------------------------------------
@@ -499,9 +501,12 @@ def test_worst_rows_of_a_folder_have_names_and_pictures(tmp_path):
         w=[[1.0, -1.0]] * 3,  # lighter images are of class 0: wrong
     )
     trainer = og.Trainer(
-        model, "cross_entropy", learning_rate=1e-6, callbacks=[og.Recorder(tmp_path / "run")]
+        model,
+        "cross_entropy",
+        learning_rate=1e-6,
+        callbacks=[og.callbacks.Recorder(tmp_path / "run")],
     )
-    trainer.fit(og.image_folder(tmp_path / "images", 5), epochs=1, validation=0.5)
+    trainer.fit(og.data.image_folder(tmp_path / "images", 5), epochs=1, validation=0.5)
     worst = recorded_values(tmp_path / "run")["examined"]["worst"]
     assert len(worst) == 10
 
@@ -558,7 +563,7 @@ def hostile_page(folder):
     for record in run["history"]:
         record |= {BAD: 0.5, f"validation_{BAD}": 0.25, "$\\frac{": 0.5}
     (Path(folder) / "run.json").write_text(json.dumps(run))
-    return og.write_report(folder)
+    return og.plot.write_report(folder)
 
 
 def test_names_of_files_do_not_become_elements(tmp_path):
@@ -629,7 +634,7 @@ def test_what_the_command_refuses(working_folder):
 def test_the_page_in_chromium(tmp_path, recorded_classifier, recorded_regressor):
     sync = pytest.importorskip("playwright.sync_api")
     classes, numbers = (
-        og.write_report(run, output=tmp_path / f"{run.name}.html")
+        og.plot.write_report(run, output=tmp_path / f"{run.name}.html")
         for _, run in (recorded_classifier, recorded_regressor)
     )
     hostile = hostile_page(tmp_path / "hostile")

@@ -13,7 +13,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from onnxgrad import (
+from onnxgrad import ProviderError, add_loss_output
+from onnxgrad.compat import (
     ElasticLearningPenalty,
     LearningRateSGD,
     LearningRateSGDNesterov,
@@ -21,9 +22,7 @@ from onnxgrad import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    ProviderError,
     SquareLearningLoss,
-    add_loss_output,
 )
 from onnxgrad.runtime.device import CPU, Device, read_providers
 from tests.support.errors import naming

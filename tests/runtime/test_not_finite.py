@@ -16,7 +16,7 @@ import onnxgrad as og
 from onnxgrad import onnx_derivative
 from onnxgrad.runtime import not_finite
 from onnxgrad.runtime.not_finite import first_not_finite
-from onnxgrad.training.callbacks.base import Callbacks, Control
+from onnxgrad.training.callbacks.base import Callbacks, TrainingControl
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from tests.support.errors import naming
 from tests.support.models import parse_model
@@ -186,7 +186,7 @@ def test_a_step_of_many_nodes():
 
 def message_of_watch(failed_step) -> str:
     trainer = SimpleNamespace(failed_step=failed_step)
-    return Callbacks([NanWatch()]).on_not_finite(trainer, None, Control())
+    return Callbacks([NanWatch()]).on_not_finite(trainer, None, TrainingControl())
 
 
 def test_the_callback():
@@ -216,7 +216,7 @@ NORMED = LINEAR % "n = ReduceL2<keepdims = 1>(x, ax)  [here] u = Div(x, n)  y = 
 FINE = slice(10, 20)
 BATCHES = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32)]
 MEMBERS = {"loss": "mse", "members": 2, "learning_rate": [0.1, 0.01]}
-OUTSIDE, INSIDE = og.OrtGradientForwardBackwardOptimizer, og.OrtGradientOptimizer
+OUTSIDE, INSIDE = og.compat.OrtGradientForwardBackwardOptimizer, og.compat.OrtGradientOptimizer
 FAILING = {  # what is called, and the rows that are named
     "arrays": (lambda: mse_trainer().fit(X, Y, shuffle=False), "row 3;"),
     "another order": (lambda: mse_trainer().fit(X[30:], Y[30:]), "row 11;"),
@@ -260,7 +260,7 @@ def mse_stack(**options) -> og.TrainerStack:
     return og.TrainerStack(normed_model(), **MEMBERS, **options)
 
 
-def outer_mse_trainer(**options) -> og.OrtGradientForwardBackwardOptimizer:
+def outer_mse_trainer(**options) -> og.compat.OrtGradientForwardBackwardOptimizer:
     return OUTSIDE(normed_model(), ["w"], **options)
 
 

@@ -25,7 +25,7 @@ from onnxgrad.schedules.curves import (
     polynomial,
     step_decay,
 )
-from onnxgrad.schedules.plateau import plateau
+from onnxgrad.schedules.plateaus import plateau
 from onnxgrad.schedules.rates import OfMembers
 from tests.support.errors import naming
 from tests.support.running import in_sweep

@@ -459,7 +459,7 @@ def test_dicts_have_rows_that_are_held_out():
 @pytest.mark.parametrize("options", [
     {"loss_options": {"ignore_nan": True}},
     {"loss": "absolute_error", "loss_options": {"ignore_nan": True}, "early_stopping": True},
-    {"loss": og.LOSSES["squared_error"].with_options({"ignore_nan": True})},
+    {"loss": og.losses.LOSSES["squared_error"].with_options({"ignore_nan": True})},
 ], ids=["option", "held out", "spec"])  # fmt: skip
 def test_labels_that_are_left_out(options):
     """Those of a training without these rows, where they are all in one batch."""
@@ -620,5 +620,5 @@ def test_frozen_layers_and_other_losses():
     assert has == [True, True, False]
     named = OnnxClassifier(linear_scores(3), loss={"y": "cross_entropy"}, max_iter=3).fit(X, THREE)
     assert named.predict_proba(X).shape == (120, 3)
-    huber = OnnxRegressor(loss=og.LOSSES["huber"], max_iter=3, random_state=0).fit(X, Z)
+    huber = OnnxRegressor(loss=og.losses.LOSSES["huber"], max_iter=3, random_state=0).fit(X, Z)
     assert np.isfinite(huber.predict(X)).all()

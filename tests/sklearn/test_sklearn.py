@@ -55,7 +55,7 @@ def score_model(net) -> onnx.ModelProto:
     options = None if isinstance(net, MLPRegressor) else {"zipmap": False}
     model = convert_to_onnx(net, X[:1], options=options)
     last = [node.output[0] for node in model.graph.node if node.op_type == "Add"][-1]
-    made = og.select_model_inputs_outputs(model, [last])
+    made = og.graph.select_model_inputs_outputs(model, [last])
     assert made.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE
     return made
 
@@ -71,12 +71,12 @@ def by_backprop(net, y, weight):
 
 
 NETWORKS = {
-    "regressor": (MLPRegressor, Y, og.SquareLearningLoss()),
-    "two classes": (MLPClassifier, CLASS, og.NegLogLearningLoss()),
+    "regressor": (MLPRegressor, Y, og.compat.SquareLearningLoss()),
+    "two classes": (MLPClassifier, CLASS, og.compat.NegLogLearningLoss()),
     "three classes": (
         MLPClassifier,
         SEVERAL,
-        og.NegLogLearningLoss(probability_function="softmax"),
+        og.compat.NegLogLearningLoss(probability_function="softmax"),
     ),
 }
 
@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_backprop(kind, weight):
     model = score_model(net)
     expected = by_backprop(net, y, weight)
     rows = 40 if weight is None else weight.sum()  # what scikit-learn divides by
-    weights = {name: array for name, (array, _) in og.get_train_initializer(model).items()}
+    weights = {name: array for name, (array, _) in og.graph.get_train_initializer(model).items()}
 
     label = y[:, None] if kind != "three classes" else y
     [prediction] = run(model, X=X)
@@ -103,8 +103,8 @@ def test_the_gradient_is_that_of_backprop(kind, weight):
     for found, wanted in zip(run(gradient, feed), expected, strict=True):
         np.testing.assert_allclose(found.reshape(wanted.shape) / rows, wanted, atol=1e-9)
 
-    rate = og.LearningRateSGD(0.5, learning_rate="constant")
-    trainer = og.OrtGradientForwardBackwardOptimizer(
+    rate = og.compat.LearningRateSGD(0.5, learning_rate="constant")
+    trainer = og.compat.OrtGradientForwardBackwardOptimizer(
         model, list(weights), max_iter=1, batch_size=40, learning_rate=rate, learning_loss=loss
     ).fit(X, y, weight)
     for (name, w), wanted in zip(trainer.get_state().items(), expected, strict=True):
@@ -122,11 +122,11 @@ def test_training_goes_the_way_of_scikit_learn(kind, momentum):
     net.set_params(max_iter=3, momentum=momentum, nesterovs_momentum=True)
     options = {"learning_rate": "constant"}
     rate = (
-        og.LearningRateSGDNesterov(0.01, momentum=momentum, **options)
+        og.compat.LearningRateSGDNesterov(0.01, momentum=momentum, **options)
         if momentum
-        else og.LearningRateSGD(0.01, **options)
+        else og.compat.LearningRateSGD(0.01, **options)
     )
-    trainer = og.OrtGradientForwardBackwardOptimizer(
+    trainer = og.compat.OrtGradientForwardBackwardOptimizer(
         model, max_iter=3, learning_rate=rate, learning_loss=loss
     ).fit([(X[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)])
     with warnings.catch_warnings():
@@ -146,19 +146,19 @@ def regression_model() -> onnx.ModelProto:
     return convert_to_onnx(net, np.float32(X[:1]), black_op={"LinearRegressor"})
 
 
-def regression_trainer(**options) -> og.OrtGradientForwardBackwardOptimizer:
+def regression_trainer(**options) -> og.compat.OrtGradientForwardBackwardOptimizer:
     defaults = {"max_iter": 20, "learning_rate": 0.1, "random_state": 0}
-    return og.OrtGradientForwardBackwardOptimizer(regression_model(), **defaults | options)
+    return og.compat.OrtGradientForwardBackwardOptimizer(regression_model(), **defaults | options)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("learning_rate", [og.LearningRateSGD(1e-6), 0.1]),
+        ("learning_rate", [og.compat.LearningRateSGD(1e-6), 0.1]),
         ("learning_rate__eta0", [1e-6, 0.1]),
-        ("learning_penalty", [og.ElasticLearningPenalty(0.0, 9.0), None]),
+        ("learning_penalty", [og.compat.ElasticLearningPenalty(0.0, 9.0), None]),
         in_sweep("learning_penalty", [{"coef": 99}, None]),
-        in_sweep("learning_loss", ["elastic", "square_error", og.SquareLearningLoss()]),
+        in_sweep("learning_loss", ["elastic", "square_error", og.compat.SquareLearningLoss()]),
         in_sweep("batch_size", [5, 2]),
     ],
 )
@@ -206,11 +206,11 @@ def test_how_a_trainer_shows_itself():
     assert "LearningRateSGD(eta0=0.1, alpha=0.0001, power_t=0.25, learning_rate='inv" in text
     assert "NegLogLearningLoss(eps=1e-05, probability_function='sigmoid')" in text
     data = regression_model().SerializeToString()
-    assert f"(model_onnx=<{len(data)} bytes>," in repr(og.OrtGradientOptimizer(data))
+    assert f"(model_onnx=<{len(data)} bytes>," in repr(og.compat.OrtGradientOptimizer(data))
 
 
 def test_learning_rates_of_both_trainers_are_objects():
-    made = og.OrtGradientOptimizer(regression_model())
+    made = og.compat.OrtGradientOptimizer(regression_model())
     assert made.set_params(learning_rate__eta0=0.5).learning_rate.eta0 == 0.5
     assert made.set_params(learning_rate="Nesterov").learning_rate.momentum == 0.9
     assert clone(made).learning_rate.momentum == 0.9
@@ -303,15 +303,15 @@ def test_sparse_data():
 def test_the_dictionaries_of_a_classifier_are_no_prediction():
     model = convert_to_onnx(one_epoch_network(MLPClassifier, CLASS), X[:1])
     with pytest.raises(ValueError, match=r"0 float outputs: keep one .* one of 'probabilities'"):
-        og.OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
+        og.compat.OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
 
 
 def test_a_classifier_of_one_layer():
     net = SGDClassifier(loss="log_loss", max_iter=1, tol=None, random_state=0).fit(X, CLASS)
     options = {"zipmap": False, "raw_scores": True}
     model = convert_to_onnx(net, np.float32(X[:1]), options=options, black_op={"LinearClassifier"})
-    model = og.select_model_inputs_outputs(model, ["score"])
-    made = og.OrtGradientForwardBackwardOptimizer(
+    model = og.graph.select_model_inputs_outputs(model, ["score"])
+    made = og.compat.OrtGradientForwardBackwardOptimizer(
         model, learning_loss="log", learning_rate=0.1, random_state=0, weight_init="normal"
     ).fit(X, CLASS, WEIGHT)
     assert made.train_losses_[-1] < made.train_losses_[0] / 3
@@ -323,12 +323,12 @@ def test_probabilities_by_the_gradient_of_the_log_loss():
     net = one_epoch_network(MLPClassifier, CLASS)
     model = convert_to_onnx(net, X[:1], options={"zipmap": False})
     sigmoid = [node.output[0] for node in model.graph.node if node.op_type == "Sigmoid"][-1]
-    rate = og.LearningRateSGD(0.5, learning_rate="constant")
-    made = og.OrtGradientForwardBackwardOptimizer(
-        og.select_model_inputs_outputs(model, [sigmoid]), max_iter=1, batch_size=40,
+    rate = og.compat.LearningRateSGD(0.5, learning_rate="constant")
+    made = og.compat.OrtGradientForwardBackwardOptimizer(
+        og.graph.select_model_inputs_outputs(model, [sigmoid]), max_iter=1, batch_size=40,
         learning_rate=rate, learning_loss="binary_cross_entropy",
     )  # fmt: skip
-    before = [array for array, _ in og.get_train_initializer(made.model_onnx).values()]
+    before = [array for array, _ in og.graph.get_train_initializer(made.model_onnx).values()]
     after = made.fit(X, CLASS).trained_coef_.values()
     expected = by_backprop(net, CLASS, None)
     for old, new, wanted in zip(before, after, expected, strict=True):

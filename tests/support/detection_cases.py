@@ -17,7 +17,7 @@ def value_and_gradients(write, *arrays, wrt=1):
         for i, a in enumerate(arrays)
     ]
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="loss")
-    with og.Emit(graph) as op:
+    with og.graph.Emit(graph) as op:
         loss = op.ReduceMean(write(op, *inputs), keepdims=0)
         loss.name = "loss"
         graph.outputs.append(loss)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from onnxgrad.training.callbacks.base import Callbacks, Control
+from onnxgrad.training.callbacks.base import Callbacks, TrainingControl
 
 STEPS = 4  # an epoch, of ten rows each
 
@@ -67,7 +67,7 @@ class Trainer:
 
     def fit(self, *callbacks, epochs=3, resume=None, fail=None):
         self.state = state = resume or State()
-        control, run = Control(), Callbacks(callbacks)
+        control, run = TrainingControl(), Callbacks(callbacks)
         first, rows = state.epoch, 0
         self.progress = progress = SimpleNamespace(
             epoch=0, epochs=epochs, rows=0, total_rows=10 * STEPS, step=state.step,

@@ -245,10 +245,10 @@ def drawn_schedule(options: Options, steps: int) -> Any:
     if options.schedule == "constant":
         return RATE
     known = options.schedule == "steps" or options.kind in UNCOUNTED
-    return og.cosine(RATE, steps=steps if known else None, warmup=2)
+    return og.schedules.cosine(RATE, steps=steps if known else None, warmup=2)
 
 
-def drawn_trainer(options: Options, steps: int, *callbacks: og.Callback) -> og.Trainer:
+def drawn_trainer(options: Options, steps: int, *callbacks: og.callbacks.Callback) -> og.Trainer:
     """Return a trainer of the model for a run of so many steps."""
     metric = "mae" if options.loss == "squared_error" else "accuracy"
     class_weight: Any = CLASS_WEIGHT if options.weighting == "classes" else None

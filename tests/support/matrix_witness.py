@@ -248,7 +248,7 @@ class Witness:
     def fit(self, rows: DrawnRows, steps: int) -> Witness:
         """Train as the options say."""
         options, done = self.options, 0
-        rates = og.cosine(RATE, steps=steps, warmup=2)
+        rates = og.schedules.cosine(RATE, steps=steps, warmup=2)
         for epoch in range(options.epochs):
             order = None
             if options.shuffle:

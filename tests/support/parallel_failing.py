@@ -26,7 +26,7 @@ def linear_file() -> bytes:
     return parse_model(text, w=[[0.1], [0.2], [0.3]]).SerializeToString()
 
 
-class FailingCallback(og.Callback):
+class FailingCallback(og.callbacks.Callback):
     """Calls a function in one event of the second process."""
 
     def __init__(self, event: str, act: Callable[[], Any]) -> None:
@@ -115,7 +115,7 @@ def train_after_failure(folder: Path) -> list[str]:
 def differences(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return, by what differs, arguments of `fit` and of the trainer for each process."""
     two = (0, 1)
-    synchronized = [og.DataParallel(sync_batch_norm=bool(r)) for r in two]
+    synchronized = [og.parallel.DataParallel(sync_batch_norm=bool(r)) for r in two]
     return {
         "epochs": [{"epochs": 2 + r} for r in two],
         "shuffle": [{"shuffle": not r} for r in two],
@@ -130,7 +130,7 @@ def differences(folder: Path) -> dict[str, list[dict[str, Any]]]:
         "parallel.sync_batch_norm": [{"arguments": {"parallel": p}} for p in synchronized],
         "loss": [{"arguments": {"loss_options": o}} for o in (None, {"delta": 2.0})],
         "callbacks": [{"callbacks": [og.EarlyStopping("loss", patience=5 + r)]} for r in two],
-        "gradient norms": [{}, {"callbacks": [og.Norms(every_steps=3)]}],
+        "gradient norms": [{}, {"callbacks": [og.callbacks.Norms(every_steps=3)]}],
         "metrics": [{"arguments": {"metrics": [m]}} for m in ("mae", "r2")],
     }
 
@@ -150,7 +150,7 @@ def compare_beginnings(folder: Path) -> tuple[dict[str, str], int]:
         except ValueError as error:
             errors[name] = str(error)
     history = (
-        [og.History(folder / "h.csv")] if rank == 0 else []
+        [og.callbacks.History(folder / "h.csv")] if rank == 0 else []
     )  # what the first one has may differ
     trainer = fit_linear(folder, callbacks=history)
     if rank:

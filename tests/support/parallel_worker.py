@@ -26,7 +26,7 @@ ROWS, CLASSES = 83, 3  # the last batch of 10 has fewer rows than 4 processes
 
 ADAM = {"optimizer": "adam", "clip_norm": 0.5}
 # Adam would make steps of the rounding of gradients that are zero, of biases before the norm
-NORM = {"batch_norm": "train", "optimizer": og.momentum()}
+NORM = {"batch_norm": "train", "optimizer": og.optimizers.momentum()}
 MISSING = {"loss": "mse", "loss_options": {"ignore_nan": True}, "metrics": ["mse"]}
 SYNC, SHARDS = {"sync_batch_norm": True}, {"shard_optimizer": True}
 DOUBLE = {"dtype": np.float64}
@@ -47,7 +47,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "double_large_shards": ("wide", {"clip_norm": 1.0}, SHARDS, DOUBLE | {"large": True}),
     "double_average": (
         "norm",
-        {"batch_norm": "train", "optimizer": og.ema(og.momentum(), 0.9)},
+        {"batch_norm": "train", "optimizer": og.optimizers.ema(og.optimizers.momentum(), 0.9)},
         SYNC,
         DOUBLE | {"share": 0.3},
     ),
@@ -59,8 +59,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "half_mixed": ("mlp", {"optimizer": "adam", "precision": "mixed"}, SHARDS, {"half": True}),
 }
 MORE_JOBS = {
-    "sgd": ("mlp", {"optimizer": og.sgd()}, {}, {}),
-    "accumulate": ("mlp", {"optimizer": og.momentum(), "accumulate": 3}, {}, {}),
+    "sgd": ("mlp", {"optimizer": og.optimizers.sgd()}, {}, {}),
+    "accumulate": ("mlp", {"optimizer": og.optimizers.momentum(), "accumulate": 3}, {}, {}),
     "double": ("mlp", ADAM, {}, DOUBLE),
     "norm": ("norm", NORM, SYNC, {}),
     "images": ("images", NORM, SYNC, {}),
@@ -163,7 +163,7 @@ def train_job(file: bytes, job: str, parallel: bool, epochs: int = 3, **more: An
     placed = np.transpose if network == "behind" else np.asarray
     if form.get("half"):
         model = in_precision(model, ir.DataType.FLOAT16)
-    how = og.DataParallel(**options) if parallel else False
+    how = og.parallel.DataParallel(**options) if parallel else False
     own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
     trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
     more |= {"epochs": epochs, "validation": form.get("share", (placed(X[:31]), y[:31]))}
@@ -218,7 +218,9 @@ def train_with_own_statistics(file: bytes, rows: int) -> tuple[dict, dict, list[
     X, y = (a[:rows] for a in rows_and_labels("norm", np.float64))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = mlp_trainer(file, batch_norm="train", optimizer=og.sgd(), learning_rate=0.1)
+        trainer = mlp_trainer(
+            file, batch_norm="train", optimizer=og.optimizers.sgd(), learning_rate=0.1
+        )
         trainer.fit(X, y, epochs=2, batch_size=10, shuffle=False)
     messages = [str(warning.message) for warning in caught]
     return trainer.state.weights, trainer.state.buffers, messages
@@ -262,13 +264,13 @@ def fit_other_batches(file: bytes) -> None:
 
 def balance_own_labels(file: bytes) -> None:
     """Ask for class weights of labels of which each process sees some."""
-    how = og.DataParallel(shards=True)
+    how = og.parallel.DataParallel(shards=True)
     mlp_trainer(file, class_weight="balanced", parallel=how).fit(*rows_and_labels("mlp"))
 
 
 def diverge_with_shards(file: bytes) -> None:
     """Let states of one process become infinite."""
-    how = og.DataParallel(shard_optimizer=True)
+    how = og.parallel.DataParallel(shard_optimizer=True)
     trainer = mlp_trainer(file, optimizer="adam", learning_rate=1e38, parallel=how)
     trainer.fit(*rows_and_labels("wide"), batch_size=10)
 
@@ -276,7 +278,7 @@ def diverge_with_shards(file: bytes) -> None:
 # -- callbacks and checkpoints -------------------------------------------------------------------
 
 
-class StopInOneProcess(og.Callback):
+class StopInOneProcess(og.callbacks.Callback):
     """Asks to stop in the second process only."""
 
     def on_step_end(self, trainer: Any, state: Any, control: Any) -> None:
@@ -284,7 +286,7 @@ class StopInOneProcess(og.Callback):
         control.stop = rank_and_size()[0] == 1 and state.step >= 5
 
 
-class AskWithinEpoch(og.Callback):
+class AskWithinEpoch(og.callbacks.Callback):
     """Asks for evaluations in one process, for a checkpoint in the other."""
 
     def on_step_end(self, trainer: Any, state: Any, control: Any) -> None:
@@ -293,7 +295,7 @@ class AskWithinEpoch(og.Callback):
         control.save = rank_and_size()[0] == 0 and state.step == 6
 
 
-class ReadSlots(og.Callback):
+class ReadSlots(og.callbacks.Callback):
     """Reads the slots, which must not make a checkpoint of what it has read."""
 
     def on_step_end(self, trainer: Any, state: Any, control: Any) -> None:
@@ -301,7 +303,7 @@ class ReadSlots(og.Callback):
         assert state.slots is not None
 
 
-class KillProcess(og.Callback):
+class KillProcess(og.callbacks.Callback):
     """Kills the second process."""
 
     def on_step_end(self, trainer: Any, state: Any, control: Any) -> None:
@@ -312,7 +314,7 @@ class KillProcess(og.Callback):
 
 def train_with_options_of_one_process(file: bytes) -> list[str]:
     """Return the names of gradient norms, of a training with dropout and recomputation."""
-    options = {"dropout": {"*Tanh*": 0.2}, "callbacks": [og.Norms(every_steps=1)]}
+    options = {"dropout": {"*Tanh*": 0.2}, "callbacks": [og.callbacks.Norms(every_steps=1)]}
     trainer = mlp_trainer(file, recompute="all", **options)
     trainer.fit(*rows_and_labels("mlp"), batch_size=10)
     return sorted(trainer.gradient_norms)
@@ -335,7 +337,10 @@ def ask_within_epoch(file: bytes, folder: Path) -> tuple[list[int], np.ndarray]:
 def write_by_callbacks(file: bytes, folder: Path) -> list[Path]:
     """Let each process have files of its own that it may write; return those that are there."""
     own = folder / str(rank_and_size()[0])
-    callbacks = [og.History(own / "history.csv"), og.Checkpoint(own / "run", every_steps=2)]
+    callbacks = [
+        og.callbacks.History(own / "history.csv"),
+        og.Checkpoint(own / "run", every_steps=2),
+    ]
     own.mkdir()
     mlp_trainer(file, callbacks=callbacks).fit(*rows_and_labels("mlp"), batch_size=20)
     return sorted(path.relative_to(own) for path in own.rglob("*") if path.is_file())

@@ -4,7 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer, add_loss_output
+from onnxgrad import add_loss_output
+from onnxgrad.compat import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer
 from tests.support.models import parse_model
 
 

@@ -17,7 +17,7 @@ from tests.support.running import PATIENCE
 
 
 class ThreadGroup:
-    """A group as `onnxgrad.parallel.Group`; `board` has what each thread has sent last."""
+    """A `Group` of `onnxgrad.parallel` by threads; `board` has what each has sent last."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, board: list[bytes]) -> None:
         self.rank, self.size, self._barrier, self._board = rank, len(board), barrier, board

@@ -56,7 +56,7 @@ def normalized_model() -> onnx.ModelProto:
     )
 
 
-class ActAtStep(og.Callback):
+class ActAtStep(og.callbacks.Callback):
     """Calls `act(control)` once, in one event, from one step on."""
 
     def __init__(self, event: str, step: int, act: Any, every_steps: int | None = 1) -> None:

@@ -15,7 +15,8 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from onnxgrad import DerivativeOptions, get_train_initializer, onnx_derivative
+from onnxgrad import DerivativeOptions, onnx_derivative
+from onnxgrad.graph import get_train_initializer
 from tests.support.optimized_models import optimized_model
 
 LEVELS = ("plain", "basic", "extended")  # of `optimized_models`, of which gradients are asked

@@ -145,8 +145,8 @@ def test_time_first_with_a_batch_of_one():
     measured = trainer.evaluate(task.data)
     assert measured["loss"] == pytest.approx(loss, rel=1e-5)
     found = task.predict(trainer, [image for image, _ in rows])
-    metric = og.TextErrorRate(lambda p, y: ([*p], [*y]))
-    metric.begin(og.PredictionInfo())
+    metric = og.metrics.TextErrorRate(lambda p, y: ([*p], [*y]))
+    metric.begin(og.metrics.PredictionInfo())
     metric.update(*(np.array(t) for t in ([t for t, _ in found], [t for _, t in rows])))
     assert measured["cer"] == pytest.approx(metric.compute())
     trainer.fit(task.data, epochs=2)
@@ -329,13 +329,13 @@ def test_a_wide_beam_finds_the_most_likely_labels():
                 p = np.exp(log_p[np.arange(steps), path].sum())
                 likely[labels] = likely.get(labels, 0.0) + p
             best = max(likely, key=lambda labels: likely[labels])
-            labels, p = og.ctc_decode(log_p, blank, beam=10_000)
+            labels, p = og.language.ctc_decode(log_p, blank, beam=10_000)
             assert tuple(labels) == best
             assert p == pytest.approx(likely[best], rel=1e-9)
             count += 1
     assert count == 36
     with pytest.raises(ValueError, match=naming("beam", "0")):
-        og.ctc_decode(log_p, beam=0)
+        og.language.ctc_decode(log_p, beam=0)
 
 
 def test_the_best_path():
@@ -345,7 +345,7 @@ def test_the_best_path():
         best = log_p.argmax(1)
         expected = [int(c) for c, _ in itertools.groupby(best) if c != 2]
         first = [i for i in range(12) if best[i] != 2 and (i == 0 or best[i] != best[i - 1])]
-        labels, sure = og.ctc_decode(log_p, 2)
+        labels, sure = og.language.ctc_decode(log_p, 2)
         assert labels == expected
         assert sure == pytest.approx(np.exp(log_p.max(1))[first].mean())
 
@@ -378,7 +378,7 @@ def test_predictions_are_those_of_the_file(layout, end, folder_of_lines):
     pairs = list(zip(texts, (text for _, text in rows), strict=True))
     for metric in task.metrics:
         metric.read = lambda found, truths: ([*found], [*truths])
-        metric.begin(og.PredictionInfo())
+        metric.begin(og.metrics.PredictionInfo())
         metric.update(*map(np.array, zip(*pairs, strict=True)))
         assert measured[metric.name] == pytest.approx(metric.compute())
     [written] = task.write(folder_of_lines, results, folder_of_lines / "out")

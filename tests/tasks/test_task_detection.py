@@ -534,7 +534,7 @@ def test_a_yolov8_through_a_trainer():
     X = rng.normal(size=(2, 3, *SIZE)).astype(np.float32) * 8
     [raw] = run(proto, images=X)
     model = ir.from_proto(proto)
-    with og.Emit(model.graph) as op:
+    with og.graph.Emit(model.graph) as op:
         decoded = yolov8_file(op, model.graph.outputs[0])
     decoded.name, model.graph.outputs[:] = "output", [decoded]
     task, labels = Detection(ir.to_proto(model)), random_labels(rng)

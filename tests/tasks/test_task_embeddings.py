@@ -341,7 +341,9 @@ def test_images(tmp_path):
     trainer = task.trainer(learning_rate=0.01).fit(task.data, epochs=2)
     z = task.predict(trainer, tmp_path)
     assert z.shape == (12, 5)
-    pixels = next(og.image_folder(tmp_path, 8, layout="NCHW", channels=3).batches(12, None, 0))[0]
+    pixels = next(
+        og.data.image_folder(tmp_path, 8, layout="NCHW", channels=3).batches(12, None, 0)
+    )[0]
     [maps] = run(model, x=pixels)
     means = maps.mean((2, 3))
     expected = means / np.linalg.norm(means, axis=1, keepdims=True)

@@ -154,7 +154,7 @@ def test_losses_that_are_refused(loss, options, message):
 
 
 def test_a_loss_of_the_user_stays():
-    spec = og.LOSSES["softmax_focal"].with_options({"gamma": 1.0})
+    spec = og.losses.LOSSES["softmax_focal"].with_options({"gamma": 1.0})
     assert Segmentation(pixel_model(3), loss=spec).loss is spec
     with pytest.raises(ValueError, match="by name"):
         Segmentation(pixel_model(3), loss=spec, loss_options={"focal": {"gamma": 2}})
@@ -317,7 +317,7 @@ def test_arrays_and_normalization():
     rng = np.random.default_rng(0)
     pictures = rng.integers(0, 256, (2, 6, 7, 3), dtype=np.uint8)
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
-    task = Segmentation(pixel_model(1), normalize=og.normalize(mean, std))
+    task = Segmentation(pixel_model(1), normalize=og.data.normalize(mean, std))
     masks = task.predict(task.model, pictures)
     x = (pictures / 255 - mean) / std
     scores = run(task.model, x=np.moveaxis(x, -1, 1).astype(np.float32))[0]
@@ -344,7 +344,11 @@ def test_checkpoints_hold_metrics_of_each_class(tmp_path):
 
     def fit(name, epochs):
         task = Segmentation(
-            pixel_model(4), root, classes=4, loss="cross_entropy+dice", augment=[og.random_flip()]
+            pixel_model(4),
+            root,
+            classes=4,
+            loss="cross_entropy+dice",
+            augment=[og.data.random_flip()],
         )
         run_folder = tmp_path / name
         trainer = task.trainer(callbacks=[og.Checkpoint(run_folder)], seed=1, learning_rate=0.1)

@@ -72,7 +72,7 @@ def test_classes(tmp_path):
 
 @pytest.mark.parametrize("shape", ["N,8,T", "N,T,8", "N,1,8,T", "N,1,T,8", "N,T,8,1"])
 def test_spectrograms_have_the_layout_of_the_input(shape):
-    mel = og.mel_spectrogram(RATE, 256, 100, 8)
+    mel = og.data.mel_spectrogram(RATE, 256, 100, 8)
     text = f"f (float[{shape}] x) => (float[N,1] y) {{ y = Flatten(x) }}"
     model = parse_model(text, opset=20)
     form = Sound(model, rate=RATE, seconds=0.5, front=mel, word="a").form
@@ -81,7 +81,7 @@ def test_spectrograms_have_the_layout_of_the_input(shape):
     want = mel(waves) if shape.index("8") < shape.index("T") else mel(waves).swapaxes(1, 2)
     assert found.ndim == len(shape.split(","))
     np.testing.assert_array_equal(found.reshape(want.shape), want)
-    other = og.mel_spectrogram(RATE, 256, 100, 9)
+    other = og.data.mel_spectrogram(RATE, 256, 100, 9)
     form = Sound(model, rate=RATE, seconds=0.5, front=other, word="a").form
     with pytest.raises(ValueError, match="front"):
         form.inputs(waves)
@@ -99,7 +99,7 @@ def test_a_small_network_trains_as_in_pytorch(tmp_path):
         torch.nn.Flatten(),
         torch.nn.Linear(4, 3),
     )
-    mel = og.mel_spectrogram(RATE, 256, 100, 12)
+    mel = og.data.mel_spectrogram(RATE, 256, 100, 12)
     model = export_module(
         net,
         (torch.zeros(2, 1, 12, 21),),
@@ -110,7 +110,7 @@ def test_a_small_network_trains_as_in_pytorch(tmp_path):
     task = Sound(model, root, rate=RATE, seconds=0.5, front=mel)
     trainer = task.trainer(optimizer="sgd", learning_rate=0.05, class_weight=[1.0, 2.0, 3.0])
     X, y = task.data.take(np.arange(12), None)
-    waves = np.stack([og.read_wave(clip.file, RATE) for clip in task.data.clips])
+    waves = np.stack([og.data.read_wave(clip.file, RATE) for clip in task.data.clips])
     seconds = torch.tensor(waves).double()
     window = torch.hann_window(256, dtype=torch.float64)
     spectrum = torch.stft(seconds, 256, 100, window=window, return_complex=True).abs() ** 2
@@ -177,7 +177,7 @@ GRU = {"rate": RATE, "carry": {"state": "new"}, "context": 8, "word": "beep"}
 def train_in_torch(module, path, groups, rate):
     """Train by truncated backpropagation through time: one window a step, files side by side."""
     torch = pytest.importorskip("torch")
-    files, losses = [og.read_wave(path.parent / f"{i}.wav", RATE) for i in range(4)], []
+    files, losses = [og.data.read_wave(path.parent / f"{i}.wav", RATE) for i in range(4)], []
     optimizer = torch.optim.SGD(module.parameters(), lr=rate)
     for group in groups:
         counts = [-(-len(files[i]) // 40) for i in group]
@@ -243,7 +243,7 @@ def test_a_stream_is_heard_as_chunk_by_chunk(tmp_path):
     files = [path.parent / f"{i}.wav" for i in range(4)]
     found = task.predict(trainer, files, threshold=0.3)
     for file, heard in zip(files, found, strict=True):
-        x = og.read_wave(file, RATE)
+        x = og.data.read_wave(file, RATE)
         state, before = np.zeros((1, 1, 5), np.float32), np.zeros(8, np.float32)
         for at, score in enumerate(heard.scores):
             chunk = np.zeros(40, np.float32)
@@ -379,7 +379,7 @@ def test_false_alarms_are_a_metric(tmp_path):
     task = Sound(one_layer_model(2000, 1, "Sigmoid"), root, rate=RATE, word="high")
     found = task.trainer().evaluate(task.data, batch_size=4)
     scores = task.trainer().predict(task.data)
-    want = og.false_alarms(list(scores), list(task.data.labels), 0.5).at(0.05)[1]
+    want = og.metrics.false_alarms(list(scores), list(task.data.labels), 0.5).at(0.05)[1]
     assert found["false_alarms_per_hour"] == want
     assert 0 <= want <= 7200
 

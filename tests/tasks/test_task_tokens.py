@@ -312,7 +312,7 @@ def test_training_prediction_and_files(tmp_path):
         expected = entities_of_file(trainer.model, row)
         assert [(e["start"], e["end"], e["label"]) for e in found] == [e[:3] for e in expected]
         np.testing.assert_allclose([e["score"] for e in found], [e[3] for e in expected], rtol=1e-5)
-    before = og.select_model_inputs_outputs(token_encoder(), ["hidden"])
+    before = og.graph.select_model_inputs_outputs(token_encoder(), ["hidden"])
     nodes = [node.SerializeToString() for node in trainer.model.graph.node]
     assert nodes[:-2] == [node.SerializeToString() for node in before.graph.node]
     files = task.write(texts, results, tmp_path / "out")

@@ -22,7 +22,8 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from onnxgrad import ModelError, NoGradientRule, ProviderError, select_model_inputs_outputs  # noqa: E402
+from onnxgrad import ModelError, NoGradientRule, ProviderError  # noqa: E402
+from onnxgrad.graph import select_model_inputs_outputs  # noqa: E402
 from onnxgrad.torch import OnnxModule  # noqa: E402
 from tests.support.errors import naming  # noqa: E402
 from tests.support.models import add_initializers, parse_model  # noqa: E402

@@ -14,6 +14,7 @@ from onnxgrad.training.job import ARGUMENTS
 from onnxgrad.training.sharing import Sharing
 from tests.support.errors import naming
 from tests.support.models import parse_model
+from tests.support.public_names import public_objects
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 4)).astype(np.float32), RNG.integers(0, 3, 24)
@@ -50,7 +51,7 @@ CHANGED = {  # of each argument that is compared, another value, with what else 
     "loss_weights": {"loss_weights": {"y": 2.0}},
     "class_weight": {"class_weight": {"y": [1.0, 2.0, 3.0]}},
     "classes": {"classes": [0, 1, 2]},
-    "optimizer": {"optimizer": og.adam(b1=0.8)},
+    "optimizer": {"optimizer": og.optimizers.adam(b1=0.8)},
     "learning_rate": {"learning_rate": 0.02},
     "train": {"train": ["w", "u"]},
     "freeze": {"freeze": ["u"]},
@@ -58,7 +59,7 @@ CHANGED = {  # of each argument that is compared, another value, with what else 
     "accumulate": {"accumulate": 2},
     "batch_norm": {"batch_norm": "train"},
     "dropout": {"dropout": {"h": 0.5}},
-    "mix": {"mix": og.mixup(0.2)},
+    "mix": {"mix": og.losses.mixup(0.2)},
     "batch_axes": {"batch_axes": {"x": 0, "label": 0}},
     "carry": {"carry": {"x": "x"}},
     "recompute": {"recompute": "cheap"},
@@ -72,7 +73,9 @@ CHANGED = {  # of each argument that is compared, another value, with what else 
 }
 FREE = {
     "metrics": {"metrics": {"y": ["accuracy"]}},
-    "callbacks": {"callbacks": [og.EarlyStopping("validation_loss", patience=9), og.Timing()]},
+    "callbacks": {
+        "callbacks": [og.EarlyStopping("validation_loss", patience=9), og.callbacks.Timing()]
+    },
     "epochs": {"epochs": 2},
     "resume": {},
 }
@@ -173,8 +176,8 @@ FREE_OF_CALLBACKS = {
 
 
 def test_every_argument_of_callbacks_that_decide_is_classified():
-    kinds = [v for n in og.__all__ if inspect.isclass(v := getattr(og, n))]
-    deciding = [k for k in kinds if issubclass(k, og.Callback) and k.compared_arguments]
+    kinds = [v for v in public_objects().values() if inspect.isclass(v)]
+    deciding = [k for k in kinds if issubclass(k, og.callbacks.Callback) and k.compared_arguments]
     assert {kind.__name__ for kind in deciding} == set(FREE_OF_CALLBACKS)
     for kind in deciding:
         arguments = set(inspect.signature(kind).parameters)
@@ -233,8 +236,8 @@ def test_the_content_of_a_loss_file_counts(tmp_path, scaled_loss):
 
 
 def test_readers_keep_every_argument_but_the_data():
-    functions = [f for n in og.__all__ if inspect.isfunction(f := getattr(og, n))]
-    names = {kind.__name__ for kind in _subclasses_of(og.Reader)} | {"Reader"}
+    functions = [f for f in public_objects().values() if inspect.isfunction(f)]
+    names = {kind.__name__ for kind in _subclasses_of(og.data.Reader)} | {"Reader"}
     readers = [f for f in functions if f.__annotations__.get("return") in names]
     assert len(readers) > 7
     for function in readers:
@@ -265,7 +268,7 @@ def test_roles_and_order_of_the_columns_of_files_are_compared(change, tmp_path):
 
     def fit(*callbacks, resume=None, **options):
         options = {"y": "a", "columns": {"x": ["p", "q"]}} | options
-        data = og.arrow_dataset(tmp_path / "t.parquet", **options)
+        data = og.data.arrow_dataset(tmp_path / "t.parquet", **options)
         og.Trainer(model, "cross_entropy", callbacks=callbacks).fit(data, resume=resume)
 
     fit(og.Checkpoint(tmp_path / "state"))
@@ -284,12 +287,12 @@ SHARED = {  # what a group computes, by an option that differs from the default
 
 def identity_of_group(batch_norm="frozen", **options):
     group = SimpleNamespace(rank=0, size=2)
-    return Sharing(group, og.DataParallel(**options)).identity(batch_norm)
+    return Sharing(group, og.parallel.DataParallel(**options)).identity(batch_norm)
 
 
 def test_options_of_processes_on_which_weights_depend_are_compared():
     free = {"engine", "shard_optimizer"}  # how they exchange, and where slots are kept
-    assert {*inspect.signature(og.DataParallel).parameters} == {*SHARED} | free
+    assert {*inspect.signature(og.parallel.DataParallel).parameters} == {*SHARED} | free
     for options, batch_norm in SHARED.values():
         assert identity_of_group(batch_norm, **options) != identity_of_group(batch_norm)
     assert identity_of_group(shard_optimizer=True) == identity_of_group() == {}

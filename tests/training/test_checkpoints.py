@@ -17,7 +17,7 @@ from tests.support.running import in_sweep
 from tests.support.trainings import assert_equal_trainings, linear_model
 
 STEPS = 4  # an epoch
-OPTIMIZERS = {"adam": "adam", "ema": og.ema(og.adam(), 0.9)}
+OPTIMIZERS = {"adam": "adam", "ema": og.optimizers.ema(og.optimizers.adam(), 0.9)}
 FILES = ("weights.safetensors", "slots.safetensors", "buffers.safetensors", "kept.safetensors")
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(
     shutil.copytree(folder, tmp_path / "a")
     flip_bit(step_folder(tmp_path / "a", 12) / file, 3)
     with pytest.raises(ValueError, match=file.replace(".", r"\.")):
-        og.TrainState.load(step_folder(tmp_path / "a", 12))
+        og.callbacks.TrainState.load(step_folder(tmp_path / "a", 12))
     with pytest.warns(UserWarning, match=naming(file, "step-0000000008")):
         assert_equal_trainings(fit_in_folder(tmp_path / "a", 4, optimizer), whole)
     (aside,) = (tmp_path / "a").glob("*.damaged-*")
@@ -91,9 +91,9 @@ def test_any_bit_counts(tmp_path):
         for position in rng.integers(0, size, 5):
             flip_bit(path / file, position)
             with pytest.raises(ValueError, match=file):
-                og.TrainState.load(path)
+                og.callbacks.TrainState.load(path)
             flip_bit(path / file, position)
-    assert og.TrainState.load(path).step == STEPS
+    assert og.callbacks.TrainState.load(path).step == STEPS
 
 
 @pytest.mark.parametrize("file", ["weights.safetensors", "slots.safetensors", "state.json"])
@@ -155,7 +155,7 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(tmp_path):
         fit_in_folder(tmp_path, 3)
     own = copy.rename(tmp_path / "mine")
     assert fit_in_folder(tmp_path, 3).state.step == 12
-    assert og.TrainState.load(own).step == 4
+    assert og.callbacks.TrainState.load(own).step == 4
 
 
 def test_a_state_that_the_user_saved_is_not_replaced(tmp_path):
@@ -166,7 +166,7 @@ def test_a_state_that_the_user_saved_is_not_replaced(tmp_path):
         pytest.raises(ValueError, match=naming("0008", "checkpoint")),
     ):
         fit_in_folder(tmp_path / "run", 2)
-    assert og.TrainState.load(step_folder(tmp_path / "run", 8)).step == STEPS
+    assert og.callbacks.TrainState.load(step_folder(tmp_path / "run", 8)).step == STEPS
 
 
 def test_the_best_checkpoint_is_kept_by_its_mark(tmp_path):
@@ -240,7 +240,9 @@ def test_long_weights_of_classes_are_compared(tmp_path):
     model = parse_model(text, b=[0.0])
     x, y = np.zeros((4, 2000), np.float32), np.full(4, 1000)
     weights = [np.where(np.arange(2000) == 1000, n, 1.0) for n in (1.0, 3.0)]
-    first, second = (og.LOSSES["cross_entropy"].with_options({"class_weight": w}) for w in weights)
+    first, second = (
+        og.losses.LOSSES["cross_entropy"].with_options({"class_weight": w}) for w in weights
+    )
     trainer = og.Trainer(model, first, train=["b"], callbacks=[og.Checkpoint(tmp_path)])
     trainer.fit(x, y, epochs=2)
     again = og.Trainer(model, second, train=["b"])

@@ -37,14 +37,17 @@ def estimator_weights(estimator):
 
 TRAINERS = {
     "defaults": {},
-    "batch norm, average": {"batch_norm": "train", "optimizer": og.ema(og.adam(), 0.9)},
+    "batch norm, average": {
+        "batch_norm": "train",
+        "optimizer": og.optimizers.ema(og.optimizers.adam(), 0.9),
+    },
     "schedule free, early stopping": {
         "optimizer": "schedule_free",
         "metrics": ["mae"],
         "callbacks": [og.EarlyStopping()],
     },
     "cosine, progress": {
-        "learning_rate": og.cosine(0.1, steps=99),
+        "learning_rate": og.schedules.cosine(0.1, steps=99),
         "callbacks": [og.Progress()],
     },
     "large": {},
@@ -81,7 +84,7 @@ def test_a_trainer(name, monkeypatch):
         assert made.model.SerializeToString() == other.model.SerializeToString()
 
 
-class Copies(og.Callback):
+class Copies(og.callbacks.Callback):
     """Copies the trainer after every epoch, and trains the copies."""
 
     made: list[og.Trainer] = []  # noqa: RUF012  # not an attribute that is copied, too
@@ -124,8 +127,12 @@ def test_what_a_copy_lacks():
 @pytest.mark.parametrize("way", ["pickle", in_sweep("copy"), in_sweep("deepcopy")])
 def test_callbacks_that_were_used(way, tmp_path):
     used = [
-        *(og.EarlyStopping(), og.Checkpoint(tmp_path / "a"), og.History(tmp_path / "b.csv")),
-        *(og.Progress(), og.NanWatch(), og.Recorder(tmp_path / "c", seconds=0)),
+        *(
+            og.EarlyStopping(),
+            og.Checkpoint(tmp_path / "a"),
+            og.callbacks.History(tmp_path / "b.csv"),
+        ),
+        *(og.Progress(), og.callbacks.NanWatch(), og.callbacks.Recorder(tmp_path / "c", seconds=0)),
     ]
     made = og.Trainer(normalized_model(), "mse", callbacks=used).fit(X, Y, validation=0.2, epochs=2)
     new = WAYS[way](made)
@@ -169,8 +176,8 @@ def test_estimators(way, tmp_path):
     function = {**WAYS, "clone": clone, "joblib": through_a_file}[way]
     options = {"max_iter": 3, "random_state": 0}
     seeds = [
-        og.OrtGradientOptimizer(og.add_loss_output(normalized_model()), **options),
-        og.OrtGradientForwardBackwardOptimizer(normalized_model(), **options),
+        og.compat.OrtGradientOptimizer(og.add_loss_output(normalized_model()), **options),
+        og.compat.OrtGradientForwardBackwardOptimizer(normalized_model(), **options),
     ]
     for made in seeds:
         fitted = estimator_weights(made.fit(X, Y))
@@ -202,7 +209,7 @@ def test_a_trainer_through_joblib_and_clone(tmp_path):
 
 
 def test_a_lock_in_a_callback_stays_an_error():
-    class Locked(og.Callback):
+    class Locked(og.callbacks.Callback):
         def __init__(self):
             self.lock = threading.Lock()
 

@@ -11,14 +11,14 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
+from onnxgrad import add_loss_output
+from onnxgrad.compat import (
     LearningRateSGD,
     LearningRateSGDNesterov,
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
     SquareLearningLoss,
-    add_loss_output,
 )
 from tests.support.errors import naming
 from tests.support.models import add_initializers, operator_names, parse_model

@@ -51,7 +51,7 @@ def assert_predicts_model(trainer: og.Trainer) -> None:
         np.testing.assert_allclose(trainer.predict(X), expected, rtol=1e-4, atol=atol)
 
 
-AVERAGE = og.ema(og.sgd(), decay=0.5)
+AVERAGE = og.optimizers.ema(og.optimizers.sgd(), decay=0.5)
 
 
 @pytest.mark.parametrize(

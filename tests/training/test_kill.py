@@ -57,7 +57,7 @@ def build_trainer(*callbacks):
     return og.Trainer(
         model,
         "cross_entropy",
-        learning_rate=og.plateau(0.1, patience=0),
+        learning_rate=og.schedules.plateau(0.1, patience=0),
         dropout={"r": 0.3},
         metrics=["accuracy"],
         callbacks=[og.EarlyStopping(patience=9), Halfway(), *callbacks],
@@ -69,7 +69,7 @@ def fit_rows(trainer, **options):
     return trainer.fit(X, y, **{"epochs": 4, "batch_size": 10, "validation": (X, y), **options})
 
 
-class Halfway(og.Callback):
+class Halfway(og.callbacks.Callback):
     """Evaluates within epochs, and counts the events that it gets."""
 
     def on_train_begin(self, trainer, state, control):
@@ -158,7 +158,7 @@ def test_broken_off_in_an_event(whole, handlers, new_threads, tmp_path, event, s
     assert not new_threads()
     saved = checkpoints(tmp_path)
     if saved:
-        assert og.TrainState.load(saved[-1]).step == trainer.state.step
+        assert og.callbacks.TrainState.load(saved[-1]).step == trainer.state.step
     assert_same_end(
         fit_rows(build_trainer(og.Checkpoint(tmp_path, every_steps=3)), resume=tmp_path), whole
     )
@@ -181,7 +181,7 @@ def test_broken_off_in_an_evaluation(whole, handlers, tmp_path, monkeypatch, num
     with pytest.raises(error):
         fit_rows(trainer)
     monkeypatch.undo()
-    assert og.TrainState.load(checkpoints(tmp_path)[-1]).pending
+    assert og.callbacks.TrainState.load(checkpoints(tmp_path)[-1]).pending
     assert_same_end(fit_rows(build_trainer(og.Checkpoint(tmp_path)), resume=tmp_path), whole)
 
 
@@ -201,7 +201,7 @@ def test_interrupted_while_a_checkpoint_is_written(whole, handlers, tmp_path, mo
     assert raised.type is (KeyboardInterrupt if names[0] == "SIGINT" else SystemExit)
     monkeypatch.undo()
     assert not list(tmp_path.glob(".*"))
-    assert og.TrainState.load(checkpoints(tmp_path)[-1]).stop_reason == "interrupted"
+    assert og.callbacks.TrainState.load(checkpoints(tmp_path)[-1]).stop_reason == "interrupted"
     assert_same_end(fit_rows(build_trainer(og.Checkpoint(tmp_path)), resume=tmp_path), whole)
 
 
@@ -212,7 +212,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_ends_the_process(handlers
     with pytest.raises(SystemExit):
         fit_rows(trainer, epochs=1)
     assert trainer.state.stop_reason == "max_iter"
-    assert og.TrainState.load(checkpoints(tmp_path)[-1]).epoch == 1
+    assert og.callbacks.TrainState.load(checkpoints(tmp_path)[-1]).epoch == 1
 
 
 def test_an_error_does_not_hide_a_signal(handlers, tmp_path):
@@ -229,7 +229,7 @@ def test_an_error_does_not_hide_a_signal(handlers, tmp_path):
 def test_a_full_disk(whole, tmp_path):
     folder, elsewhere = tmp_path / "full", tmp_path / "elsewhere"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    saved = og.TrainState()
+    saved = og.callbacks.TrainState()
     saved.save(tmp_path / "saved")
 
     def fill(*_):
@@ -246,8 +246,8 @@ def test_a_full_disk(whole, tmp_path):
     assert raised.value.errno == errno.EFBIG
     assert "Checkpoint.on_train_end" in raised.value.__notes__[0]
     assert not [*folder.glob(".*"), *tmp_path.glob(".*")]
-    assert og.TrainState.load(tmp_path / "saved").step == 0  # it is not replaced
-    assert [og.TrainState.load(p).step for p in checkpoints(folder)] == [9, 12]
+    assert og.callbacks.TrainState.load(tmp_path / "saved").step == 0  # it is not replaced
+    assert [og.callbacks.TrainState.load(p).step for p in checkpoints(folder)] == [9, 12]
     assert trainer.state.step == 15
     trainer.state.save(elsewhere)
     assert_same_end(fit_rows(build_trainer(), resume=elsewhere), whole)
@@ -268,7 +268,10 @@ def test_a_folder_that_is_removed_while_training(whole, tmp_path):
         build_trainer(og.Checkpoint(tmp_path / "a", monitor="validation_loss"), remove)
     )
     assert_same_end(trainer, whole)
-    assert [og.TrainState.load(p).epoch for p in checkpoints(tmp_path / "a")][-2:] == [3, 4]
+    assert [og.callbacks.TrainState.load(p).epoch for p in checkpoints(tmp_path / "a")][-2:] == [
+        3,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("leftover", ["partial", "removed", "replaced"])

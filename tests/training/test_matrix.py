@@ -61,7 +61,7 @@ class DrawnTraining:
         if options.validation:
             common["validation"] = self.validation()
 
-        def fit(epochs: int, *callbacks: og.Callback, **more: Any) -> og.Trainer:
+        def fit(epochs: int, *callbacks: og.callbacks.Callback, **more: Any) -> og.Trainer:
             made = drawing.drawn_trainer(options, self.steps, *callbacks)
             rows = self.rows.arguments(options.kind, self.folder)
             return made.fit(**rows, **common, epochs=epochs, **more)

@@ -85,7 +85,7 @@ def test_members_and_loss_models():
         opset=18,
     )
     data = X, X[:, :2]
-    assert_equal_to_whole(prediction, loss=og.LossModel(loss), data=data, learning_rate=1e-3)
+    assert_equal_to_whole(prediction, loss=og.losses.LossModel(loss), data=data, learning_rate=1e-3)
     assert_equal_to_whole(prediction, loss="squared_error", data=data)
 
 

@@ -33,7 +33,7 @@ def drawn_rows(count, shape, seed=0):
 def mixing_numbers(mix, seed, step, count):
     """Return the permutation and the numbers of a step, from what the documentation says."""
     rng = np.random.default_rng([seed, STREAM, step])
-    numbers = [rng.random(8)] if isinstance(mix, type(og.cutmix())) else []
+    numbers = [rng.random(8)] if isinstance(mix, type(og.losses.cutmix())) else []
     share = rng.beta(mix.alpha, mix.alpha)
     return share, (numbers[0] if numbers else None), rng.permutation(count)
 
@@ -94,7 +94,7 @@ WEIGHTS = {0: 0.5, 1: 2.0, 2: 1.5}
 )
 def test_mixup_of_classes_is_that_of_the_reference_code(options, class_weight):
     X, y = drawn_rows(36, (4,))
-    mix = og.mixup(alpha=0.7)
+    mix = og.losses.mixup(alpha=0.7)
     trainer = mixing_trainer(mix, class_weight=class_weight, loss_options=options, **SGD)
     trainer.fit(X, y, batch_size=8, shuffle=False)
     weight = None if class_weight is None else torch.tensor([0.5, 2.0, 1.5])
@@ -112,7 +112,7 @@ def test_mixup_of_classes_is_that_of_the_reference_code(options, class_weight):
 def test_sample_weights_stay_with_their_labels():
     X, y = drawn_rows(32, (4,))
     sw = np.random.default_rng(1).random(32).astype(np.float32)
-    mix = og.mixup(alpha=1.0)
+    mix = og.losses.mixup(alpha=1.0)
     trainer = mixing_trainer(mix, **SGD)
     trainer.fit(X, y, sample_weight=sw, batch_size=8, shuffle=False)
 
@@ -128,7 +128,7 @@ def test_sample_weights_stay_with_their_labels():
 
 def test_cutmix_is_that_of_the_reference_code():
     X, y = drawn_rows(40, (2, 5, 6))
-    mix = og.cutmix(alpha=1.0)
+    mix = og.losses.cutmix(alpha=1.0)
     trainer = mixing_trainer(mix, IMAGES, WI, **SGD)
     trainer.fit(X, y, batch_size=8, shuffle=False)
     expected, losses = trained_by_torch(
@@ -146,7 +146,7 @@ def test_cutmix_is_that_of_the_reference_code():
 def test_regression_has_the_gradient_of_mixed_labels():
     X, _ = drawn_rows(24, (4,))
     y = np.random.default_rng(2).normal(size=(24, 3)).astype(np.float32)
-    mix = og.mixup(alpha=0.7)
+    mix = og.losses.mixup(alpha=0.7)
     trainer = mixing_trainer(mix, loss="squared_error", **SGD)
     trainer.fit(X, y, batch_size=8, shuffle=False)
     w, b = torch.tensor(W, requires_grad=True), torch.tensor(B, requires_grad=True)
@@ -166,13 +166,13 @@ def test_resumed_training_is_the_same_bit_for_bit(tmp_path):
     X, y = drawn_rows(40, (4,))
 
     def trainer(*callbacks):
-        return mixing_trainer(og.mixup(), seed=5, callbacks=callbacks)
+        return mixing_trainer(og.losses.mixup(), seed=5, callbacks=callbacks)
 
     whole = trainer().fit(X, y, batch_size=8, epochs=4)
     trainer(og.Checkpoint(tmp_path)).fit(X, y, batch_size=8, epochs=2)
     resumed = trainer().fit(X, y, batch_size=8, epochs=4, resume=tmp_path)
     assert resumed.state.weights["w"].tobytes() == whole.state.weights["w"].tobytes()
-    other = mixing_trainer(og.mixup(0.9), seed=5)
+    other = mixing_trainer(og.losses.mixup(0.9), seed=5)
     with pytest.raises(ValueError, match="mix"):
         other.fit(X, y, batch_size=8, epochs=4, resume=tmp_path)
     plain = mixing_trainer(None, seed=5).fit(X, y, batch_size=8, epochs=4)
@@ -181,7 +181,7 @@ def test_resumed_training_is_the_same_bit_for_bit(tmp_path):
 
 def test_evaluation_mixes_nothing():
     X, y = drawn_rows(20, (4,))
-    trainer = mixing_trainer(og.mixup(1.0), learning_rate=1e-9)
+    trainer = mixing_trainer(og.losses.mixup(1.0), learning_rate=1e-9)
     trainer.fit(X, y, validation=(X, y), batch_size=5)
     logits = torch.tensor(X @ W + B)
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(y)).item()
@@ -192,14 +192,16 @@ def test_evaluation_mixes_nothing():
 def test_micro_batches_are_mixed_within_themselves():
     X, y = drawn_rows(16, (4,))
     sw = np.random.default_rng(1).random(16).astype(np.float32)
-    trainer = mixing_trainer(og.mixup(1.0), accumulate=2, **SGD)
+    trainer = mixing_trainer(og.losses.mixup(1.0), accumulate=2, **SGD)
     trainer.fit(X, y, sample_weight=sw, batch_size=16, shuffle=False)
     w, b = torch.tensor(W, requires_grad=True), torch.tensor(B, requires_grad=True)
     total = 0
     for part in range(2):
         at = slice(8 * part, 8 * part + 8)
         x, label, own = torch.tensor(X[at]), torch.tensor(y[at]), torch.tensor(sw[at])
-        x, share, order = mixed(og.mixup(1.0), x, 3, part)  # the number of the draw of step 0
+        x, share, order = mixed(
+            og.losses.mixup(1.0), x, 3, part
+        )  # the number of the draw of step 0
         for factor, of in ((share, np.arange(8)), (1 - share, order)):
             each = torch.nn.functional.cross_entropy(x @ w + b, label[of], reduction="none")
             total = total + factor * (each * own[of]).sum()
@@ -211,10 +213,10 @@ def test_micro_batches_are_mixed_within_themselves():
 def test_members_of_a_stack_see_the_mixed_rows_of_a_trainer():
     X, y = drawn_rows(24, (4,))
     options = {"make": og.TrainerStack, "learning_rate": [0.01, 0.1], "seed": 2}
-    stack = mixing_trainer(og.mixup(1.0), **options)
+    stack = mixing_trainer(og.losses.mixup(1.0), **options)
     stack.fit(X, y, batch_size=8, epochs=2)
     for k, rate in enumerate((0.01, 0.1)):
-        one = mixing_trainer(og.mixup(1.0), learning_rate=rate, seed=2)
+        one = mixing_trainer(og.losses.mixup(1.0), learning_rate=rate, seed=2)
         one.fit(X, y, batch_size=8, epochs=2)
         np.testing.assert_allclose(
             stack.state.weights["w"][k], one.state.weights["w"], rtol=1e-4, atol=1e-6
@@ -229,7 +231,7 @@ def test_inputs_are_mixed_by_name():
     X, y = drawn_rows(8, (4,))
     Z, _ = drawn_rows(8, (4,), seed=9)
     K = np.ones((8, 1), np.int64)
-    mix = og.mixup(0.7, inputs=["x"])
+    mix = og.losses.mixup(0.7, inputs=["x"])
     trainer = mixing_trainer(mix, TWO, **SGD)
     trainer.fit({"x": X, "z": Z, "k": K}, y, batch_size=8, shuffle=False)
     w = torch.tensor(W, requires_grad=True)
@@ -240,9 +242,9 @@ def test_inputs_are_mixed_by_name():
     expected = W - 0.1 * w.grad.numpy()
     np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=2e-5, atol=2e-6)
     for wrong, message in (
-        (og.mixup(), r"\['x', 'z', 'k'\]"),
-        (og.mixup(inputs=["k"]), "'k'"),
-        (og.mixup(inputs=["q"]), "'q'"),
+        (og.losses.mixup(), r"\['x', 'z', 'k'\]"),
+        (og.losses.mixup(inputs=["k"]), "'k'"),
+        (og.losses.mixup(inputs=["q"]), "'q'"),
     ):
         with pytest.raises(ValueError, match=message):
             mixing_trainer(wrong, TWO).fit({"x": X, "z": Z, "k": K}, y, batch_size=8)
@@ -253,18 +255,18 @@ def test_inputs_are_mixed_by_name():
     [
         ({"loss": "triplet"}, "'triplet'"),
         ({"loss": "contrastive"}, "'contrastive'"),
-        ({"loss": og.OutputLoss(lambda op, y: op.Abs(y))}, "OutputLoss"),
-        ({"mix": og.cutmix()}, "images"),
-        ({"mix": og.cutmix(axes=(0,))}, "axes"),
+        ({"loss": og.losses.OutputLoss(lambda op, y: op.Abs(y))}, "OutputLoss"),
+        ({"mix": og.losses.cutmix()}, "images"),
+        ({"mix": og.losses.cutmix(axes=(0,))}, "axes"),
         ({"batch_axes": {"x": 1}}, "batch_axes"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(arguments, message):
     X, y = drawn_rows(8, (4,))
-    chosen = {"loss": "cross_entropy", "mix": og.mixup()} | arguments
+    chosen = {"loss": "cross_entropy", "mix": og.losses.mixup()} | arguments
     with pytest.raises(ValueError, match=message):
         mixing_trainer(**chosen).fit(
-            X, None if isinstance(chosen["loss"], og.OutputLoss) else y, batch_size=4
+            X, None if isinstance(chosen["loss"], og.losses.OutputLoss) else y, batch_size=4
         )
 
 
@@ -273,7 +275,7 @@ def test_what_cannot_be_mixed_is_refused(arguments, message):
 )  # seven rows are cut into equal parts
 def test_single_rows_are_refused(batch, accumulate):
     X, y = drawn_rows(14, (4,))
-    trainer = mixing_trainer(og.mixup(), accumulate=accumulate)
+    trainer = mixing_trainer(og.losses.mixup(), accumulate=accumulate)
     with pytest.raises(ValueError, match="mix"):
         trainer.fit(X, y, batch_size=batch)
     assert trainer.state.step == 0
@@ -282,9 +284,9 @@ def test_single_rows_are_refused(batch, accumulate):
 def test_arguments_are_checked():
     for wrong in (0, -1, float("inf"), True):
         with pytest.raises(ValueError, match="alpha"):
-            og.mixup(wrong)
+            og.losses.mixup(wrong)
     with pytest.raises(ValueError, match="inputs"):
-        og.mixup(inputs="x")
+        og.losses.mixup(inputs="x")
     with pytest.raises(ValueError, match="mixup"):
         mixing_trainer("mixup")
 
@@ -297,8 +299,8 @@ def test_labels_of_pixels_are_mixed_but_not_cut():
     y = np.random.default_rng(1).integers(0, 3, (8, 5, 6))
     w = np.random.default_rng(2).normal(size=(3, 2, 1, 1)).astype(np.float32)
     with pytest.raises(ValueError, match="pixels"):
-        mixing_trainer(og.cutmix(), SEGMENT, w).fit(X, y)
-    mix = og.mixup(1.0)
+        mixing_trainer(og.losses.cutmix(), SEGMENT, w).fit(X, y)
+    mix = og.losses.mixup(1.0)
     trainer = mixing_trainer(mix, SEGMENT, w, optimizer="sgd", learning_rate=0.5, seed=3)
     trainer.fit(X, y, batch_size=8, shuffle=False)
     expected, _ = trained_by_torch(
@@ -319,7 +321,7 @@ def test_labels_of_pixels_are_mixed_but_not_cut():
 def test_other_arguments_go_with_it(arguments):
     X, y = drawn_rows(24, (4,))
     trainers = [
-        mixing_trainer(og.mixup(1.0), **arguments).fit(X, y, batch_size=8) for _ in range(2)
+        mixing_trainer(og.losses.mixup(1.0), **arguments).fit(X, y, batch_size=8) for _ in range(2)
     ]
     assert trainers[0].state.weights["w"].tobytes() == trainers[1].state.weights["w"].tobytes()
     assert not np.array_equal(trainers[0].state.weights["w"], W)
@@ -332,8 +334,8 @@ def test_images_with_channels_last_and_a_static_batch():
     X = np.random.default_rng(0).integers(0, 9, (8, 5, 6, 2)).astype(np.uint8)
     y = np.arange(8) % 3
     with pytest.raises(ValueError, match="axes"):
-        mixing_trainer(og.cutmix(), text, WI).fit(X, y)
-    mix = og.cutmix(axes=(1, 2))
+        mixing_trainer(og.losses.cutmix(), text, WI).fit(X, y)
+    mix = og.losses.cutmix(axes=(1, 2))
     trainer = mixing_trainer(mix, text, WI, **SGD).fit(X, y, shuffle=False)
     expected, _ = trained_by_torch(
         mix,
@@ -349,7 +351,7 @@ def test_images_with_channels_last_and_a_static_batch():
 
 def test_step_models_have_inputs_of_what_is_drawn():
     X, y = drawn_rows(8, (4,))
-    trainer = mixing_trainer(og.mixup())
+    trainer = mixing_trainer(og.losses.mixup())
     gradients, _ = trainer.step_models(X, y)
     names = [x.name for x in gradients.graph.input]
     assert names[-2:] == ["partners", "mix_numbers"]

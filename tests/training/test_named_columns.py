@@ -176,7 +176,7 @@ def test_named_columns_mean_what_arrays_mean(seed, tmp_path):
 
 def test_balanced_weights_are_of_the_rows_that_train(tmp_path):
     """A share that is held out does not count, nor does a label that the loss ignores."""
-    ignoring = og.LOSSES["cross_entropy"].with_options({"ignore_index": 2})
+    ignoring = og.losses.LOSSES["cross_entropy"].with_options({"ignore_index": 2})
     kept = np.sort(np.random.default_rng([0, 1]).permutation(ROWS)[round(ROWS * 0.3) :])
     own = CLASS[kept]
     counts = np.bincount(own)

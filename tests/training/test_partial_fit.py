@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad import Trainer, cosine
+from onnxgrad import Trainer
+from onnxgrad.schedules import cosine
 from onnxgrad.training.recipe import Recipe
 from tests.support.running import PATIENCE, in_sweep
 from tests.support.trainings import ActAtStep, interrupt_training, linear_model
@@ -114,7 +115,9 @@ def test_one_of_several_threads_trains():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [og.ema(og.adam(), 0.9), in_sweep(og.schedule_free())], ids=str
+    "optimizer",
+    [og.optimizers.ema(og.optimizers.adam(), 0.9), in_sweep(og.optimizers.schedule_free())],
+    ids=str,
 )
 def test_a_second_fit_begins_with_the_averages(optimizer):
     trainer = piece_trainer(optimizer=optimizer, learning_rate=0.1).fit(X, Y, epochs=3)

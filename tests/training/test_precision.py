@@ -103,10 +103,10 @@ def test_no_seed_diverges(seed):
 PAIRS = {
     "accumulate": {"accumulate": 4},
     "clip": {"clip_norm": 0.1},
-    "average": {"optimizer": og.ema(og.adamw(), 0.9)},
-    "schedule": {"learning_rate": og.cosine(1e-3)},
+    "average": {"optimizer": og.optimizers.ema(og.optimizers.adamw(), 0.9)},
+    "schedule": {"learning_rate": og.schedules.cosine(1e-3)},
     "recompute": {"recompute": "all"},
-    "sgd of lookahead": {"optimizer": og.lookahead(og.sgd(), every=5)},
+    "sgd of lookahead": {"optimizer": og.optimizers.lookahead(og.optimizers.sgd(), every=5)},
 }
 
 
@@ -266,13 +266,13 @@ def test_a_loss_model_and_a_teacher_of_16_bits():
         d = Sub(y, target)  loss = ReduceSumSquare<keepdims=0>(d, axis) }"""
     loss = narrow_model(HALF, square, {"unused": (1,)})
     data = {"x": X, "target": X[:, :3]}
-    half = og.Trainer(narrow_model(), og.LossModel(loss)).fit(data, epochs=2)
-    full = og.Trainer(float32_copy(narrow_model()), og.LossModel(float32_copy(loss))).fit(
+    half = og.Trainer(narrow_model(), og.losses.LossModel(loss)).fit(data, epochs=2)
+    full = og.Trainer(float32_copy(narrow_model()), og.losses.LossModel(float32_copy(loss))).fit(
         data, epochs=2
     )
     assert_follows_float32(half, full)
     taught = [
-        og.Trainer(m, og.distillation(t, "cross_entropy")).fit(X, Y, epochs=2)
+        og.Trainer(m, og.losses.distillation(t, "cross_entropy")).fit(X, Y, epochs=2)
         for m, t in (
             (narrow_model(), narrow_model(seed=1)),
             (float32_copy(narrow_model()), float32_copy(narrow_model(seed=1))),

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad import (
+from onnxgrad import add_loss_output, onnx_derivative
+from onnxgrad.compat import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    add_loss_output,
-    onnx_derivative,
 )
 from onnxgrad.reporting import reporting
 from tests.support.models import parse_model

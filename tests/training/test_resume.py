@@ -48,7 +48,7 @@ def test_progress_counts_on(folder_of_rows):
 
 
 def test_an_error_names_the_epoch_of_the_whole_training(tmp_path):
-    class Hot(og.Callback):
+    class Hot(og.callbacks.Callback):
         def on_epoch_end(self, trainer, state, control):
             if state.epoch == 4:
                 state.weights = {"w": np.full((2, 1), 3e38, np.float32)}
@@ -129,7 +129,7 @@ def test_another_length_goes_on_where_the_rates_do_not(folder_of_rows, schedule)
 
 def test_another_length_of_a_stack_is_refused(tmp_path):
     def fit(epochs):
-        options = {"make": og.TrainerStack, "learning_rate": [og.cosine(0.1), 0.1]}
+        options = {"make": og.TrainerStack, "learning_rate": [og.schedules.cosine(0.1), 0.1]}
         stack = trainer_of_zeros(og.Checkpoint(tmp_path / "state"), **options)
         return stack.fit(X, Y, epochs=epochs, resume=tmp_path / "state")
 
@@ -157,7 +157,7 @@ def test_a_warm_up_that_does_not_end(folder_of_rows, schedule):
 
 
 def test_the_warning_is_at_the_line_of_the_call():
-    trainer = trainer_of_zeros(learning_rate=og.warmup(0.1, 500))
+    trainer = trainer_of_zeros(learning_rate=og.schedules.warmup(0.1, 500))
     with pytest.warns(UserWarning, match="500 steps") as caught:
         trainer.fit(X, Y, epochs=2)
     assert caught[0].filename == __file__

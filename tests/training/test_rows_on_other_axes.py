@@ -160,7 +160,11 @@ def test_the_rows_of_a_report(tmp_path):
         ("first", FIRST, np.asarray, None), ("second", SECOND, steps_first, AXES),
     ):  # fmt: skip
         folder = tmp_path / name
-        options = {"loss": "cross_entropy", "metrics": (), "callbacks": [og.Recorder(folder)]}
+        options = {
+            "loss": "cross_entropy",
+            "metrics": (),
+            "callbacks": [og.callbacks.Recorder(folder)],
+        }
         options |= {"loss_options": {"axis": 2}, "batch_axes": axes}
         train(model, place(X), place(CLASSES), **options)
         found.append(json.loads((folder / "run.json").read_text())["examined"])

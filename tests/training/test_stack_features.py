@@ -128,38 +128,67 @@ FEATURES = {
     ),
     "recompute, norm": (normed_perceptron, {"recompute": "cheap", "batch_norm": "train"}),
     "recompute all": (normed_perceptron, {"recompute": "all"}),
-    "groups": (perceptron, {"optimizer": og.param_groups({"b*": og.sgd()}, og.adam())}),
+    "groups": (
+        perceptron,
+        {
+            "optimizer": og.optimizers.param_groups(
+                {"b*": og.optimizers.sgd()}, og.optimizers.adam()
+            )
+        },
+    ),
     "groups, rates": (
         perceptron,
         {
             "optimizer": [
-                og.param_groups({"w*": og.ParamGroup(rate=rate)}, og.adam())
+                og.optimizers.param_groups(
+                    {"w*": og.optimizers.ParamGroup(rate=rate)}, og.optimizers.adam()
+                )
                 for rate in (0.5, 2.0, 0.5)
             ]
         },
     ),
-    "averages": (perceptron, {"optimizer": og.ema(og.adam(), 0.9), "accumulate": 2}),
-    "averages from a step on": (normed_perceptron, {"optimizer": og.swa(og.momentum(), 5)}),
+    "averages": (
+        perceptron,
+        {"optimizer": og.optimizers.ema(og.optimizers.adam(), 0.9), "accumulate": 2},
+    ),
+    "averages from a step on": (
+        normed_perceptron,
+        {"optimizer": og.optimizers.swa(og.optimizers.momentum(), 5)},
+    ),
     "lookahead": (
         perceptron,
-        {"optimizer": Chain((clip_by_norm(0.1), og.lookahead(og.sgd(), 3)))},
+        {"optimizer": Chain((clip_by_norm(0.1), og.optimizers.lookahead(og.optimizers.sgd(), 3)))},
     ),
-    "decays": (perceptron, {"optimizer": [og.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]}),
+    "decays": (
+        perceptron,
+        {"optimizer": [og.optimizers.adamw(weight_decay=d) for d in (0.0, 0.1, 1.0)]},
+    ),
     "decays of gradients": (
         perceptron,
-        {"optimizer": [og.sgd(0.9, weight_decay=d) for d in (0.0, 0.1, 1.0)], "clip_norm": 0.5},
+        {
+            "optimizer": [og.optimizers.sgd(0.9, weight_decay=d) for d in (0.0, 0.1, 1.0)],
+            "clip_norm": 0.5,
+        },
     ),
     "decays or none": (
         perceptron,
-        {"optimizer": [og.sgd(weight_decay=d) for d in (0.1, 0.0, 0.0)]},
+        {"optimizer": [og.optimizers.sgd(weight_decay=d) for d in (0.1, 0.0, 0.0)]},
     ),
     "decays of averages": (
         perceptron,
-        {"optimizer": [og.ema(og.adam(weight_decay=d), 0.9) for d in (0.0, 0.1, 0.0)]},
+        {
+            "optimizer": [
+                og.optimizers.ema(og.optimizers.adam(weight_decay=d), 0.9) for d in (0.0, 0.1, 0.0)
+            ]
+        },
     ),
     "clips": (
         perceptron,
-        {"optimizer": [Chain((clip_by_global_norm(c), og.adam())) for c in (0.1, 1.0, 0.1)]},
+        {
+            "optimizer": [
+                Chain((clip_by_global_norm(c), og.optimizers.adam())) for c in (0.1, 1.0, 0.1)
+            ]
+        },
     ),
     "drawn weights": (
         perceptron,
@@ -167,7 +196,13 @@ FEATURES = {
     ),
     "schedules": (
         perceptron,
-        {"learning_rate": [og.cosine(0.03, warmup=3), og.plateau(0.03, patience=1), 0.02]},
+        {
+            "learning_rate": [
+                og.schedules.cosine(0.03, warmup=3),
+                og.schedules.plateau(0.03, patience=1),
+                0.02,
+            ]
+        },
     ),
     "com.microsoft": (fused, {"optimizer": "momentum", "accumulate": 2}),
     "half": (half_perceptron, {"optimizer": "sgd", "dropout": {"r": 0.5}}),
@@ -198,8 +233,11 @@ def test_every_optimizer_with_everything(optimizer):
     ("optimizers", "kinds"),
     [
         (["adam", "adam", "sgd"], ["members 0 and 2", "ScaleByAdam", "ScaleByLearningRate"]),
-        ([og.adam(), og.adam(amsgrad=True)], ["members 0 and 1", "amsgrad=True"]),
-        (["muon", og.ema(og.adam(), 0.9)], ["Orthogonalize", "ScaleByAdam"]),
+        (
+            [og.optimizers.adam(), og.optimizers.adam(amsgrad=True)],
+            ["members 0 and 1", "amsgrad=True"],
+        ),
+        (["muon", og.optimizers.ema(og.optimizers.adam(), 0.9)], ["Orthogonalize", "ScaleByAdam"]),
     ],
 )
 def test_optimizers_of_two_kinds_are_refused(optimizers, kinds):
@@ -217,7 +255,9 @@ def test_carried_states():
 
 
 def test_partial_fit_goes_on():
-    stack, trainers = pair(normed_perceptron(), batch_norm="train", learning_rate=og.constant(0.02))
+    stack, trainers = pair(
+        normed_perceptron(), batch_norm="train", learning_rate=og.schedules.constant(0.02)
+    )
     for trainer in (stack, *trainers):
         for i in range(4):
             trainer.partial_fit(X[i * 10 : i * 10 + 10], Y[i * 10 : i * 10 + 10], batch_size=5)
@@ -230,7 +270,7 @@ def test_partial_fit_goes_on():
 
 
 def test_frozen_members_stay_so_until_fit():
-    class Freeze(og.Callback):
+    class Freeze(og.callbacks.Callback):
         def on_epoch_end(self, trainer, state, control):
             control.freeze |= {0, 1} if state.epoch < 2 else {2}
 
@@ -252,13 +292,15 @@ def test_frozen_members_stay_so_until_fit():
     ("optimizer", "every_steps"),
     [
         ("adam", 3),
-        ([og.lamb(b1) for b1 in (0.8, 0.9, 0.95)], None),
+        ([og.optimizers.lamb(b1) for b1 in (0.8, 0.9, 0.95)], None),
         in_sweep("adam", None),
     ],
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(tmp_path, optimizer, every_steps):
     options = {"batch_norm": "train", "dropout": {"r": 0.3}, "accumulate": 2, "init": "redrawn"}
-    options |= {"learning_rate": [og.plateau(0.05, patience=1), 0.03, og.cosine(0.02)]}
+    options |= {
+        "learning_rate": [og.schedules.plateau(0.05, patience=1), 0.03, og.schedules.cosine(0.02)]
+    }
 
     def stack(*callbacks):
         made = {**options, "optimizer": optimizer, "callbacks": callbacks}
@@ -302,12 +344,14 @@ def test_a_frozen_member_stays_so_in_a_checkpoint(tmp_path):
     np.testing.assert_allclose(
         resumed.state.weights["w0"][2], whole.state.weights["w0"], rtol=0, atol=1e-6
     )
-    loaded = og.TrainState.load(sorted(tmp_path.glob("step-*"))[-1])
+    loaded = og.callbacks.TrainState.load(sorted(tmp_path.glob("step-*"))[-1])
     assert loaded.frozen == first.state.frozen
     assert loaded.members == 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", og.ema(og.sgd(), 0.5)], ids=["plain", "averages"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", og.optimizers.ema(og.optimizers.sgd(), 0.5)], ids=["plain", "averages"]
+)
 def test_members_stop_early_one_by_one(optimizer):
     # the rates make one member overshoot at once, and another improve to the end
     options = {"learning_rate": [3.0, 0.001, 0.5], "optimizer": optimizer}
@@ -332,7 +376,7 @@ def test_members_stop_early_one_by_one(optimizer):
 
 
 def test_a_callback_freezes_a_member():
-    class Freeze(og.Callback):
+    class Freeze(og.callbacks.Callback):
         def on_epoch_end(self, trainer, state, control):
             assert trainer.members == 3
             if state.epoch == 2:
@@ -353,7 +397,7 @@ def test_a_callback_freezes_a_member():
 
 
 def test_a_callback_that_freezes_an_unknown_member_ends_the_training():
-    class Freeze(og.Callback):
+    class Freeze(og.callbacks.Callback):
         def on_epoch_end(self, trainer, state, control):
             control.freeze.add(7)
 
@@ -363,7 +407,7 @@ def test_a_callback_that_freezes_an_unknown_member_ends_the_training():
     assert not stack.state.frozen
 
 
-class FreezeFirst(og.Callback):
+class FreezeFirst(og.callbacks.Callback):
     def on_epoch_end(self, trainer, state, control):
         control.freeze.add(0)
 
@@ -382,12 +426,12 @@ def test_every_callback_takes_members(tmp_path, capsys):
     log = Log(every_steps=1)
     callbacks = [
         og.Progress(),
-        og.History(tmp_path / "history.csv"),
-        og.History(tmp_path / "history.json"),
-        og.Norms(every_steps=2),
+        og.callbacks.History(tmp_path / "history.csv"),
+        og.callbacks.History(tmp_path / "history.json"),
+        og.callbacks.Norms(every_steps=2),
         log,
         og.Checkpoint(tmp_path / "best", monitor="validation_accuracy"),
-        og.NanWatch(),
+        og.callbacks.NanWatch(),
         og.EarlyStopping("validation_accuracy", patience=2),
     ]
     stack = og.TrainerStack(
@@ -417,11 +461,13 @@ def test_every_callback_takes_members(tmp_path, capsys):
     best = stack._job.callbacks.all[5].entry(stack.state)["best"]
     assert best == max(np.max(r["validation_accuracy"]) for r in stack.history)
     with pytest.raises(ValueError, match="Recorder"):
-        og.TrainerStack(perceptron(), learning_rate=RATES, callbacks=[og.Recorder(tmp_path / "r")])
+        og.TrainerStack(
+            perceptron(), learning_rate=RATES, callbacks=[og.callbacks.Recorder(tmp_path / "r")]
+        )
 
 
 def test_norms_of_gradients_are_those_of_each_member():
-    stack, trainers = pair(perceptron(), callbacks=lambda: [og.Norms()], clip_norm=0.1)
+    stack, trainers = pair(perceptron(), callbacks=lambda: [og.callbacks.Norms()], clip_norm=0.1)
     fit_all(stack, trainers, X, Y, **FITTED)
     for name, norm in stack.gradient_norms.items():
         theirs = [trainer.gradient_norms[name] for trainer in trainers]
@@ -434,7 +480,11 @@ def test_norms_of_gradients_are_those_of_each_member():
 
 
 def test_models_and_files_of_members(tmp_path):
-    stack, _ = pair(normed_perceptron(), batch_norm="train", optimizer=og.ema(og.adam(), 0.9))
+    stack, _ = pair(
+        normed_perceptron(),
+        batch_norm="train",
+        optimizer=og.optimizers.ema(og.optimizers.adam(), 0.9),
+    )
     stack.fit(X, Y, **FITTED)
     stack.save(tmp_path / "member.onnx", 1)
     assert onnx.load(tmp_path / "member.onnx") == stack.model(1)
@@ -502,7 +552,7 @@ LOSSES = {
     "balanced": (perceptron, Y, {"class_weight": "balanced"}),
     "options": (perceptron, Y, {"loss_options": {"label_smoothing": 0.1, "ignore_index": 2}}),
     "function": (perceptron, HOT, {"loss": lambda op, p, label: op.Abs(p - label)}),
-    "object of the seeds": (perceptron, HOT, {"loss": og.SquareLearningLoss()}),
+    "object of the seeds": (perceptron, HOT, {"loss": og.compat.SquareLearningLoss()}),
     "teacher": (perceptron, Y, {}),
     "two outputs": (
         two_outputs,
@@ -514,7 +564,11 @@ LOSSES = {
         Y,
         {
             "optimizer": "sgd",
-            "learning_rate": [og.LearningRateSGD(0.05), og.LearningRateSGD(0.01), 0.02],
+            "learning_rate": [
+                og.compat.LearningRateSGD(0.05),
+                og.compat.LearningRateSGD(0.01),
+                0.02,
+            ],
         },
     ),
 }
@@ -524,7 +578,7 @@ LOSSES = {
 def test_every_kind_of_loss_and_rate(loss):
     build, labels, options = LOSSES[loss]
     if loss == "teacher":
-        options = {"loss": og.distillation(perceptron(), "cross_entropy")}
+        options = {"loss": og.losses.distillation(perceptron(), "cross_entropy")}
     stack, trainers = pair(build(), **options)
     fit_all(stack, trainers, X, labels, **FITTED)
     for k, trainer in enumerate(trainers):

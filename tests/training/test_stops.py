@@ -36,7 +36,7 @@ FORMS = {"arrays": (X, Y), "list": (BATCHES,), "unknown": (UncountedBatches(),)}
 
 
 def stopping_trainer(*callbacks, rate=None, optimizer="adam"):
-    rate = rate or og.plateau(0.2, 0.5, 0, threshold=0.05)
+    rate = rate or og.schedules.plateau(0.2, 0.5, 0, threshold=0.05)
     options = {"optimizer": optimizer, "learning_rate": rate, "callbacks": callbacks}
     return og.Trainer(linear_model([[1], [2], [3]]), "mse", **options)
 
@@ -109,7 +109,11 @@ STOPPING = {
     "within": lambda: ActAtStep("step_end", 6, stop_training),
     "at the end": lambda: ActAtStep("step_end", 8, stop_training),
 }
-OPTIMIZERS = {"adam": "adam", "ema": og.ema(og.adam(), 0.9), "schedule_free": "schedule_free"}
+OPTIMIZERS = {
+    "adam": "adam",
+    "ema": og.optimizers.ema(og.optimizers.adam(), 0.9),
+    "schedule_free": "schedule_free",
+}
 STOPPED_BY = [
     *((stopping, "adam") for stopping in STOPPING),
     ("validation", "ema"),
@@ -164,7 +168,7 @@ def test_early_stopping_stops_again_where_it_had_stopped(monitor, tmp_path):
 def test_callbacks_know_a_further_call():
     seen = []
 
-    class Further(og.Callback):
+    class Further(og.callbacks.Callback):
         def on_train_begin(self, trainer, state, control):
             seen.append(state.further)
 
@@ -176,6 +180,6 @@ def test_callbacks_know_a_further_call():
 
 
 def test_partial_fit_says_that_it_has_no_validation_data():
-    made = stopping_trainer(rate=og.plateau(0.1))
+    made = stopping_trainer(rate=og.schedules.plateau(0.1))
     with pytest.raises(ValueError, match=naming("['validation_loss']", "partial_fit", "call fit")):
         made.partial_fit(X, Y)

@@ -98,7 +98,10 @@ def test_losses_of_outputs_are_weighted(factors):
 RESUMED = {
     "plain": {},
     "dropout": {"accumulate": 3, "dropout": {"h": 0.3}},
-    "average": {"optimizer": og.ema(og.adam(), 0.9), "learning_rate": og.plateau(0.1, patience=0)},
+    "average": {
+        "optimizer": og.optimizers.ema(og.optimizers.adam(), 0.9),
+        "learning_rate": og.schedules.plateau(0.1, patience=0),
+    },
     "muon": {"optimizer": "muon", "clip_norm": 1.0},
 }
 BROKEN_OFF = {"plain": (1, 5, 21), "dropout": (22,), "average": (60,), "muon": (5,)}
@@ -113,7 +116,7 @@ def test_a_resumed_training_ends_bit_for_bit_as_a_whole_one(name, steps, tmp_pat
 
     def fit(*callbacks, **more):
         callbacks = [og.EarlyStopping(patience=10), *callbacks]
-        options = {"learning_rate": og.cosine(0.05, warmup=10), **RESUMED[name]}
+        options = {"learning_rate": og.schedules.cosine(0.05, warmup=10), **RESUMED[name]}
         made = perceptron_trainer(**options, callbacks=callbacks, metrics=["accuracy"])
         return made.fit(X, y, **{"epochs": 4, "batch_size": 10, "validation": (X, y), **more})
 
@@ -178,7 +181,7 @@ def test_checkpoints_that_are_kept(tmp_path):
     best = made.history[int(np.argmin(losses))]["step"]
     steps = {int(path.name.removeprefix("step-")) for path in checkpoints(tmp_path)}
     assert steps == {best, made.history[-1]["step"], made.history[-2]["step"]}
-    saved = og.TrainState.load(tmp_path / f"step-{best:010d}")
+    saved = og.callbacks.TrainState.load(tmp_path / f"step-{best:010d}")
     assert saved.step == best
     assert saved.history == made.history[: len(saved.history)]
 
@@ -211,7 +214,7 @@ def test_a_state_in_files(tmp_path):
     made.state.callbacks["Mine"] = {"n": np.int64(3)}
     made.state.save(tmp_path / "state")
     made.state.save(tmp_path / "state")  # replaces it
-    loaded = og.TrainState.load(tmp_path / "state")
+    loaded = og.callbacks.TrainState.load(tmp_path / "state")
     np.testing.assert_equal(loaded.weights, made.state.weights)
     np.testing.assert_equal(loaded.slots, made.state.slots)
     assert (loaded.step, loaded.history) == (made.state.step, made.history)
@@ -223,7 +226,7 @@ def test_a_state_in_files(tmp_path):
     assert json.loads((tmp_path / "state" / "state.json").read_text())["step"] == 7
     (tmp_path / "state" / "weights.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged"):
-        og.TrainState.load(tmp_path / "state")
+        og.callbacks.TrainState.load(tmp_path / "state")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="mine"):
@@ -231,18 +234,18 @@ def test_a_state_in_files(tmp_path):
 
 
 def test_a_state_that_was_being_replaced_is_read(tmp_path):
-    state = og.TrainState()
+    state = og.callbacks.TrainState()
     state.weights = {"w": np.float32([1])}
     state.save(tmp_path / "s")
     (tmp_path / "s").rename(tmp_path / ".s.0123.replaced")  # as after a crash between two renames
-    assert og.TrainState.load(tmp_path / "s").weights["w"] == 1
+    assert og.callbacks.TrainState.load(tmp_path / "s").weights["w"] == 1
 
 
 def test_callbacks_see_and_set_the_live_state():
     X, y = rows_of_three_classes()
     seen = []
 
-    class Watch(og.Callback):
+    class Watch(og.callbacks.Callback):
         every_steps = 3
 
         def on_step_end(self, trainer, state, control):
@@ -407,7 +410,9 @@ def test_an_unfit_beginning_changes_nothing():
 
 def test_what_is_not_finite_is_named():
     X, y = rows_of_three_classes()
-    made = perceptron_trainer(learning_rate=1e38, optimizer="sgd", callbacks=[og.NanWatch()])
+    made = perceptron_trainer(
+        learning_rate=1e38, optimizer="sgd", callbacks=[og.callbacks.NanWatch()]
+    )
     with pytest.raises(og.ConvergenceError, match=r"NaN.*\(.*output"):
         made.fit(X, y, epochs=3)
     assert made.state.stop_reason == "not finite"
@@ -482,7 +487,7 @@ def test_the_two_estimators_say_that_running_statistics_stay():
     )
     X = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
     with pytest.warns(UserWarning, match=naming("statistics", "y")):
-        og.OrtGradientForwardBackwardOptimizer(model, max_iter=1).fit(X, X)
+        og.compat.OrtGradientForwardBackwardOptimizer(model, max_iter=1).fit(X, X)
     made = og.Trainer(model, "mse", batch_norm="train").fit(X, X)
     trained = initializer_arrays(made.model)
     np.testing.assert_allclose(trained["m"], X.mean(axis=0) * 0.1, rtol=1e-4, atol=1e-6)

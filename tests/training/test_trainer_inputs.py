@@ -48,7 +48,7 @@ def test_a_single_number_and_a_state_beside_the_rows():
     assert trainer.predict(X, batch_size=2).shape == (6, 1)
 
 
-class Sequences(og.Reader):
+class Sequences(og.data.Reader):
     """Sequences of different length, in an order that the seed decides."""
 
     sequences, count = True, 5
@@ -346,7 +346,7 @@ def shifted_entropy(torch, f, y):
 
 CASES = {  # axes, loss, its witness, options
     "rows": ("N", "mse", squared_terms, {}),
-    "an object": ("N", og.ElasticLearningLoss(0, 1), squared_terms, {}),
+    "an object": ("N", og.compat.ElasticLearningLoss(0, 1), squared_terms, {}),
     "a function": ("N", lambda op, f, y: (f - y) * (f - y), squared_terms, {}),
     "steps": ("N,T", "mse", squared_terms, {}),
     "steps first": ("T,N", "mse", squared_terms, {"batch_axes": {"x": 1}}),

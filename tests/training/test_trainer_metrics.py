@@ -80,7 +80,7 @@ def stack_of_rates(*arguments, **options):
     return og.TrainerStack(*arguments, learning_rate=[0.1, 0.2], **options)
 
 
-class Held(og.Metric):
+class Held(og.metrics.Metric):
     """An accuracy whose first batch waits until another evaluation has begun."""
 
     name, waits = "held", threading.Barrier(2, timeout=PATIENCE)
@@ -112,7 +112,7 @@ def test_evaluations_at_the_same_time_have_metrics_of_their_own():
 def test_an_evaluation_inside_of_another_has_metrics_of_its_own():
     inner = []
 
-    class Nested(og.Metric):
+    class Nested(og.metrics.Metric):
         name = "nested"
 
         def begin(self, prediction):
@@ -135,7 +135,7 @@ def test_an_evaluation_inside_of_another_has_metrics_of_its_own():
 def test_metrics_that_cannot_be_copied():
     lock = threading.Lock()
 
-    class Locked(og.Metric):
+    class Locked(og.metrics.Metric):
         name = "locked"
 
         def __init__(self):
@@ -205,7 +205,7 @@ def test_balanced_classes_are_in_the_state(tmp_path):
     trainer = identity_trainer(class_weight="balanced").fit(X, y)
     trainer.state.save(tmp_path / "state")
     other = identity_trainer(class_weight="balanced")
-    other.state = og.TrainState.load(tmp_path / "state")
+    other.state = og.callbacks.TrainState.load(tmp_path / "state")
     assert other.evaluate(X[:9], y[:9]) == trainer.evaluate(X[:9], y[:9])
     stack = identity_trainer(stack_of_rates, class_weight="balanced")
     stack.fit(X, y, validation=(X[:9], y[:9]))
@@ -229,7 +229,7 @@ def test_labels_that_are_ignored_have_no_balance():
 FIT = separable_rows(16)
 
 
-class NarrowMetric(og.Metric):
+class NarrowMetric(og.metrics.Metric):
     """A metric that takes labels of two axes only."""
 
     name = "narrow"

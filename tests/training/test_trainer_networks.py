@@ -108,9 +108,13 @@ def separable_images():
 
 
 OPTIMIZERS = {
-    "momentum": (lambda: og.momentum(), 0.02, lambda p: torch.optim.SGD(p, 0.02, momentum=0.9)),
+    "momentum": (
+        lambda: og.optimizers.momentum(),
+        0.02,
+        lambda p: torch.optim.SGD(p, 0.02, momentum=0.9),
+    ),
     "adamw": (
-        lambda: og.adamw(weight_decay=0.05),
+        lambda: og.optimizers.adamw(weight_decay=0.05),
         0.003,
         lambda p: torch.optim.AdamW(p, 0.003, weight_decay=0.05),
     ),
@@ -225,7 +229,9 @@ def test_fifty_steps_with_stored_statistics(form):
     model = export_form(form, "trained")
     net = with_statistics_of(torch_network_of("trained"), model).eval()
     X, y = separable_images()
-    trainer = og.Trainer(model, "cross_entropy", optimizer=og.momentum(), learning_rate=0.02)
+    trainer = og.Trainer(
+        model, "cross_entropy", optimizer=og.optimizers.momentum(), learning_rate=0.02
+    )
     names = stored_as(trainer.model, torch_network_of("trained"))
     trainer.fit(X, y, epochs=EPOCHS, batch_size=BATCH, shuffle=False)
     losses = train_network(net, X, y, "momentum", shuffle=False)
@@ -246,7 +252,9 @@ def test_statistics_that_the_exporter_folded(form):
     with pytest.raises(ValueError, match="fold"):
         og.Trainer(model, "cross_entropy", batch_norm="train").fit(X, y)
     net = folded(torch_network_of("trained").eval())
-    trainer = og.Trainer(model, "cross_entropy", optimizer=og.momentum(), learning_rate=0.02)
+    trainer = og.Trainer(
+        model, "cross_entropy", optimizer=og.optimizers.momentum(), learning_rate=0.02
+    )
     trainer.fit(X, y, epochs=EPOCHS, batch_size=BATCH)
     losses = train_network(net, X, y, "momentum")
     np.testing.assert_allclose([e["loss"] for e in trainer.history], losses, rtol=TOLERANCE)

@@ -195,7 +195,7 @@ def test_a_training_does_not_warn_of_the_one_before():
     begun = stack.state.weights
     with pytest.warns(og.ConvergenceWarning, match="member 1"):
         stack.fit(X, labels)
-    stack.state.weights, stack.learning_rates[1] = begun, og.constant(0.02)
+    stack.state.weights, stack.learning_rates[1] = begun, og.schedules.constant(0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stack.fit(X, labels)

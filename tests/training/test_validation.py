@@ -64,11 +64,11 @@ FORMS = {
     "parquet": parquet_file,
 }
 AVERAGES = {
-    "none": lambda: og.adam(),
-    "ema": lambda: og.ema(og.adam(), 0.9),
-    "swa": lambda: og.swa(og.adam(), start=3, every=2),
-    "lookahead": lambda: og.lookahead(og.adam(), every=4),
-    "schedule_free": lambda: og.schedule_free(),
+    "none": lambda: og.optimizers.adam(),
+    "ema": lambda: og.optimizers.ema(og.optimizers.adam(), 0.9),
+    "swa": lambda: og.optimizers.swa(og.optimizers.adam(), start=3, every=2),
+    "lookahead": lambda: og.optimizers.lookahead(og.optimizers.adam(), every=4),
+    "schedule_free": lambda: og.optimizers.schedule_free(),
 }
 GROUPS = {  # arguments of DataParallel
     "alone": None,
@@ -80,7 +80,7 @@ GROUPS = {  # arguments of DataParallel
 # -- the test -------------------------------------------------------------------------------------
 
 
-class CompareValidation(og.Callback):
+class CompareValidation(og.callbacks.Callback):
     """Compares the last entry of the history with other ways to compute it."""
 
     def __init__(self, form):
@@ -139,7 +139,7 @@ def test_validation_is_of_the_model_as_it_is(
 
     def trained(rank=0):
         watch, stopping = CompareValidation(form), og.EarlyStopping(patience=1)
-        recorder = og.Recorder(tmp_path / "run", seconds=0, profile=0)
+        recorder = og.callbacks.Recorder(tmp_path / "run", seconds=0, profile=0)
         trainer = og.Trainer(
             normalized_model(),
             "mse",
@@ -148,7 +148,7 @@ def test_validation_is_of_the_model_as_it_is(
             batch_norm=batch_norm,
             metrics=["mse", "mae"],
             callbacks=[watch, stopping, recorder],
-            parallel=False if options is None else og.DataParallel(**options),
+            parallel=False if options is None else og.parallel.DataParallel(**options),
         )
         for count in (1, 2):  # the statistics are in the state from the second `fit` on
             trainer.fit(X, Y, validation=FORMS[form](tmp_path), epochs=EPOCHS, batch_size=SIZE)
@@ -177,7 +177,7 @@ def test_running_statistics_of_a_group_are_those_of_all_rows(monkeypatch):
     options = {"optimizer": "sgd", "learning_rate": 1e-6, "batch_norm": "train"}
 
     def statistics(rank):
-        made = og.Trainer(normalized_model(), "mse", parallel=og.DataParallel(), **options)
+        made = og.Trainer(normalized_model(), "mse", parallel=og.parallel.DataParallel(), **options)
         made.fit(X[:21], Y[:21], batch_size=21, shuffle=False)
         return made.state.buffers
 

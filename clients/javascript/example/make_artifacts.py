@@ -23,7 +23,7 @@ HELD_OUT = 360  # the last images: the page measures its accuracy on them
 def main(folder: Path) -> None:
     """Write the artifacts of an untrained network, a trained state, and the images."""
     model = DATA / "digits_cnn.onnx"
-    og.generate_artifacts(model, None, None, "cross_entropy", "adam", folder)
+    og.artifacts.generate_artifacts(model, None, None, "cross_entropy", "adam", folder)
     table = parquet.read_table(DATA / "digits.parquet")
     images = np.stack([table[f"pixel_{i}"].to_numpy() for i in range(64)], axis=1)
     images, labels = images.astype(np.float32).reshape(-1, 1, 8, 8), table["label"].to_numpy()

@@ -90,7 +90,7 @@ def cases() -> dict[str, tuple[onnx.ModelProto, dict]]:
 def write_case(folder: Path, model: onnx.ModelProto, options: dict, batches: list) -> None:
     """Write artifacts, the batches, and the losses of a `Trainer` for these."""
     options = {"learning_rate": RATES[folder.name], **options}
-    og.generate_artifacts(model, None, None, "cross_entropy", "adam", folder, **options)
+    og.artifacts.generate_artifacts(model, None, None, "cross_entropy", "adam", folder, **options)
     expected = {
         "images": np.stack([images for images, _ in batches]),
         "labels": np.stack([labels for _, labels in batches]),

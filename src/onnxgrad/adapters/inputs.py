@@ -50,7 +50,7 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
         ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
-        >>> base = og.adapter_inputs(og.add_lora(model, "fc", rank=1))
+        >>> base = og.graph.adapter_inputs(og.add_lora(model, "fc", rank=1))
         >>> [x.name for x in base.graph.input]
         ['x', 'fc.lora_A.weight', 'fc.lora_B.weight']
         >>> session = onnxruntime.InferenceSession(base.SerializeToString())

@@ -1,6 +1,5 @@
 """Artifacts: files with which any onnxruntime trains a model, also where there is no Python."""
 
-from onnxgrad.artifacts.generate import generate_artifacts
-from onnxgrad.artifacts.merge import merge_artifacts
+from onnxgrad.lazy_names import offer_names
 
-__all__ = ["generate_artifacts", "merge_artifacts"]
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

@@ -8,14 +8,10 @@ from typing import Any
 from onnxgrad.errors import unknown
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.objectives import ALIASES
-from onnxgrad.optimizers import (
-    Chain,
-    Optimizer,
-    ScaleByAdamEpsHat,
-    ScaleByLearningRate,
-    select,
-    sgd,
-)
+from onnxgrad.optimizers.adaptive import ScaleByAdamEpsHat
+from onnxgrad.optimizers.base import Chain, Optimizer
+from onnxgrad.optimizers.presets import select, sgd
+from onnxgrad.optimizers.scaling import ScaleByLearningRate
 
 # the loss, and its options
 FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
@@ -88,7 +88,8 @@ def generate_artifacts(
         >>> model = onnx.parser.parse_model('''<ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     manifest = og.generate_artifacts(model, ["w"], None, "MSELoss", "AdamW", folder)
+        ...     manifest = og.artifacts.generate_artifacts(
+        ...         model, ["w"], None, "MSELoss", "AdamW", folder)
         >>> [slot["name"] for slot in manifest["slots"]]
         ['w.m', 'w.v']
     """

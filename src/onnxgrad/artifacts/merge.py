@@ -43,8 +43,9 @@ def merge_artifacts(
         ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}> { y = MatMul(x, w) }
         ... ''')
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     manifest = og.generate_artifacts(model, None, None, "MSELoss", "SGD", folder)
-        ...     merged = og.merge_artifacts(folder)
+        ...     manifest = og.artifacts.generate_artifacts(
+        ...         model, None, None, "MSELoss", "SGD", folder)
+        ...     merged = og.artifacts.merge_artifacts(folder)
         >>> onnx.numpy_helper.to_array(merged.graph.initializer[0]).ravel().tolist()
         [1.0, 2.0]
     """

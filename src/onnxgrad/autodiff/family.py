@@ -78,7 +78,7 @@ def derivative_family(
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (double[2] x) => (double[2] y) { y = Mul(x, x) }''')
-        >>> family = og.derivative_family(model)
+        >>> family = og.graph.derivative_family(model)
         >>> list(family)
         ['f', 'fwd_f', 'adj_f', 'fwd_adj_f']
         >>> session = ort.InferenceSession(family["adj_f"].SerializeToString())

@@ -25,7 +25,7 @@ from onnxgrad.reporting import html_table
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor that the forward model returns for the backward model.
 
     Attributes:
@@ -80,7 +80,7 @@ class Partition:
     backward: ModelProto
     cotangents: dict[str, str]
     gradients: dict[str, str]
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
     joint: ModelProto
 
     @property
@@ -224,14 +224,16 @@ def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Valu
     return saved
 
 
-def _describe_saved(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Saved, ...]:
+def _describe_saved(
+    joint: ModelProto, saved: list[ir.Value], sizes: Sizes
+) -> tuple[SavedTensor, ...]:
     """Describe the saved values; a row is one along the first axis of the first input."""
     rows = 1
     if joint.graph.input:
         batch = joint.graph.input[0].type.tensor_type.shape.dim[:1]
         rows = max([1, *(d.dim_value for d in batch)])
     return tuple(
-        Saved(str(v.name), str(v.dtype and v.dtype.numpy()), dims(v), ceil(sizes[v] / rows))
+        SavedTensor(str(v.name), str(v.dtype and v.dtype.numpy()), dims(v), ceil(sizes[v] / rows))
         for v in saved
     )
 

@@ -16,9 +16,9 @@ from onnxgrad.cli.train_options import (
     TrainOptions,
 )
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-from onnxgrad.parallel import DataParallel, group_of
+from onnxgrad.parallel.process_groups import DataParallel, group_of
 from onnxgrad.schedules import compose
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.job import usual_rate

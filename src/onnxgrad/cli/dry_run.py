@@ -16,7 +16,7 @@ from onnxgrad.cli.tasks import prepared
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.report.environment import peak_memory
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 
 _STEPS = 4  # the first one is not timed: the runtime allocates memory in it
 _MEASURED = "the measured peak of this process, with its libraries and data"
@@ -34,11 +34,11 @@ class Probe(Callback):
         self.evaluations: list[float] = []
         self.slots = self.batch_size = 0
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin to measure."""
         self._began = time.perf_counter()
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Measure a step, and ask for an evaluation at the end."""
         self.steps.append(time.perf_counter() - self._began)
         self.batch_size = self.batch_size or trainer.progress.rows  # of the first step
@@ -49,7 +49,7 @@ class Probe(Callback):
         control.stop = last and not control.evaluate
         self._began = time.perf_counter()
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Measure an evaluation."""
         self.evaluations.append(time.perf_counter() - self._began)
         control.stop = len(self.evaluations) > 1

@@ -40,7 +40,7 @@ NAMES = {  # what is no argument
     "fit": "training",
     "label": "target",
     "start anew without resume": "name another folder for a new training",
-    "onnxgrad.LOSSES": "`onnxgrad train --help`",
+    "onnxgrad.losses.LOSSES": "`onnxgrad train --help`",
 }
 
 

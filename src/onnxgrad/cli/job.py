@@ -22,7 +22,7 @@ from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.data.columns import class_names
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
-from onnxgrad.language.texts import Texts
+from onnxgrad.language.text_readers import Texts
 from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.notes import CLASSES, write_note
 from onnxgrad.runtime.device import Device

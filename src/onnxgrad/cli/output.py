@@ -44,7 +44,7 @@ class Output:
         if self.like is None and self.adapter is not None:
             raise ValueError(
                 "--adapter writes into a folder, and MODEL is a file: `onnxgrad.save_adapter` and "
-                "`onnxgrad.adapter_inputs` write its adapter and its base"
+                "`onnxgrad.graph.adapter_inputs` write its adapter and its base"
             )
         if self.like is None:
             check_output(path, overwrite, inputs, json)

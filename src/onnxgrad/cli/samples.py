@@ -11,7 +11,7 @@ from onnxgrad.cli.model_files import folder_of
 from onnxgrad.errors import first_line
 from onnxgrad.language.folders import load_folder
 from onnxgrad.language.generation import generate as go_on
-from onnxgrad.language.texts import Texts
+from onnxgrad.language.text_readers import Texts
 
 
 def generate(options: GenerateOptions) -> None:

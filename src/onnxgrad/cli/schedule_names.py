@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from onnxgrad.schedules import curves
 from onnxgrad.schedules.base import Schedule, constant
-from onnxgrad.schedules.plateau import plateau
+from onnxgrad.schedules.plateaus import plateau
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function

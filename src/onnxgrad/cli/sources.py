@@ -23,7 +23,7 @@ from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import unknown
 from onnxgrad.language.folders import is_folder, load_folder
 from onnxgrad.language.records import LINES, TEXTS
-from onnxgrad.language.texts import Texts, texts
+from onnxgrad.language.text_readers import Texts, texts
 
 _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 

@@ -32,7 +32,7 @@ from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
-from onnxgrad.parallel import join
+from onnxgrad.parallel.process_groups import join
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
 from onnxgrad.training.callbacks.diagnostics import NanWatch

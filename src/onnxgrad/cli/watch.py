@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from onnxgrad.cli.signals import StopRequests
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 
 
 class Watch(Callback):
@@ -19,17 +19,17 @@ class Watch(Callback):
         self.rows = 0
         self._first = 0, 0  # epochs and rows that a resumed training has behind it
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Take notice of what a resumed training has behind it."""
         self._first = trainer.progress.epoch, trainer.progress.rows
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Stop after a signal; from the first step on, signals wait for this event."""
         self.stop.hold()
         progress, (epoch, rows) = trainer.progress, self._first
         self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
         self.stop.check()
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Stop after a signal."""
         self.stop.check()

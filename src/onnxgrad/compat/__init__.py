@@ -1,1 +1,5 @@
-"""The estimators of `onnxcustom.training`, and the passes of `experimental_experiment`."""
+"""The names of `onnxcustom.training` and `experimental_experiment.gradient`."""
+
+from onnxgrad.lazy_names import offer_names
+
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

@@ -15,11 +15,12 @@ from onnxgrad.data.columns import Names, read_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import read
 from onnxgrad.native import Target
-from onnxgrad.optimizers import Optimizer, sgd
+from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.optimizers.presets import sgd
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
+from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
@@ -175,7 +176,7 @@ def _wanted_callbacks(estimator: Any, data: Dataset, function: Any) -> list[Call
 class StepLog(Callback):
     """Logs the loss of the epoch so far after each call of the runtime."""
 
-    def on_step_end(self, trainer: Any, state: TrainState, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
         """Log the loss of the epoch so far."""
         logger.debug("step %d loss %s", state.step, shown(trainer.progress.loss, "g"))
 
@@ -183,7 +184,7 @@ class StepLog(Callback):
 class EpochLog(Callback):
     """Logs the loss of each epoch."""
 
-    def on_epoch_end(self, trainer: Any, state: TrainState, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
         """Log the loss of the epoch."""
         now = trainer.progress
         logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, shown(now.loss, "g"))
@@ -205,7 +206,7 @@ class ProgressFunction(Callback):
             )
         self.function = function
 
-    def on_step_end(self, trainer: Any, state: TrainState, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
         """Call the function, and end training if it says so."""
         answer: Any = self.function(trainer.progress)
         if isinstance(answer, (bool, np.bool_)):

@@ -60,7 +60,7 @@ class OrtGradientForwardBackward:
     Attributes:
         input_names, weights_to_train, output_names: in the order in which they are passed and
             returned.
-        partition: the forward and the backward model, `onnxgrad.Partition`.
+        partition: the forward and the backward model, `onnxgrad.graph.Partition`.
         cls_type_: the class of what `new_instance` returns; it has the graphs of `save_onnx_graph`
             as attributes.
 
@@ -76,7 +76,7 @@ class OrtGradientForwardBackward:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> passes = og.OrtGradientForwardBackward(model).new_instance()
+        >>> passes = og.compat.OrtGradientForwardBackward(model).new_instance()
         >>> [y] = passes.forward([np.float32([[1, 2]]), np.float32([2, 3])], training=True)
         >>> dx, dw = passes.backward([np.ones_like(y)])
         >>> y.tolist(), dx.tolist(), dw.tolist()
@@ -243,7 +243,7 @@ class OrtGradientForwardBackwardFunction:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> passes = og.OrtGradientForwardBackward(model, ["w"]).new_instance()
+        >>> passes = og.compat.OrtGradientForwardBackward(model, ["w"]).new_instance()
         >>> x, w = np.ones((1, 2), np.float32), np.array([2, 3], np.float32)
         >>> [y] = passes.forward([x, w], training=True)
         >>> dx, dw = passes.backward([np.ones_like(x)])

@@ -66,7 +66,7 @@ def function_onnx_graph(
 
     Examples:
         >>> import numpy as np, onnxgrad as og, onnxruntime as ort
-        >>> model = og.function_onnx_graph("axpy", shape=[2])
+        >>> model = og.compat.function_onnx_graph("axpy", shape=[2])
         >>> session = ort.InferenceSession(model.SerializeToString())
         >>> feed = {"X1": [1, 2], "X2": [5, 5], "alpha": [-0.5]}
         >>> session.run(["Y"], {name: np.float32(x) for name, x in feed.items()})
@@ -85,7 +85,7 @@ def get_supported_functions() -> dict[str, str]:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.get_supported_functions()["copy"]
+        >>> og.compat.get_supported_functions()["copy"]
         'Y = X, of any shape (or of `shape`).'
     """
     return {name: inspect.getdoc(write) or "" for name, write in sorted(_functions.items())}

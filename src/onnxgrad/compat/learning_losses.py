@@ -49,7 +49,7 @@ class BaseLearningLoss(SmallFunctions):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> class PseudoHuber(og.BaseLearningLoss):
+        >>> class PseudoHuber(og.compat.BaseLearningLoss):
         ...     def loss(self, op, prediction, label):
         ...         d = prediction - label
         ...         return op.Sqrt(1.0 + d * d) - 1.0
@@ -190,7 +190,7 @@ class BaseLearningLoss(SmallFunctions):
 
         Names: the classes here, `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
-        `logloss`, all four `NegLogLearningLoss`; and the other keys of `onnxgrad.LOSSES`.
+        `logloss`, all four `NegLogLearningLoss`; and the other keys of `onnxgrad.losses.LOSSES`.
 
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
@@ -300,7 +300,7 @@ class SquareLearningLoss(BaseLearningLoss):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> loss = og.SquareLearningLoss().build_onnx_function()
+        >>> loss = og.compat.SquareLearningLoss().build_onnx_function()
         >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
         >>> print(summed, gradient)
         4.5 [0. 3.]
@@ -320,7 +320,7 @@ class AbsoluteLearningLoss(BaseLearningLoss):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> loss = og.AbsoluteLearningLoss().build_onnx_function()
+        >>> loss = og.compat.AbsoluteLearningLoss().build_onnx_function()
         >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
         >>> print(summed, gradient)
         3.0 [0. 1.]
@@ -341,7 +341,7 @@ class ElasticLearningLoss(BaseLearningLoss):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> loss = og.ElasticLearningLoss(l1_weight=1, l2_weight=0.5).build_onnx_function()
+        >>> loss = og.compat.ElasticLearningLoss(l1_weight=1, l2_weight=0.5).build_onnx_function()
         >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
         >>> print(summed, gradient)
         7.5 [0. 4.]
@@ -370,7 +370,8 @@ class NegLogLearningLoss(BaseLearningLoss):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> loss = og.NegLogLearningLoss(probability_function="softmax").build_onnx_function()
+        >>> loss = og.compat.NegLogLearningLoss(probability_function="softmax")
+        >>> loss = loss.build_onnx_function()
         >>> summed, gradient = loss.loss_gradient([1, 0], np.zeros((2, 2), np.float32))
         >>> print(summed.round(4), gradient.tolist())  # 2 log(2), p - y
         1.3863 [[0.5, -0.5], [-0.5, 0.5]]
@@ -421,16 +422,16 @@ class NegLogLearningLoss(BaseLearningLoss):
 
 @dataclass(eq=False, repr=False)
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `onnxgrad.LOSSES`, or a function of your own; its gradient is by the sweep.
+    """A loss of `onnxgrad.losses.LOSSES`, or a function of your own; its gradient is by the sweep.
 
     Args:
-        function: a key of `onnxgrad.LOSSES`, or `(op, prediction, label, **options)` that writes
-            the loss of every element or row.
+        function: a key of `onnxgrad.losses.LOSSES`, or `(op, prediction, label, **options)` that
+            writes the loss of every element or row.
         options: options of the function.
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad import FunctionLearningLoss
+        >>> from onnxgrad.compat import FunctionLearningLoss
         >>> loss = FunctionLearningLoss("huber", {"delta": 2}).build_onnx_function()
         >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([2, 5]))
         >>> print(summed, gradient)

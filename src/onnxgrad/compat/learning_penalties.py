@@ -50,7 +50,7 @@ def penalty_loss_onnx(
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> initializers, nodes = og.penalty_loss_onnx("w", np.float32, l2=0.1)
+        >>> initializers, nodes = og.compat.penalty_loss_onnx("w", np.float32, l2=0.1)
         >>> [node.op_type for node in nodes]
         ['Reshape', 'ReduceSumSquare', 'Mul']
         >>> nodes[-1].output
@@ -89,7 +89,7 @@ class BaseLearningPenalty(SmallFunctions):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> class UnitSum(og.BaseLearningPenalty):
+        >>> class UnitSum(og.compat.BaseLearningPenalty):
         ...     def penalty(self, op, name, w):
         ...         distance = op.ReduceSum(op.Reshape(w, [1, -1]), keepdims=1) - 1.0
         ...         return distance * distance
@@ -239,7 +239,7 @@ class NoLearningPenalty(BaseLearningPenalty):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> none = og.NoLearningPenalty().build_onnx_function()
+        >>> none = og.compat.NoLearningPenalty().build_onnx_function()
         >>> print(none.penalty_loss(np.ones(3)), none.penalty_gradient(np.ones(3)))
         0.0 [None]
     """
@@ -259,7 +259,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> penalty = og.ElasticLearningPenalty(l1=1, l2=0.5).build_onnx_function()
+        >>> penalty = og.compat.ElasticLearningPenalty(l1=1, l2=0.5).build_onnx_function()
         >>> w = np.float32([2, -4])
         >>> print(penalty.penalty_loss(w), *penalty.penalty_gradient(w))
         16.0 [ 3. -5.]
@@ -290,7 +290,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad import PerWeightLearningPenalty
+        >>> from onnxgrad.compat import PerWeightLearningPenalty
         >>> penalty = PerWeightLearningPenalty({"w": {"l1": 1}, "b": 0.5})
         >>> penalty = penalty.build_onnx_function(names=["w", "b", "c"])
         >>> print(penalty.penalty_loss(np.float32([2]), np.float32([4]), np.float32([8])))

@@ -32,7 +32,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     Examples:
         >>> import onnxgrad as og
-        >>> class Halved(og.BaseLearningRate):
+        >>> class Halved(og.compat.BaseLearningRate):
         ...     def init_learning_rate(self):
         ...         self.value = 1.0
         ...     def update_learning_rate(self, t, loss=None):
@@ -230,7 +230,7 @@ class LearningRateSGD(BaseLearningRate):
 
     Examples:
         >>> import onnxgrad as og
-        >>> rate = og.LearningRateSGD(eta0=1.0, power_t=0.5)
+        >>> rate = og.compat.LearningRateSGD(eta0=1.0, power_t=0.5)
         >>> [round(r, 4) for r in rate.loop(4)]
         [1.0, 0.7071, 0.5774, 0.5]
     """
@@ -288,7 +288,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> rate = og.LearningRateSGDNesterov(eta0=0.5, momentum=0.5).init_learning_rate()
+        >>> rate = og.compat.LearningRateSGDNesterov(eta0=0.5, momentum=0.5).init_learning_rate()
         >>> zero, gradient = np.float32([0]), np.float32([2])
         >>> weight, velocity = rate.update_weights(zero, gradient, velocity=zero)
         >>> print(weight, velocity)

@@ -32,7 +32,7 @@ class OrtDataLoader:
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad import OrtDataLoader
+        >>> from onnxgrad.compat import OrtDataLoader
         >>> X = np.arange(10, dtype=np.float32).reshape(5, 2)
         >>> loader = OrtDataLoader(X, X.sum(axis=1), batch_size=2, random_iter=False)
         >>> [(x.shape, y.shape) for x, y in loader.iter_numpy()]

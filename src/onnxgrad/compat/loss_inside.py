@@ -85,7 +85,7 @@ class OrtGradientOptimizer(SeedTrainer):
         ... ''')
         >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
         >>> y = X @ np.float32([[2], [3]])
-        >>> trainer = og.OrtGradientOptimizer(
+        >>> trainer = og.compat.OrtGradientOptimizer(
         ...     og.add_loss_output(model), training_optimizer_name="momentum", learning_rate=0.02
         ... )
         >>> trainer.fit(X, y).get_state()["w"].ravel().round(2).tolist()

@@ -82,7 +82,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         ... ''')
         >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
         >>> y = X @ np.float32([[2], [3]])
-        >>> trainer = og.OrtGradientForwardBackwardOptimizer(
+        >>> trainer = og.compat.OrtGradientForwardBackwardOptimizer(
         ...     model, training_optimizer_name="momentum", learning_rate=0.02
         ... )
         >>> trainer.fit(X, y).predict(np.float32([[1, 1]])).round(2).tolist()

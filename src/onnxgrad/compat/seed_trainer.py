@@ -23,7 +23,9 @@ from onnxgrad.estimator import BaseEstimator, NotFittedError
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
+from onnxgrad.optimizers.base import Chain, Optimizer
+from onnxgrad.optimizers.presets import select, sgd
+from onnxgrad.optimizers.scaling import ScaleByLearningRate, Trace
 from onnxgrad.reporting import level_of, logger, reporting
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.equality import BuildCache, model_fingerprint

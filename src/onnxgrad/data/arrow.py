@@ -67,7 +67,7 @@ def arrow_dataset(
 
     Examples:
         >>> import tempfile, numpy as np, pyarrow as pa, pyarrow.parquet as pq
-        >>> from onnxgrad import arrow_dataset
+        >>> from onnxgrad.data import arrow_dataset
         >>> path = tempfile.mkdtemp() + "/rows.parquet"
         >>> pq.write_table(pa.table({"a": [1.0, 2.0, 3.0], "price": [4.0, 5.0, 6.0]}), path)
         >>> reader = arrow_dataset(path, y="price")

@@ -186,7 +186,7 @@ def resample(old: int, new: int) -> Resample:
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> second = np.sin(2 * np.pi * 440 * np.arange(44100) / 44100)
-        >>> og.resample(44100, 16000)(second[None]).shape
+        >>> og.data.resample(44100, 16000)(second[None]).shape
         (1, 16000)
     """
     if min(old, new) < 1:
@@ -248,7 +248,7 @@ def mel_spectrogram(
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> second = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
-        >>> og.mel_spectrogram(16000)(second[None]).shape
+        >>> og.data.mel_spectrogram(16000)(second[None]).shape
         (1, 80, 101)
     """
     transform = MelSpectrogram(

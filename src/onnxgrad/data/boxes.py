@@ -71,7 +71,7 @@ def annotated_images(
         >>> content = {"images": images, "annotations": boxes,
         ...            "categories": [{"id": 3, "name": "cat"}]}
         >>> _ = (root / "instances.json").write_text(json.dumps(content))
-        >>> reader = og.annotated_images(root, size=16)
+        >>> reader = og.data.annotated_images(root, size=16)
         >>> X, labels = next(reader.batches(1, None, 0))
         >>> X.shape, labels.tolist(), reader.classes
         ((1, 3, 16, 16), [[[0.0, 4.0, 4.0, 12.0, 8.0]]], ['cat'])
@@ -99,7 +99,7 @@ def letterbox(
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> array, scale, corner = og.letterbox(np.zeros((4, 8, 3), np.uint8), (16, 16))
+        >>> array, scale, corner = og.data.letterbox(np.zeros((4, 8, 3), np.uint8), (16, 16))
         >>> array.shape, scale, corner.tolist()
         ((3, 16, 16), 2.0, [0.0, 4.0, 0.0, 4.0])
     """

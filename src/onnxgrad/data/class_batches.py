@@ -39,7 +39,7 @@ def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> Cl
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> X, labels = np.arange(12.0), np.repeat([0, 1, 2], 4)
-        >>> reader = og.p_by_k(X, labels, classes=2, rows=3)
+        >>> reader = og.data.p_by_k(X, labels, classes=2, rows=3)
         >>> [np.unique(y, return_counts=True)[1].tolist() for X, y in reader.batches(1, 7, 0)]
         [[3, 3], [3, 3]]
     """

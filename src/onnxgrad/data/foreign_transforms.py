@@ -87,5 +87,6 @@ class OfTorchvision:
 def _no_image(transform: Any, result: str) -> ValueError:
     return ValueError(
         f"{type(transform).__name__} returns {result}, and a transform an image of 8 bits with as "
-        "many channels: leave out what makes tensors or normalizes, and end with og.normalize(...)"
+        "many channels: leave out what makes tensors or normalizes, and end with "
+        "og.data.normalize(...)"
     )

@@ -42,7 +42,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> og.open_image(np.zeros((2, 3), np.uint8)).size  # width and height
+        >>> og.data.open_image(np.zeros((2, 3), np.uint8)).size  # width and height
         (3, 2)
     """
     from_file = is_path(source)
@@ -74,7 +74,7 @@ def image_size(source: Any) -> tuple[int, int]:
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> og.image_size(np.zeros((2, 3), np.uint8))
+        >>> og.data.image_size(np.zeros((2, 3), np.uint8))
         (3, 2)
     """
     if not is_path(source):
@@ -103,7 +103,7 @@ def list_images(inputs: Any) -> list[tuple[str, Any]]:
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> [name for name, image in og.list_images([np.zeros((2, 3), np.uint8), "a/cat.png"])]
+        >>> [name for name, image in og.data.list_images([np.zeros((2, 3), np.uint8), "a/cat.png"])]
         ['0', 'cat']
     """
     found = inputs

@@ -173,7 +173,7 @@ def resize(size: int | tuple[int, int]) -> Transform:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.resize(256)
+        >>> og.data.resize(256)
         Resize(size=256)
     """
     return Resize(size if isinstance(size, int) else height_and_width(size))
@@ -184,7 +184,7 @@ def center_crop(size: int | tuple[int, int]) -> Transform:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.center_crop(224)
+        >>> og.data.center_crop(224)
         CenterCrop(size=(224, 224))
     """
     return CenterCrop(height_and_width(size))
@@ -195,7 +195,7 @@ def random_crop(size: int | tuple[int, int]) -> Transform:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.random_crop((224, 160))
+        >>> og.data.random_crop((224, 160))
         RandomCrop(size=(224, 160))
     """
     return RandomCrop(height_and_width(size))
@@ -206,7 +206,7 @@ def random_flip(probability: float = 0.5) -> Transform:
 
     Examples:
         >>> import onnxgrad as og
-        >>> transforms = [og.resize(256), og.random_crop(224), og.random_flip()]
+        >>> transforms = [og.data.resize(256), og.data.random_crop(224), og.data.random_flip()]
         >>> transforms[-1]
         RandomFlip(probability=0.5)
     """
@@ -219,7 +219,7 @@ def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> image = np.full((1, 1, 3), 0.5, np.float32)  # height, width, channels
-        >>> og.normalize([0.5, 0.4, 0.0], [0.1, 0.1, 0.5])(image, None).round(3).tolist()
+        >>> og.data.normalize([0.5, 0.4, 0.0], [0.1, 0.1, 0.5])(image, None).round(3).tolist()
         [[[0.0, 1.0, 1.0]]]
     """
     if len(mean) != len(std):

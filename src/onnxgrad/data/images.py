@@ -84,7 +84,7 @@ def image_folder(
         >>> root = pathlib.Path(tempfile.mkdtemp())
         >>> (root / "10").mkdir()
         >>> PIL.Image.new("RGB", (8, 8)).save(root / "10" / "a.png")
-        >>> og.image_folder(root, 8).labels.tolist()
+        >>> og.data.image_folder(root, 8).labels.tolist()
         [10]
     """
     pillow()

@@ -75,7 +75,7 @@ def masked_images(
         >>> for part, color in (("images", "white"), ("masks", 1)):
         ...     (root / part).mkdir()
         ...     Image.new("L", (8, 8), color).save(root / part / "1.png")
-        >>> reader = og.masked_images(root, size=4, mask_size=2)
+        >>> reader = og.data.masked_images(root, size=4, mask_size=2)
         >>> X, labels = next(reader.batches(1, None, 0))
         >>> X.shape, labels.tolist(), reader.classes
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])

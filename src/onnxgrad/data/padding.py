@@ -37,7 +37,7 @@ def pad_sequences(
             axes, or a `value` that their dtype cannot represent.
 
     Examples:
-        >>> from onnxgrad import pad_sequences
+        >>> from onnxgrad.data import pad_sequences
         >>> array, mask, lengths = pad_sequences([[5, 6, 7], [8]], value=-1)
         >>> array.tolist(), lengths.tolist()
         ([[5, 6, 7], [8, -1, -1]], [3, 1])
@@ -117,7 +117,7 @@ def by_length(
             sequence in X, a name that X does not have, or labels of floats without `y_value`.
 
     Examples:
-        >>> from onnxgrad import by_length
+        >>> from onnxgrad.data import by_length
         >>> reader = by_length({"ids": [[1, 2, 3], [4], [5, 6]]}, [0, 1, 1], mask="mask")
         >>> X, y, _ = next(reader.batches(2, None, 0))
         >>> X["ids"].tolist(), X["mask"].tolist(), y.tolist()

@@ -49,7 +49,7 @@ class Reader:
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> class Lines(og.Reader):
+        >>> class Lines(og.data.Reader):
         ...     shuffles = False
         ...     def batches(self, size, seed, skip):
         ...         for start in range(skip * size, 6, size):
@@ -158,7 +158,7 @@ class IndexedReader(Reader):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> class Squares(og.IndexedReader):
+        >>> class Squares(og.data.IndexedReader):
         ...     rows = 100
         ...     def take(self, indices, seed):
         ...         return np.float32(indices)[:, None], np.float32(indices**2)[:, None]

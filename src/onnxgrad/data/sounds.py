@@ -67,7 +67,7 @@ def sound_folder(
         >>> with wave.open(str(root / "beep" / "1.wav"), "wb") as file:
         ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
         ...     file.writeframes(bytes([0, 64] * 4000))
-        >>> reader = og.sound_folder(root, rate=8000, seconds=0.25)
+        >>> reader = og.data.sound_folder(root, rate=8000, seconds=0.25)
         >>> X, labels = next(reader.batches(1, None, 0))
         >>> X.shape, labels.tolist(), reader.classes
         ((1, 2000), [0], ['beep'])
@@ -112,7 +112,7 @@ def read_wave(
         >>> with wave.open(str(path), "wb") as file:
         ...     file.setparams((1, 2, 8000, 0, "NONE", ""))
         ...     file.writeframes(bytes([0, 64] * 4))
-        >>> og.read_wave(path, 8000).tolist()
+        >>> og.data.read_wave(path, 8000).tolist()
         [0.5, 0.5, 0.5, 0.5]
     """
     data, own = _channels(Path(path), start, end)
@@ -250,7 +250,7 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> [name for name, sound in og.list_sounds(["a.wav", np.zeros(8)])]
+        >>> [name for name, sound in og.data.list_sounds(["a.wav", np.zeros(8)])]
         ['a.wav', '1']
     """
     if isinstance(inputs, (str, os.PathLike)):

@@ -56,7 +56,7 @@ def read_table(
         >>> import tempfile, pathlib, onnxgrad as og
         >>> path = pathlib.Path(tempfile.mkdtemp(), "rows.csv")
         >>> _ = path.write_text("a,b,kind\\n1,2,cat\\n,3,dog\\n4,5,dog\\n")
-        >>> table = og.read_table(path, ignore=["b"], drop_missing=True)
+        >>> table = og.data.read_table(path, ignore=["b"], drop_missing=True)
         >>> table["a"].tolist(), table.encode("kind", ["cat", "dog"])["kind"].tolist()
         ([1.0, 4.0], [0, 1])
     """
@@ -77,7 +77,7 @@ class FileTable(ColumnArrays):
 
     Examples:
         >>> import io, onnxgrad as og
-        >>> table = og.read_table(io.BytesIO(b"a,y\\n1,2\\n,4\\n5,6\\n"), drop_missing=True)
+        >>> table = og.data.read_table(io.BytesIO(b"a,y\\n1,2\\n,4\\n5,6\\n"), drop_missing=True)
         >>> table.columns, table["y"].tolist(), table.note
         (['a', 'y'], [2, 6], 'left out 1 of 3 rows with missing values: 2')
     """

@@ -9,35 +9,6 @@ Examples:
     [[0.0, 4.0]]
 """
 
-from onnxgrad.explain.adversarial import fgsm, pgd
-from onnxgrad.explain.counterfactuals import Counterfactual, counterfactual
-from onnxgrad.explain.gradient_methods import (
-    completeness_gap,
-    integrated_gradients,
-    saliency,
-    smooth_grad,
-)
-from onnxgrad.explain.influences import influence
-from onnxgrad.explain.layer_attributions import grad_cam, layer_conductance
-from onnxgrad.explain.occlusions import occlusion
-from onnxgrad.explain.pictures import show_image, show_table, show_text
-from onnxgrad.explain.score_function import ScoreFunction
+from onnxgrad.lazy_names import offer_names
 
-__all__ = [
-    "Counterfactual",
-    "ScoreFunction",
-    "completeness_gap",
-    "counterfactual",
-    "fgsm",
-    "grad_cam",
-    "influence",
-    "integrated_gradients",
-    "layer_conductance",
-    "occlusion",
-    "pgd",
-    "saliency",
-    "show_image",
-    "show_table",
-    "show_text",
-    "smooth_grad",
-]
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

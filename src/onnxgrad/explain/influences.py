@@ -59,7 +59,7 @@ def influence(
         train_labels: their labels, as `add_loss_output` takes them.
         test: rows whose loss is explained.
         test_labels: as `train_labels`.
-        loss: a key of `onnxgrad.LOSSES`, or a function; see `add_loss_output`.
+        loss: a key of `onnxgrad.losses.LOSSES`, or a function; see `add_loss_output`.
         checkpoints: models, or `{weight: array}` with all `weights`. None: `model` itself.
         learning_rates: of the steps at the checkpoints: one each, or one for all.
         weights: names of weights. None: those that train by default, see `trainable`.

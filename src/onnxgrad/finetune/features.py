@@ -35,7 +35,7 @@ def features(model: ModelLike, at: str | None = None, *, output: str | None = No
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,3] p) <float[3,2] w = {1, 2, 3, 4, 5, 6}> {
         ...     a = Relu(x)  h = Gemm <transB = 1> (a, w)  p = Softmax(h) }''')
-        >>> part = og.features(model)
+        >>> part = og.graph.features(model)
         >>> [node.op_type for node in part.graph.node], part.graph.output[0].name
         (['Relu'], 'a')
     """

@@ -78,8 +78,8 @@ def preprocess(
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,3,8,8] x) => (float[N,3,8,8] y)
         ...     { y = Relu(x) }''')
-        >>> raw = og.preprocess(model, [og.resize(10), og.center_crop(8)])
-        >>> print(og.onnx_text_plot_io(raw).splitlines()[1])
+        >>> raw = og.graph.preprocess(model, [og.data.resize(10), og.data.center_crop(8)])
+        >>> print(og.plot.onnx_text_plot_io(raw).splitlines()[1])
         input: name='image' type=dtype('uint8') shape=('N', 'height', 'width', 3)
     """
     if isinstance(transforms, ImageFolder):

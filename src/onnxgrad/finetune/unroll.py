@@ -47,7 +47,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x, float[N,2] h) => (float[N,2] y, float[N,2] new) {
         ...     new = Add(x, h)  y = Relu(new) }''')
-        >>> print(onnx.printer.to_text(og.unroll(cell, {"h": "new"}).graph).splitlines()[0])
+        >>> print(onnx.printer.to_text(og.graph.unroll(cell, {"h": "new"}).graph).splitlines()[0])
         f (float[N,steps,2] x, float[N,2] h) => (float[N,steps,2] y, float[N,2] new) {
     """
     proto = inlined(read(model))

@@ -68,7 +68,7 @@ class Emit:
 
     Examples:
         >>> import onnx_ir as ir
-        >>> from onnxgrad import Emit
+        >>> from onnxgrad.graph import Emit
         >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
         >>> graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
         >>> with Emit(graph) as op:

@@ -3,7 +3,7 @@
 A rewrite is registered for an operator, in a group that says when it runs:
 
 >>> import onnx_ir as ir
->>> from onnxgrad import Emit
+>>> from onnxgrad.graph import Emit
 >>> @rewrites("Neg", group="doc.example")
 ... def cancel_double_negation(op, node):
 ...     # -(-x) = x

@@ -32,9 +32,9 @@ def ctc_decode(
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> log_p = np.log([[0.6, 0.4], [0.6, 0.4]])  # of a blank, and of the class 1
-        >>> og.ctc_decode(log_p)  # the alignment of two blanks has 0.36
+        >>> og.language.ctc_decode(log_p)  # the alignment of two blanks has 0.36
         ([], 0.0)
-        >>> labels, p = og.ctc_decode(log_p, beam=4)  # the other three add up
+        >>> labels, p = og.language.ctc_decode(log_p, beam=4)  # the other three add up
         >>> labels, round(p, 2)
         ([1], 0.64)
     """

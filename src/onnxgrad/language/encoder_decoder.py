@@ -61,7 +61,7 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
         ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}, int64[1] axis = {1}> {
         ...         h = Gather(table, input_ids)
         ...         m = ReduceMean(encoder_hidden_states, axis)  logits = Add(h, m) }''')
-        >>> model = og.join_encoder_decoder(encoder, decoder)
+        >>> model = og.language.join_encoder_decoder(encoder, decoder)
         >>> [x.name for x in model.graph.input], [t.name for t in og.trainable(model).trained]
         (['input_ids', 'decoder_input_ids'], ['table'])
     """
@@ -150,7 +150,7 @@ def shift_right(labels: Any, start: int, pad: int = 0, ignore_index: int = -100)
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.shift_right([[5, 6, 1], [7, 1, -100]], start=0).tolist()
+        >>> og.language.shift_right([[5, 6, 1], [7, 1, -100]], start=0).tolist()
         [[0, 5, 6], [0, 7, 1]]
     """
     array = np.asarray(labels)
@@ -207,7 +207,7 @@ def greedy_decode(
         ...     d (int64[N,T] input_ids, int64[N,S] encoder_hidden_states)
         ...     => (float[N,T,3] logits) <float[3,3] w = {0, 1, 0, 0, 0, 1, 1, 0, 0}>
         ...     { logits = Gather(w, input_ids) }''')
-        >>> og.greedy_decode(encoder, decoder, [[1]], start=0, end=2).tolist()
+        >>> og.language.greedy_decode(encoder, decoder, [[1]], start=0, end=2).tolist()
         [[1, 2]]
     """
     first, second = read(encoder), without_cache(read(decoder))

@@ -65,9 +65,10 @@ def split_encoder_decoder(
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     d (float[N,2] encoder_hidden_states) => (float[N,2] logits)
         ...     <float[2,2] w = {5, 6, 7, 8}> { logits = MatMul(encoder_hidden_states, w) }''')
-        >>> joined = og.join_encoder_decoder(encoder, decoder)
-        >>> changed = og.replace_initializers_into_onnx(joined, {"decoder.w": [[0, 1], [2, 3]]})
-        >>> for file in og.split_encoder_decoder(changed, encoder, decoder):
+        >>> joined = og.language.join_encoder_decoder(encoder, decoder)
+        >>> weights = {"decoder.w": [[0, 1], [2, 3]]}
+        >>> changed = og.graph.replace_initializers_into_onnx(joined, weights)
+        >>> for file in og.language.split_encoder_decoder(changed, encoder, decoder):
         ...     print(onnx.numpy_helper.to_array(file.graph.initializer[0]).tolist())
         [[1.0, 2.0], [3.0, 4.0]]
         [[0.0, 1.0], [2.0, 3.0]]

@@ -93,7 +93,7 @@ def generate(
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (int64[N,T] input_ids) => (float[N,T,2] logits) <float[2,2] w = {0.0, 1, 1, 0}>
         ...     { logits = Gather(w, input_ids) }''')
-        >>> og.generate(model, "tick", 3, tokenizer=words)
+        >>> og.language.generate(model, "tick", 3, tokenizer=words)
         'tock tick tock'
     """
     choice = Choice(temperature, top_p, seed)

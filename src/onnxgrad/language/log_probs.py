@@ -53,7 +53,7 @@ def sequence_log_probs(
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (int64[N,T] input_ids) => (float[N,T,2] logits) <float[2,2] w = {0.0, 9, 9, 0}>
         ...     { logits = Gather(w, input_ids) }''')
-        >>> pairs = og.sequence_log_probs(model, 2)
+        >>> pairs = og.language.sequence_log_probs(model, 2)
         >>> ids = np.array([[[0, 1, 0], [0, 1, 1]]])
         >>> session = ort.InferenceSession(pairs.SerializeToString())
         >>> session.run(None, {"input_ids": ids, "labels": ids})[0].round(1).tolist()

@@ -221,7 +221,7 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N] x) => (float[N] y, float[N] z) { y = Sigmoid(x)  z = Mul(x, x) }''')
-        >>> og.are_probabilities(model, "y"), og.are_probabilities(model, "z")
+        >>> og.losses.are_probabilities(model, "y"), og.losses.are_probabilities(model, "z")
         (True, False)
     """
     inner = to_ir(inlined(read(model)))

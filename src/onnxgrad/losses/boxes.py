@@ -32,9 +32,9 @@ def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1
     Examples:
         >>> import onnx_ir as ir, onnxgrad as og
         >>> def loss(op, prediction, label):
-        ...     return 1.0 - og.box_iou(op, prediction, label, "giou")
-        >>> kind = og.LabelKind(ir.DataType.FLOAT, lambda f: f, lambda f: True, "boxes")
-        >>> og.LossSpec(loss, "giou", "mean", lambda options: kind).name
+        ...     return 1.0 - og.losses.box_iou(op, prediction, label, "giou")
+        >>> kind = og.losses.LabelKind(ir.DataType.FLOAT, lambda f: f, lambda f: True, "boxes")
+        >>> og.losses.LossSpec(loss, "giou", "mean", lambda options: kind).name
         'giou'
     """
     if kind not in ("iou", "giou", "ciou"):
@@ -78,8 +78,8 @@ def varifocal(
 
     Examples:
         >>> import onnx_ir as ir, onnxgrad as og
-        >>> kind = og.LabelKind(ir.DataType.FLOAT, lambda f: f, lambda f: True, "shares")
-        >>> og.LossSpec(og.varifocal, "varifocal", "mean", lambda options: kind).name
+        >>> kind = og.losses.LabelKind(ir.DataType.FLOAT, lambda f: f, lambda f: True, "shares")
+        >>> og.losses.LossSpec(og.losses.varifocal, "varifocal", "mean", lambda options: kind).name
         'varifocal'
     """
     weight = op.Where(op.Greater(target, 0.0), target, alpha * op.Pow(op.Sigmoid(logits), gamma))
@@ -101,9 +101,10 @@ def distribution_focal(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
         One loss for each target, (...).
 
     Examples:
-        >>> import onnx_ir as ir, onnxgrad as og
-        >>> kind = og.LabelKind(ir.DataType.FLOAT, lambda f: f[:-1], lambda f: True, "distances")
-        >>> spec = og.LossSpec(og.distribution_focal, "distances", "mean", lambda options: kind)
+        >>> import onnx_ir as ir
+        >>> from onnxgrad.losses import LabelKind, LossSpec, distribution_focal
+        >>> kind = LabelKind(ir.DataType.FLOAT, lambda f: f[:-1], lambda f: True, "distances")
+        >>> spec = LossSpec(distribution_focal, "distances", "mean", lambda options: kind)
         >>> spec.label_kind.shape(("N", 4, 16))
         ('N', 4)
     """

@@ -39,7 +39,7 @@ def combined_loss(
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
+        >>> og.losses.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
         'cross_entropy + 0.5 softmax_dice'
     """
     specs, two = _specs(factors, options or {})

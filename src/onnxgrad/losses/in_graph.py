@@ -46,7 +46,7 @@ def add_loss_output(
 
     Args:
         onx: model, serialized model or path; never modified.
-        score_name: a key of `onnxgrad.LOSSES`, or a function
+        score_name: a key of `onnxgrad.losses.LOSSES`, or a function
             `(op, prediction, label) -> loss per element or row` that writes nodes with `op`.
         loss_name: name of the loss output; an existing value of that name is renamed.
         label_name: name of the label input: of the shape and dtype of the prediction, but int64

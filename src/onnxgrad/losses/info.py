@@ -26,7 +26,7 @@ class LossInfo:
             be divided again.
         classes: number of classes, or the symbol of that dimension, where labels are class indices.
         ignore_index: the label whose loss is zero.
-        loss: name of the loss in `onnxgrad.LOSSES`, if that bounds the labels.
+        loss: name of the loss in `onnxgrad.losses.LOSSES`, if that bounds the labels.
         threshold: the prediction between two classes.
         axis: axis of the classes in the prediction; `add_loss_output` notes it if it is not 1.
         from_logits: whether the prediction holds scores, not probabilities; trainers set it.
@@ -37,7 +37,7 @@ class LossInfo:
         >>> import onnx_ir as ir
         >>> import onnxgrad as og
         >>> f = ir.Value(name="f", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 5]))
-        >>> og.NegLogLearningLoss(probability_function="softmax").info(f).classes
+        >>> og.compat.NegLogLearningLoss(probability_function="softmax").info(f).classes
         5
     """
 

@@ -58,7 +58,8 @@ def check_mixable(losses: Mapping[str | None, Any]) -> None:
     for loss in losses.values():
         if not isinstance(loss, LossSpec):
             raise ValueError(
-                f"mix takes losses of onnxgrad.LOSSES and functions, not {loss!r}: leave it out"
+                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave it "
+                "out"
             )
         if not loss.mixes:
             raise ValueError(

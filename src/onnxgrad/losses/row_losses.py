@@ -50,7 +50,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> rows = og.unreduced_onnx_loss(og.add_loss_output(model, penalty={"w": 0.1}))
+        >>> rows = og.losses.unreduced_onnx_loss(og.add_loss_output(model, penalty={"w": 0.1}))
         >>> x = np.float32([[1, 1], [2, 0]])
         >>> session = ort.InferenceSession(rows.SerializeToString())
         >>> session.run(None, {"x": x, "label": x})[0].tolist()

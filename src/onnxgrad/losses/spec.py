@@ -61,8 +61,9 @@ class LabelKind:
             dimension; None where labels are not class indices.
 
     Examples:
-        >>> import onnx_ir as ir, onnxgrad as og
-        >>> boxes = og.LabelKind(ir.DataType.FLOAT, lambda prediction: (prediction[0], None, 5))
+        >>> import onnx_ir as ir
+        >>> from onnxgrad.losses import LabelKind
+        >>> boxes = LabelKind(ir.DataType.FLOAT, lambda prediction: (prediction[0], None, 5))
         >>> boxes.shape(("N", 8400, 6))
         ('N', None, 5)
     """
@@ -151,9 +152,9 @@ class LossSpec:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.LOSSES["log"].reduction
+        >>> og.losses.LOSSES["log"].reduction
         'mean'
-        >>> og.LOSSES["huber"].with_options({"delta": 0.5}).all_options
+        >>> og.losses.LOSSES["huber"].with_options({"delta": 0.5}).all_options
         {'delta': 0.5}
     """
 

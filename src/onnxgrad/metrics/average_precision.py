@@ -29,8 +29,8 @@ class MeanAveragePrecision(Metric):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> metric = og.MeanAveragePrecision(lambda p, y: (p, y), iou=0.5)
-        >>> metric.begin(og.PredictionInfo())
+        >>> metric = og.metrics.MeanAveragePrecision(lambda p, y: (p, y), iou=0.5)
+        >>> metric.begin(og.metrics.PredictionInfo())
         >>> metric.update([np.array([[0, 0.9, 0, 0, 8, 8]])], [np.array([[0, 0, 0, 8, 7]])])
         >>> metric.name, round(metric.compute(), 6)
         ('map50', 1.0)

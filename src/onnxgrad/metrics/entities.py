@@ -26,8 +26,8 @@ class EntityF1(Metric):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> f1 = og.EntityF1(["O", "B-PER", "I-PER"])
-        >>> f1.begin(og.PredictionInfo(classes=3, axis=2, ignore_index=-100))
+        >>> f1 = og.metrics.EntityF1(["O", "B-PER", "I-PER"])
+        >>> f1.begin(og.metrics.PredictionInfo(classes=3, axis=2, ignore_index=-100))
         >>> f1.update(np.eye(3)[[[1, 2, 0, 1]]], np.array([[1, 2, 0, -100]]))
         >>> f1.compute()
         1.0

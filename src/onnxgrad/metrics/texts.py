@@ -25,8 +25,8 @@ class TextErrorRate(Metric):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> words = og.TextErrorRate(lambda p, y: (["one too"], ["one two"]), "words")
-        >>> words.begin(og.PredictionInfo())
+        >>> words = og.metrics.TextErrorRate(lambda p, y: (["one too"], ["one two"]), "words")
+        >>> words.begin(og.metrics.PredictionInfo())
         >>> words.update(np.zeros(1), np.zeros(1))
         >>> words.name, words.compute()
         ('wer', 0.5)

@@ -46,7 +46,7 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y)
         ...     <float[2] scale = {2.0, 3.0}> { scaled = Mul(x, scale)  y = Exp(scaled) }''')
-        >>> for node in og.onnx_rename_names(model).graph.node:
+        >>> for node in og.graph.onnx_rename_names(model).graph.node:
         ...     print(node.op_type, node.input, "->", node.output)
         Mul ['x', 'i0'] -> ['r0']
         Exp ['r0'] -> ['y']
@@ -88,7 +88,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> list(og.get_train_initializer(og.onnx_rename_weights(model)))
+        >>> list(og.graph.get_train_initializer(og.graph.onnx_rename_weights(model)))
         ['I0_w']
     """
     model = _copy_to_rename(onx)

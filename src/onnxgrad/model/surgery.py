@@ -51,7 +51,7 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> {name: value for name, (value, tensor) in og.get_train_initializer(model).items()}
+        >>> {name: value for name, (value, tensor) in og.graph.get_train_initializer(model).items()}
         {'w': array([2., 3.], dtype=float32)}
     """
     weights = {}
@@ -92,7 +92,7 @@ def select_model_inputs_outputs(
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) { h = Exp(x)  y = Neg(h) }''')
-        >>> part = og.select_model_inputs_outputs(model, outputs=["h"])
+        >>> part = og.graph.select_model_inputs_outputs(model, outputs=["h"])
         >>> [node.op_type for node in part.graph.node]
         ['Exp']
     """
@@ -224,8 +224,8 @@ def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any])
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
-        >>> changed = og.replace_initializers_into_onnx(model, {"w": [4, 5]})
-        >>> og.get_train_initializer(changed)["w"][0]
+        >>> changed = og.graph.replace_initializers_into_onnx(model, {"w": [4, 5]})
+        >>> og.graph.get_train_initializer(changed)["w"][0]
         array([4., 5.], dtype=float32)
     """
     return replace(read(model), {name: _as_array(value) for name, value in results.items()})
@@ -249,7 +249,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) { y = Mul(x, w) }''')
-        >>> model = og.add_initializer(model, "w", np.array([2, 3], np.float32))
+        >>> model = og.graph.add_initializer(model, "w", np.array([2, 3], np.float32))
         >>> [tensor.name for tensor in model.graph.initializer]
         ['w']
     """
@@ -283,7 +283,7 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N] x) => (float[N] y) { y = Exp(x) }''')
-        >>> og.get_onnx_opset(model)
+        >>> og.graph.get_onnx_opset(model)
         20
     """
     versions = opset_versions(read(onx).opset_import)

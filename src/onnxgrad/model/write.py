@@ -54,7 +54,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "model.onnx")
         ...     og.save(model, path)
-        ...     og.get_onnx_opset(path)
+        ...     og.graph.get_onnx_opset(path)
         20
     """
     proto = read(model)

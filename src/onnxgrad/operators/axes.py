@@ -11,7 +11,7 @@ Where axes of several operands have the same place, index i of one meets index i
 
 Examples:
     >>> import onnx_ir as ir
-    >>> from onnxgrad import Emit
+    >>> from onnxgrad.graph import Emit
     >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3, 4]))
     >>> op = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20}))
     >>> turned = op.Transpose(x, perm=[2, 0, 1]).producer()

@@ -29,7 +29,8 @@ class Unsupported:
     Examples:
         A rule that covers one of two modes:
 
-        >>> from onnxgrad import Unsupported, rule
+        >>> from onnxgrad import rule
+        >>> from onnxgrad.graph import Unsupported
         >>> @rule("Wave", domain="doc.example")
         ... def wave(op, node, g):
         ...     # y = sin x:  dx = g cos x

@@ -5,58 +5,6 @@ A transform may keep slots from step to step. Optimizers are frozen dataclasses:
 and pickled by their parameters.
 """
 
-from onnxgrad.optimizers.adaptive import (
-    Rprop,
-    ScaleByAdadelta,
-    ScaleByAdagrad,
-    ScaleByAdam,
-    ScaleByAdamax,
-    ScaleByAdamEpsHat,
-    ScaleByLion,
-    ScaleByNadam,
-    ScaleByRadam,
-    ScaleByRms,
-)
-from onnxgrad.optimizers.averages import (
-    Ema,
-    Lookahead,
-    ScheduleFree,
-    Swa,
-    ema,
-    lookahead,
-    schedule_free,
-    swa,
-)
-from onnxgrad.optimizers.base import Chain, Inputs, Optimizer, Slots
-from onnxgrad.optimizers.clipping import (
-    Clip,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    clip,
-    clip_by_global_norm,
-    clip_by_norm,
-)
-from onnxgrad.optimizers.groups import ByRank, ParamGroup, ParamGroups, WithRate, param_groups
-from onnxgrad.optimizers.matrix_updates import Adafactor, Orthogonalize, ScaleByTrustRatio
-from onnxgrad.optimizers.presets import (
-    OPTIMIZERS,
-    WHOLE_TENSORS,
-    adadelta,
-    adafactor,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    lamb,
-    lion,
-    momentum,
-    muon,
-    nadam,
-    nesterov,
-    radam,
-    rmsprop,
-    rprop,
-    select,
-    sgd,
-)
-from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate, Trace
+from onnxgrad.lazy_names import offer_names
+
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

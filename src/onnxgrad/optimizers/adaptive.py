@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.optimizers.base import Inputs, Optimizer, Shape, Slots, check_range, double, power
+from onnxgrad.optimizers.base import (
+    Optimizer,
+    Shape,
+    Slots,
+    UpdateInputs,
+    check_range,
+    double,
+    power,
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class ScaleByAdam(_Moments):
     b1 = 0. With `amsgrad` (Reddi et al. 2018), v in the denominator is the largest v so far.
 
     Examples:
-        >>> import onnxgrad as og
-        >>> og.Chain((og.ScaleByAdam(b1=0.8), og.ScaleByLearningRate())).slots
+        >>> from onnxgrad.optimizers import Chain, ScaleByAdam, ScaleByLearningRate
+        >>> Chain((ScaleByAdam(b1=0.8), ScaleByLearningRate())).slots
         ('m', 'v')
     """
 
@@ -61,7 +69,7 @@ class ScaleByAdam(_Moments):
         """The moments that are needed."""
         return (*(("m",) if self.b1 else ()), "v", *(("largest",) if self.amsgrad else ()))
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and their quotient."""
         t, unit = double(op, inputs.step), sqrt(1 - self.b2)
         root = op.Sqrt(1.0 - power(op, self.b2, t))
@@ -86,6 +94,11 @@ class ScaleByAdamEpsHat(ScaleByAdam):
     u -> m' sqrt(1 - b2^t) / (sqrt(v) + eps).  Kingma & Ba 2015, arXiv:1412.6980, end of section 2.
 
     TensorFlow, the first AdamW of Hugging Face and onnxruntime-training compute this.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdamEpsHat
+        >>> ScaleByAdamEpsHat(eps=1e-6).slots
+        ('m', 'v')
     """
 
     def _correction(self, root: Any) -> Any:
@@ -98,12 +111,17 @@ class ScaleByAdamax(_Moments):
     Kingma & Ba 2015, arXiv:1412.6980, algorithm 2.
 
     The slot m holds m / (1 - b1).
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdamax
+        >>> ScaleByAdamax(b1=0.8).slots
+        ('m', 'norm')
     """
 
     slots = ("m", "norm")
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the mean and the norm."""
         m = self._first(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
@@ -117,6 +135,11 @@ class ScaleByNadam(_Moments):
     mu_t = b1 (1 - 0.96^(t d) / 2), p_t = mu_1 ... mu_t.  Dozat 2016.
 
     The slots hold m / (1 - b1), v / (1 - b2) and p_t.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByNadam
+        >>> ScaleByNadam(momentum_decay=0.0).slots
+        ('m', 'v', 'mu_product')
     """
 
     momentum_decay: float = 4e-3
@@ -131,7 +154,7 @@ class ScaleByNadam(_Moments):
         """Return 1 for the product."""
         return 1.0 if slot == "mu_product" else 0.0
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the look-ahead."""
         t = double(op, inputs.step)
         root = op.Sqrt(self._corrections(op, t)[1])
@@ -154,12 +177,17 @@ class ScaleByRadam(_Moments):
     r^2 = (rho - 4) (rho - 2) n / ((n - 4) (n - 2) rho).  Liu et al. 2020, arXiv:1908.03265.
 
     The slots hold m / (1 - b1) and v / (1 - b2).
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByRadam
+        >>> ScaleByRadam(b2=0.99).slots
+        ('m', 'v')
     """
 
     slots = ("m", "v")
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the rectified quotient."""
         m, v = self._first(slots, u), self._second(slots, u)
         t = double(op, inputs.step)
@@ -180,6 +208,11 @@ class ScaleByRadam(_Moments):
 class ScaleByAdagrad(Optimizer):
     """s <- s + u^2;  u -> u / (1 + (t - 1) lr_decay) / (sqrt(s) + eps).
     Duchi, Hazan & Singer 2011.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdagrad
+        >>> ScaleByAdagrad(lr_decay=0.1).slots
+        ('sum',)
     """
 
     usual_rate = 1e-2
@@ -193,7 +226,7 @@ class ScaleByAdagrad(Optimizer):
         """Return the initial sum."""
         return self.initial_accumulator_value
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the sum of squares and the quotient."""
         total = slots["sum"] + u * u
         u = u / (op.Sqrt(total) + self.eps)
@@ -206,6 +239,11 @@ class ScaleByAdagrad(Optimizer):
 class ScaleByAdadelta(Optimizer):
     """v <- rho v + (1 - rho) u^2;  u -> d = sqrt(a + eps) / sqrt(v + eps) u;
     a <- rho a + (1 - rho) d^2.  Zeiler 2012, arXiv:1212.5701.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdadelta
+        >>> ScaleByAdadelta(rho=0.95).slots
+        ('v', 'steps')
     """
 
     usual_rate = 1.0
@@ -214,7 +252,7 @@ class ScaleByAdadelta(Optimizer):
     slots = ("v", "steps")
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the two means of squares and the quotient."""
         v = self.rho * slots["v"] + (1 - self.rho) * (u * u)
         step = op.Sqrt((slots["steps"] + self.eps) / (v + self.eps)) * u
@@ -225,6 +263,11 @@ class ScaleByAdadelta(Optimizer):
 class ScaleByRms(Optimizer):
     """v <- a v + (1 - a) u^2;  u -> u / (sqrt(v) + eps);  if centered,
     m <- a m + (1 - a) u, and v - m^2 under the root.  Tieleman & Hinton 2012; Graves 2013.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByRms
+        >>> len(ScaleByRms(centered=True).slots)
+        2
     """
 
     usual_rate = 1e-2
@@ -238,7 +281,7 @@ class ScaleByRms(Optimizer):
         """The mean of squares, and the mean if that is subtracted."""
         return ("v", "m") if self.centered else ("v",)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the means and the quotient."""
         v = self.alpha * slots["v"] + (1 - self.alpha) * (u * u)
         if not self.centered:
@@ -269,7 +312,7 @@ class Rprop(Optimizer):
         if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0: not started
             raise ValueError(f"step_sizes must be positive and rise, not {self.step_sizes!r}")
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the step sizes and the signs."""
         size = slots["size"]
         size = op.Where(op.Equal(size, 0.0), op.Neg(inputs.minus_learning_rate), size)
@@ -284,7 +327,13 @@ class Rprop(Optimizer):
 
 @dataclass(frozen=True)
 class ScaleByLion(Optimizer):
-    """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, 2302.06675."""
+    """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, 2302.06675.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByLion
+        >>> ScaleByLion(b2=0.98).slots
+        ('m',)
+    """
 
     usual_rate = 1e-4
     b1: float = 0.9
@@ -292,7 +341,7 @@ class ScaleByLion(Optimizer):
     slots = ("m",)
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the sign and the mean."""
         mean = self.b1 * slots["m"] + (1 - self.b1) * u
         return op.Sign(mean), {"m": self.b2 * slots["m"] + (1 - self.b2) * u}

@@ -13,10 +13,10 @@ from onnxgrad.optimizers.base import (
     Arrays,
     Chain,
     Composite,
-    Inputs,
     Optimizer,
     Shape,
     Slots,
+    UpdateInputs,
     check_range,
     double,
 )
@@ -68,18 +68,18 @@ class Around(Composite):
         """Write the nodes of the optimizer that need all gradients."""
         return self.optimizer.across(op, gradients)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of the optimizer, then those around it."""
         inner = {slot: slots[slot] for slot in self.optimizer.slots}
         u, new = self.optimizer.update(op, u, inner, self.inner_inputs(inputs))
         u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
         return u, new | own
 
-    def inner_inputs(self, inputs: Inputs) -> Inputs:
+    def inner_inputs(self, inputs: UpdateInputs) -> UpdateInputs:
         """Return the inputs of the optimizer."""
         return inputs
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write what follows the step `u` of the optimizer."""
         return u, {}
 
@@ -104,7 +104,7 @@ class Ema(Around):
         """Return the weight for the average, or zero if the bias is divided out."""
         return 0.0 if self.debias and slot in self.own else super().slot_initial(slot, weight)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the average."""
         new = inputs.weight + u
         return u, {"average": self.decay * slots["average"] + (1 - self.decay) * new}
@@ -131,7 +131,7 @@ class Swa(Around):
         super().__post_init__()
         check_range(1, np.inf, start=self.start, every=self.every)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the average; its share of the new weights is zero at other steps."""
         since = double(op, inputs.step) - float(self.start)
         counts = op.And(
@@ -159,7 +159,7 @@ class Lookahead(Around):
         super().__post_init__()
         check_range(1, np.inf, every=self.every)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the slow weights; both factors are zero between the synchronizations."""
         t = double(op, inputs.step)
         syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
@@ -197,7 +197,7 @@ class ScheduleFree(Around):
         """Return the weight for z."""
         return 0.0 if slot in self.own[1:] else super().slot_initial(slot, weight)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write z, and w without x: w <- w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
         weight = op.Pow(double(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
@@ -227,7 +227,7 @@ def ema(optimizer: Optimizer, decay: float = 0.999, debias: bool = False) -> Opt
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import ema
-        >>> ema(og.adam(), decay=0.99).averages
+        >>> ema(og.optimizers.adam(), decay=0.99).averages
         True
     """
     return Ema(optimizer, decay, debias)
@@ -241,7 +241,7 @@ def swa(optimizer: Optimizer, start: int, every: int = 1) -> Optimizer:
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import swa
-        >>> swa(og.momentum(), start=1000, every=50).averages
+        >>> swa(og.optimizers.momentum(), start=1000, every=50).averages
         True
     """
     return Swa(optimizer, start, every)
@@ -255,7 +255,7 @@ def lookahead(optimizer: Optimizer, every: int = 5, alpha: float = 0.5) -> Optim
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import lookahead
-        >>> lookahead(og.adam(), every=6).averages
+        >>> lookahead(og.optimizers.adam(), every=6).averages
         True
     """
     return Lookahead(optimizer, every, alpha)
@@ -277,7 +277,7 @@ def schedule_free(
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import schedule_free
-        >>> schedule_free(og.sgd()).slots
+        >>> schedule_free(og.optimizers.sgd()).slots
         ('z', 'weight_sum', 'largest_rate')
     """
     if optimizer is None:

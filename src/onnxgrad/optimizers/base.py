@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class UpdateInputs:
     """Values of the step's graph that the update of one weight may read.
 
     Attributes:
@@ -132,7 +132,7 @@ class Optimizer:
         """
         return gradients
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes that transform the step `u`; return the new step and the new slots."""
         if self.joint:
             return u, {}
@@ -246,7 +246,7 @@ class Chain(Composite):
             gradients = part.across(op, gradients)
         return gradients
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of all parts."""
         new: Slots = {}
         for part, names in zip(self.parts, self._names(), strict=True):

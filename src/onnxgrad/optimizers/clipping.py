@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.checks import check_positive
-from onnxgrad.optimizers.base import Inputs, Optimizer, Slots, norm
+from onnxgrad.optimizers.base import Optimizer, Slots, UpdateInputs, norm
 
 EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
 
@@ -23,7 +23,7 @@ class Clip(Optimizer):
     def __post_init__(self) -> None:
         check_positive("value", self.value, infinite=True)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the bounds."""
         return op.Min(op.Max(u, -self.value), self.value), {}
 
@@ -37,7 +37,7 @@ class ClipByNorm(Optimizer):
     def __post_init__(self) -> None:
         check_positive("norm", self.norm, infinite=True)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the norm and the product."""
         return u * op.Min(self.norm / (norm(op, u) + EPS), 1.0), {}
 
@@ -69,7 +69,7 @@ def clip(value: float) -> Optimizer:
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import clip
-        >>> og.Chain((clip(0.5), og.adam())).slots
+        >>> og.optimizers.Chain((clip(0.5), og.optimizers.adam())).slots
         ('m', 'v')
     """
     return Clip(value)
@@ -83,7 +83,7 @@ def clip_by_norm(norm: float) -> Optimizer:
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import clip_by_norm
-        >>> og.Chain((clip_by_norm(1.0), og.momentum())).elementwise
+        >>> og.optimizers.Chain((clip_by_norm(1.0), og.optimizers.momentum())).elementwise
         False
     """
     return ClipByNorm(norm)
@@ -98,7 +98,7 @@ def clip_by_global_norm(norm: float) -> Optimizer:
     Examples:
         >>> import onnxgrad as og
         >>> from onnxgrad.optimizers import clip_by_global_norm
-        >>> og.Chain((clip_by_global_norm(1.0), og.adam())).joint
+        >>> og.optimizers.Chain((clip_by_global_norm(1.0), og.optimizers.adam())).joint
         True
     """
     return ClipByGlobalNorm(norm)

@@ -15,10 +15,10 @@ from onnxgrad.optimizers.base import (
     Arrays,
     Composite,
     Excluding,
-    Inputs,
     Optimizer,
     Shape,
     Slots,
+    UpdateInputs,
     check_patterns,
     check_range,
     matches,
@@ -44,9 +44,8 @@ class ParamGroup:
         ValueError: a `start` that is not an integer of 0 or more.
 
     Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import ParamGroup, param_groups
-        >>> optimizer = param_groups({"head.*": ParamGroup(rate=10.0)}, default=og.adamw())
+        >>> from onnxgrad.optimizers import ParamGroup, adamw, param_groups
+        >>> optimizer = param_groups({"head.*": ParamGroup(rate=10.0)}, default=adamw())
         >>> optimizer.for_weight("head.weight", (5, 512))
         WithRate(optimizer=..., rate=10.0)
     """
@@ -90,7 +89,7 @@ class WithRate(Around):
         super().__post_init__()
         check_range(0.0, float("inf"), rate=self.rate)
 
-    def inner_inputs(self, inputs: Inputs) -> Inputs:
+    def inner_inputs(self, inputs: UpdateInputs) -> UpdateInputs:
         """Return the inputs with the learning rate times the factor."""
         return replace(inputs, minus_learning_rate=inputs.minus_learning_rate * self.rate)
 
@@ -117,7 +116,7 @@ class Starting(Around):
         """Return the number of the first step that changes a weight or a slot."""
         return self.start + self.optimizer.first_step
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of the optimizer; before it begins, their results do not count."""
         begun, number = op.Greater(inputs.step, float(self.start)), inputs.step - float(self.start)
         number = op.Max(number, op.const(1.0, number.dtype))
@@ -240,12 +239,11 @@ def param_groups(
             that matches no weight, or weights that no pattern matches without a default.
 
     Examples:
-        >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import ParamGroup, param_groups
+        >>> from onnxgrad.optimizers import ParamGroup, adam, adamw, param_groups
         >>> optimizer = param_groups(
-        ...     {"*bias": ParamGroup(weight_decay=0.0), "head.*": ParamGroup(og.adam(), rate=10.0)},
-        ...     default=og.adamw())
-        >>> optimizer.for_weight("conv.bias", (8,)) == og.adamw(weight_decay=0.0)
+        ...     {"*bias": ParamGroup(weight_decay=0.0), "head.*": ParamGroup(adam(), rate=10.0)},
+        ...     default=adamw())
+        >>> optimizer.for_weight("conv.bias", (8,)) == adamw(weight_decay=0.0)
         True
     """
     default = default.resolved(None) if isinstance(default, ParamGroup) else default

@@ -14,10 +14,10 @@ from onnxgrad.errors import unknown
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import (
     Excluding,
-    Inputs,
     Optimizer,
     Shape,
     Slots,
+    UpdateInputs,
     check_range,
     double,
     norm,
@@ -26,9 +26,15 @@ from onnxgrad.optimizers.base import (
 
 @dataclass(frozen=True)
 class ScaleByTrustRatio(Optimizer):
-    """u -> |w| / |u| u;  u if a norm is zero.  You et al. 2020, arXiv:1904.00962."""
+    """u -> |w| / |u| u;  u if a norm is zero.  You et al. 2020, arXiv:1904.00962.
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByTrustRatio
+        >>> ScaleByTrustRatio().elementwise
+        False
+    """
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the two norms and the product."""
         of_w, of_u = norm(op, inputs.weight), norm(op, u)
         positive = op.And(op.Greater(of_w, 0.0), op.Greater(of_u, 0.0))
@@ -71,7 +77,7 @@ class Adafactor(Excluding):
         decay = 0.0 if self.excludes(name) else self.weight_decay
         return replace(self, weight_decay=decay, exclude=(), factored=len(shape) > 1)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the means, the scaled step and its limit."""
         t, w, shape = double(op, inputs.step), inputs.weight, _shape(u)
         eps1 = self.eps[0] or float(np.finfo(u.dtype.numpy()).eps)
@@ -106,6 +112,11 @@ class Orthogonalize(Optimizer):
 
     r = sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)) for "match_rms_adamw".
     PyTorch computes NS in bfloat16; here it has the dtype of the weight.
+
+    Examples:
+        >>> from onnxgrad.optimizers import Orthogonalize
+        >>> Orthogonalize(ns_steps=3).slots
+        ('momentum',)
     """
 
     usual_rate = 1e-3
@@ -122,7 +133,7 @@ class Orthogonalize(Optimizer):
         if self.adjust_lr_fn not in (None, *_RATIOS):
             raise unknown("adjust_lr_fn", self.adjust_lr_fn, _RATIOS)
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the mean and the iterations; the smaller of both products with the transpose."""
         mean = self.momentum * slots["momentum"] + (1 - self.momentum) * u
         x = self.momentum * mean + (1 - self.momentum) * u if self.nesterov else mean

@@ -31,7 +31,7 @@ def sgd(
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.sgd()
+        >>> og.optimizers.sgd()
         ScaleByLearningRate()
     """
     if nesterov and not momentum:
@@ -45,7 +45,7 @@ def momentum(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.momentum(0.8).slots
+        >>> og.optimizers.momentum(0.8).slots
         ('velocity',)
     """
     return _with_penalty(weight_decay, exclude, Trace(decay))
@@ -56,7 +56,7 @@ def nesterov(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.nesterov(0.8)
+        >>> og.optimizers.nesterov(0.8)
         Chain(parts=(Trace(decay=0.8, nesterov=True), ScaleByLearningRate()))
     """
     return _with_penalty(weight_decay, exclude, Trace(decay, nesterov=True))
@@ -78,8 +78,8 @@ def adam(
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
         >>> loss = og.add_loss_output(model)
-        >>> trainer = og.OrtGradientOptimizer(
-        ...     loss, ["w"], training_optimizer_name=og.adam(b1=0.8), learning_rate=1.0,
+        >>> trainer = og.compat.OrtGradientOptimizer(
+        ...     loss, ["w"], training_optimizer_name=og.optimizers.adam(b1=0.8), learning_rate=1.0,
         ...     max_iter=1, batch_size=2)
         >>> trainer = trainer.fit([[1, 1], [1, 1]], [[0, 9], [0, 9]])
         >>> print(trainer.trained_coef_["w"].round(3))  # the first step of Adam is lr sign(g)
@@ -100,7 +100,7 @@ def adamw(
 
     Examples:
         >>> import onnxgrad as og
-        >>> optimizer = og.adamw(weight_decay=0.1, exclude=("*bias", "*norm*"))
+        >>> optimizer = og.optimizers.adamw(weight_decay=0.1, exclude=("*bias", "*norm*"))
         >>> optimizer.parts[1].decay, optimizer.slots
         (0.1, ('m', 'v'))
     """

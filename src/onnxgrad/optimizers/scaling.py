@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.optimizers.base import Excluding, Inputs, Optimizer, Shape, Slots
+from onnxgrad.optimizers.base import Excluding, Optimizer, Shape, Slots, UpdateInputs
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ScaleByLearningRate(Optimizer):
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.sgd() == og.ScaleByLearningRate()
+        >>> og.optimizers.sgd() == og.optimizers.ScaleByLearningRate()
         True
     """
 
@@ -25,7 +25,7 @@ class ScaleByLearningRate(Optimizer):
     rate_first = True
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the product."""
         return u * inputs.minus_learning_rate, {}
 
@@ -37,8 +37,8 @@ class Trace(Optimizer):
     The slot holds m v, which Nesterov's form computes anyway.
 
     Examples:
-        >>> import onnxgrad as og
-        >>> og.nesterov(0.8) == og.Chain((og.Trace(0.8, nesterov=True), og.ScaleByLearningRate()))
+        >>> from onnxgrad.optimizers import Chain, ScaleByLearningRate, Trace, nesterov
+        >>> nesterov(0.8) == Chain((Trace(0.8, nesterov=True), ScaleByLearningRate()))
         True
     """
 
@@ -47,7 +47,7 @@ class Trace(Optimizer):
     slots = ("velocity",)
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the velocity."""
         velocity = slots["velocity"] + u
         decayed = self.decay * velocity
@@ -67,7 +67,7 @@ class AddDecayedWeights(Excluding):
 
     Examples:
         >>> import onnxgrad as og
-        >>> decay = og.AddDecayedWeights(0.1, exclude=("*bias", "*norm*"))
+        >>> decay = og.optimizers.AddDecayedWeights(0.1, exclude=("*bias", "*norm*"))
         >>> decay.for_weight("conv.bias", (8,)).decay, decay.for_weight("conv.weight", (8, 3)).decay
         (0.0, 0.1)
     """
@@ -81,6 +81,6 @@ class AddDecayedWeights(Excluding):
         decay = 0.0 if self.excludes(name) else self.decay
         return replace(self, decay=decay, exclude=())
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the sum."""
         return (u + self.decay * inputs.weight if self.decay else u), {}

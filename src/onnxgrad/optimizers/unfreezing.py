@@ -33,7 +33,7 @@ def gradual_unfreezing(
 
     Examples:
         >>> import onnxgrad as og
-        >>> optimizer = og.gradual_unfreezing(["head.*", "layer4.*", "*"], every=100)
+        >>> optimizer = og.optimizers.gradual_unfreezing(["head.*", "layer4.*", "*"], every=100)
         >>> optimizer.for_weight("layer4.conv.weight", (8, 8, 3, 3)).start
         100
     """

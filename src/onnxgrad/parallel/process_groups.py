@@ -51,7 +51,7 @@ class DataParallel:
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.DataParallel(shard_optimizer=True).engine
+        >>> og.parallel.DataParallel(shard_optimizer=True).engine
         'auto'
     """
 

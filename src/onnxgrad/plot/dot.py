@@ -73,7 +73,7 @@ def to_dot(model: ModelLike) -> str:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
         ... ''')
-        >>> print("".join(line for line in og.to_dot(model).splitlines(True) if "->" in line))
+        >>> print("".join(line for line in og.plot.to_dot(model).splitlines(True) if "->" in line))
           x -> Exp;
           Exp -> y;
         <BLANKLINE>

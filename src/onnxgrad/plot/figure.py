@@ -65,7 +65,7 @@ def plot_onnxs(
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
         ... ''')
-        >>> ax = og.plot_onnxs(model, renderer="matplotlib", title="exponential")
+        >>> ax = og.plot.plot_onnxs(model, renderer="matplotlib", title="exponential")
         >>> ax.get_title()
         'exponential'
     """

@@ -1,4 +1,4 @@
-"""`to_html`: the graph of a model as an interactive page; `show`: in a notebook."""
+"""`to_html`: the graph of a model as an interactive page; `show_picture`: in a notebook."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _page(scene: Scene, fold: bool | None, title: str = "") -> str:
 
 
 class Picture:
-    """The interactive graph of a model, for notebooks; `show` returns it.
+    """The interactive graph of a model, for notebooks; `show_picture` returns it.
 
     Attributes:
         html: the page.
 
     Examples:
         >>> import onnx, onnxgrad as og
-        >>> picture = og.show(onnx.parser.parse_model('''
+        >>> picture = og.plot.show_picture(onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
         ... '''))
         >>> picture
@@ -82,7 +82,7 @@ class Picture:
         return f'<iframe style="{style}" srcdoc="{escape(self.html)}"></iframe>'
 
 
-def show(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
+def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
     """Return the interactive graph of `model`, which a notebook shows as the value of a cell.
 
     Args:
@@ -96,7 +96,7 @@ def show(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
         ... ''')
-        >>> og.show(og.onnx_derivative(model, note_primal=True))
+        >>> og.plot.show_picture(og.onnx_derivative(model, note_primal=True))
         <Picture of 5 items: the value of a notebook's cell, or the page `html`>
     """
     scene = Scene(model)

@@ -25,7 +25,7 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
     Examples:
         >>> import onnxgrad as og
         >>> history = [{"step": 4, "epoch": 1, "loss": 2.0}, {"step": 8, "epoch": 2, "loss": 1.0}]
-        >>> axes = og.plot_history(history)
+        >>> axes = og.plot.plot_history(history)
         >>> axes.get_lines()[0].get_ydata().tolist()
         [2.0, 1.0]
     """

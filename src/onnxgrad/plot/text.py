@@ -59,7 +59,7 @@ def onnx_simple_text_plot(
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
         ...     <float[2] w = {2.0, 3.0}> { s = Mul(x, w) y = Exp(s) }''')
-        >>> print(og.onnx_simple_text_plot(model))
+        >>> print(og.plot.onnx_simple_text_plot(model))
         opset: domain='' version=20
         input: name='x' type=dtype('float32') shape=('N', 2)
         init: name='w' type=dtype('float32') shape=(2,) -- array([2., 3.], dtype=float32)
@@ -92,7 +92,7 @@ def onnx_text_plot_io(model: ModelLike) -> str:
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
         ... ''')
-        >>> print(og.onnx_text_plot_io(model))
+        >>> print(og.plot.onnx_text_plot_io(model))
         opset: domain='' version=20
         input: name='x' type=dtype('float32') shape=('N',)
         output: name='y' type=dtype('float32') shape=('N',)

@@ -74,7 +74,7 @@ def write_card(
         >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
         >>> trainer = og.Trainer(model, "squared_error").fit(X, X[:, :1], validation=0.2)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     card = og.write_card(trainer, folder, license="mit", data="Noise.")
+        ...     card = og.plot.write_card(trainer, folder, license="mit", data="Noise.")
         ...     print(card.name, card.read_text().splitlines()[:2])
         README.md ['---', 'license: "mit"']
     """

@@ -35,7 +35,9 @@ _KEYS = (  # of a run; those that are missing were not recorded
     "samples",
     *("parameters", "environments", "classes"),
 )
-_RECORD = "`onnxgrad train --record FOLDER`, or `onnxgrad.Recorder(FOLDER)` among the callbacks"
+_RECORD = (
+    "`onnxgrad train --record FOLDER`, or `onnxgrad.callbacks.Recorder(FOLDER)` among the callbacks"
+)
 
 
 def write_report(
@@ -68,7 +70,7 @@ def write_report(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     log = Path(folder, "history.csv")
         ...     _ = log.write_text("step,epoch,loss,learning_rate\\n4,1,0.5,0.1\\n8,2,0.25,0.1\\n")
-        ...     page = og.write_report(log, Path(folder, "page.html"))
+        ...     page = og.plot.write_report(log, Path(folder, "page.html"))
         ...     "validation loss" in page.read_text()
         False
     """

@@ -25,7 +25,7 @@ from onnxgrad.report.measures import change, description, histograms, norm, thin
 from onnxgrad.report.predictions import Examination
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
-from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import parameters_of
 from onnxgrad.training.diagnose import Kept, end_reason, sample_step
@@ -78,9 +78,10 @@ class Recorder(Callback):
         >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
         >>> y = X @ np.float32([[2], [3]])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     trainer = og.Trainer(model, "squared_error", callbacks=[og.Recorder(folder)])
+        ...     callbacks = [og.callbacks.Recorder(folder)]
+        ...     trainer = og.Trainer(model, "squared_error", callbacks=callbacks)
         ...     trainer = trainer.fit(X, y, epochs=3, validation=0.2)
-        ...     page = og.write_report(folder)
+        ...     page = og.plot.write_report(folder)
         ...     page.name
         'report.html'
     """
@@ -116,7 +117,7 @@ class Recorder(Callback):
 
     # -- events -------------------------------------------------------------------------------
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record what is there before the first step."""
         self.folder_written.mkdir(parents=True, exist_ok=True)
         target_of(self.path)
@@ -143,11 +144,11 @@ class Recorder(Callback):
         if not entry["environments"] or entry["environments"][-1]["machine"] != machine:
             entry["environments"].append({"step": state.step, "machine": machine})
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the sum of the losses of an epoch."""
         self._losses.begin()
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record the mean loss since the last call, and norms where they are due."""
         if new := self._losses.add(trainer.progress):
             loss, rows = new
@@ -157,17 +158,17 @@ class Recorder(Callback):
         if self.every_steps is not None and state.step % self.every_steps == 0:
             self._measure(trainer, state)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the file."""
         self._write(state)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record norms, and write the file."""
         if self.every_steps is None:
             self._measure(trainer, state)
         self._write(state)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the trained model, and write the file."""
         kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {

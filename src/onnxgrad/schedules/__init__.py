@@ -1,1 +1,5 @@
 """Learning rates of the steps of a training."""
+
+from onnxgrad.lazy_names import offer_names
+
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

@@ -21,7 +21,7 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 from onnxgrad.data.columns import column_names, is_table, read_names, target_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import read
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.sklearn.conversion import convert_estimator, holds_text, is_estimator, takes_tables
 from onnxgrad.sklearn.front import by_name, takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head

@@ -9,6 +9,6 @@ Examples:
     True
 """
 
-import lazy_loader
+from onnxgrad.lazy_names import offer_names
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = offer_names(__name__, __file__)

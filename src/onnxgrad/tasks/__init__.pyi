@@ -1,4 +1,6 @@
-from . import (
+"""A module a task, and the base class of tasks."""
+
+from onnxgrad.tasks import (
     ctc as ctc,
     detection as detection,
     embeddings as embeddings,
@@ -6,4 +8,6 @@ from . import (
     sound as sound,
     tokens as tokens,
 )
-from .base import Task as Task
+from onnxgrad.tasks.base import (
+    Task as Task,
+)

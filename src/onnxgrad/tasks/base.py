@@ -51,8 +51,8 @@ class Task:
     """
 
     model: ModelProto
-    data: og.Reader | None = None
-    validation: og.Reader | None = None
+    data: og.data.Reader | None = None
+    validation: og.data.Reader | None = None
     loss: Any
     metrics: Any = ()
     arguments: dict[str, Any]
@@ -92,7 +92,7 @@ class Task:
         """Return a trained model without what only its training needs, as it is deployed."""
         return model
 
-    def read(self, path: str | os.PathLike) -> og.Reader:
+    def read(self, path: str | os.PathLike) -> og.data.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
 
         Raises:

@@ -60,7 +60,7 @@ class TextRecognition(Task):
         width: to which all images are padded, and wider ones squeezed; None: as declared, if it is.
         colors: "BGR", "RGB" or "L" for gray. None: "L" for one channel, "BGR" for three, as
             PaddleOCR reads them.
-        mean, std: as of `og.normalize`; a number is that of all channels.
+        mean, std: as of `og.data.normalize`; a number is that of all channels.
         beam: how many prefixes `predict` keeps, see `ctc_decode`; None: the best path, as metrics.
         seed: of the weights of new characters.
 
@@ -124,11 +124,11 @@ class TextRecognition(Task):
             self.model = self._alphabet.extend(self.model, added, seed)
         self.data = self._reader(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
-        self.metrics = [og.TextErrorRate(read), og.TextErrorRate(read, "words")]
+        self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
         self.arguments = {"loss_options": options}
 
-    def read(self, path: Any) -> og.Reader:
+    def read(self, path: Any) -> og.data.Reader:
         """Return other rows for the same model, such as those to validate on, as `data` has them.
 
         Raises:
@@ -149,7 +149,7 @@ class TextRecognition(Task):
                 width), uint8, or images of Pillow.
         """
         predictor = Predictor(model_of(model))
-        lines = Lines([image for _, image in og.list_images(inputs)], self._form)
+        lines = Lines([image for _, image in og.data.list_images(inputs)], self._form)
         results: dict[int, tuple[str, float]] = {}
         groups = defaultdict(list)
         for i, (_, _, width) in enumerate(lines.shapes):
@@ -161,7 +161,7 @@ class TextRecognition(Task):
                 x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))  # repeats some
                 for i, log_p in zip(own, self._output.log_p(predictor.run(x)[0]), strict=False):
                     log_p = log_p[: self._output.steps(lines.widths[i])]
-                    labels, sure = og.ctc_decode(log_p, self._alphabet.blank, self.beam)
+                    labels, sure = og.language.ctc_decode(log_p, self._alphabet.blank, self.beam)
                     results[i] = self._alphabet.text(labels), sure
         return [results[i] for i in range(len(lines))]
 
@@ -169,7 +169,7 @@ class TextRecognition(Task):
         """Write `results.txt`: `path<TAB>text<TAB>confidence`, with numbers for paths of arrays."""
         file = Path(folder) / "results.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        pairs = zip(og.list_images(inputs), results, strict=True)
+        pairs = zip(og.data.list_images(inputs), results, strict=True)
         lines = [
             f"{image if is_file(image) else name}\t{text}\t{sure:.4f}\n"
             for (name, image), (text, sure) in pairs
@@ -177,7 +177,7 @@ class TextRecognition(Task):
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
 
-    def _reader(self, rows: Sequence[tuple[Any, str]]) -> og.Reader:
+    def _reader(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
         lines, labels = Lines([source for source, _ in rows], self._form), []
         numbers = {c: i for i, c in reversed([*enumerate(self._alphabet.classes)]) if c}
         lacks = [(source, {*text} - {*numbers}) for source, text in rows]
@@ -197,7 +197,7 @@ class TextRecognition(Task):
                     f"{needed}: leave it out, or cut it into two images"
                 )
             labels.append([steps, *(numbers[c] for c in text)])
-        return og.by_length(lines, labels, axis={"X": 2, "y": 0}, value=0, same_length=False)
+        return og.data.by_length(lines, labels, axis={"X": 2, "y": 0}, value=0, same_length=False)
 
 
 def _input_shape(model: onnx.ModelProto) -> list[int | None]:

@@ -68,8 +68,8 @@ class Detections(NamedTuple):
 class Detection(Task):
     """Detectors on annotated pictures, as COCO and YOLO hold them.
 
-    `data` are those of `og.annotated_images`, from files of COCO or YOLO, in `image_size`. Where
-    they have another number of classes than the model, it gets new layers for the classes, by
+    `data` are those of `og.data.annotated_images`, from files of COCO or YOLO, in `image_size`.
+    Where they have another number of classes than the model, it gets new layers for the classes, by
     `replace_head`. `task.trainer(train=task.class_layers)` trains those layers alone.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
@@ -83,7 +83,7 @@ class Detection(Task):
         data: the pictures to train on; None: to predict, and `classes` are those of the metadata.
         head: what its output means: a kind as `Head` lists them, or a `Head`. None: by its shape.
         image_size: height and width, a number for both, where the model leaves them open.
-        augment: `transforms` of `og.annotated_images`, such as `og.random_flip()`.
+        augment: `transforms` of `og.data.annotated_images`, such as `og.data.random_flip()`.
         pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
             is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
         loss: arguments of `detection_loss`, as `{"classes": "varifocal"}`.
@@ -123,7 +123,7 @@ class Detection(Task):
     ) -> None:
         self.model = model_of(model)
         head = Head(**head) if isinstance(head, Mapping) else head
-        train: Any = None if data is None else og.annotated_images(data, transforms=augment)
+        train: Any = None if data is None else og.data.annotated_images(data, transforms=augment)
         named = stored_classes(self.model)
         self.classes = named if train is None else train.classes
         stored = json.loads(notes_of(self.model).get(_IDS, "[]")) or list(range(len(named)))
@@ -150,7 +150,7 @@ class Detection(Task):
             self._measure()
             self.data = self._fed(train)
             if "val" in train.parts:
-                self.validation = self._fed(og.annotated_images(str(data), part="val"))
+                self.validation = self._fed(og.data.annotated_images(str(data), part="val"))
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that were given, with the head of the trained model."""
@@ -159,7 +159,7 @@ class Detection(Task):
 
     def _measure(self) -> None:
         """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
-        metrics = [og.MeanAveragePrecision(self.decoder.lists, iou) for iou in (None, 0.5)]
+        metrics = [og.metrics.MeanAveragePrecision(self.decoder.lists, iou) for iou in (None, 0.5)]
         self.metrics = {self._only: metrics} if self._only else metrics
 
     def trainer(self, **arguments: Any) -> og.Trainer:
@@ -173,9 +173,9 @@ class Detection(Task):
         """Return a trained model without the output that only the loss reads."""
         if JOINED not in [y.name for y in model.graph.output]:
             return model
-        return og.select_model_inputs_outputs(model, list(output_shapes(model)))
+        return og.graph.select_model_inputs_outputs(model, list(output_shapes(model)))
 
-    def read(self, path: str | os.PathLike) -> og.Reader:
+    def read(self, path: str | os.PathLike) -> og.data.Reader:
         """Return other rows for the same model and classes, such as those to validate on.
 
         Args:
@@ -187,7 +187,7 @@ class Detection(Task):
         Raises:
             ValueError: files that do not hold what they must, or other classes.
         """
-        read = og.annotated_images(path, part=None)
+        read = og.data.annotated_images(path, part=None)
         if list(read.classes) != list(self.classes):
             raise ValueError(
                 f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
@@ -215,9 +215,9 @@ class Detection(Task):
         predictor, results = Predictor(model_of(model)), []
         lengths = output_shapes(model_of(model))
         outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
-        for _, picture in og.list_images(inputs):
-            image = og.open_image(picture)
-            x, scale, corner = og.letterbox(image, self.head.size, self.pixels)
+        for _, picture in og.data.list_images(inputs):
+            image = og.data.open_image(picture)
+            x, scale, corner = og.data.letterbox(image, self.head.size, self.pixels)
             values = predictor.run(x[None], outputs)
             [found] = self.decoder(np.concatenate(values, 2), score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
@@ -248,13 +248,13 @@ class Detection(Task):
         """
         from PIL import ImageDraw
 
-        pictures, results, folder = og.list_images(inputs), list(results), Path(folder)
+        pictures, results, folder = og.data.list_images(inputs), list(results), Path(folder)
         if len(pictures) != len(results):
             raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
         folder.mkdir(parents=True, exist_ok=True)
         written, rows = [], []
         for (stem, picture), found in zip(pictures, results, strict=True):
-            image = og.open_image(picture)
+            image = og.data.open_image(picture)
             draw = ImageDraw.Draw(image)
             for box, score, name in zip(*found, strict=True):
                 at = self.classes.index(name)
@@ -273,7 +273,7 @@ class Detection(Task):
         written[-1].write_text(json.dumps(rows), encoding="utf-8")
         return written
 
-    def _fed(self, reader: Any) -> og.Reader:
+    def _fed(self, reader: Any) -> og.data.Reader:
         """Return a reader for the model."""
         reader.size, reader.pixels = self.head.size, self.pixels
         reader.late_labels = None if self.head.has_anchors else self._matched
@@ -309,7 +309,7 @@ class Detection(Task):
                 for n in layers
                 if len(sizes[n]) == 1
             }
-            self.model = og.replace_initializers_into_onnx(self.model, few)
+            self.model = og.graph.replace_initializers_into_onnx(self.model, few)
 
 
 def _bgr_of_bytes(rgb: np.ndarray) -> np.ndarray:
@@ -331,7 +331,7 @@ def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
     if JOINED in by_name:
         return model
     parts = [by_name[name] for name in boxes_first(lengths)]
-    with og.Emit(read.graph) as op:
+    with og.graph.Emit(read.graph) as op:
         joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
     joined.name = JOINED
     read.graph.outputs.append(joined)

@@ -339,7 +339,7 @@ def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[.
         for i, shape in enumerate(shapes)
     ]
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
-    with og.Emit(graph) as op:
+    with og.graph.Emit(graph) as op:
         op.give(function(op, *inputs))
     predictor = Predictor(ir.to_proto(ir.Model(graph, ir_version=9)))
     return lambda *arrays: predictor.run({f"x{i}": x for i, x in enumerate(arrays)})

@@ -27,7 +27,7 @@ def detection_loss(
     topk: int = 10,
     alpha: float = 0.5,
     beta: float = 6.0,
-) -> og.LossSpec:
+) -> og.losses.LossSpec:
     """Return sum_k gain_k L_k: of boxes, classes, and, by head, distances, objectness or L1.
 
     Labels are boxes, float32 (N, M, 5): class, x1, y1, x2, y2 in pixels; class -1 fills rows up.
@@ -49,7 +49,8 @@ def detection_loss(
     Args:
         head: what the output means.
         box: "ciou" or "giou": the loss is one minus it.
-        classes: "bce", "varifocal", or "focal" with og.LOSSES["focal"], whose target is 0 or 1.
+        classes: "bce", "varifocal", or "focal" with og.losses.LOSSES["focal"], whose target is 0
+            or 1.
         gains: others than those above, by name: "box", "classes", "distances", "objectness", "l1".
         topk, alpha, beta: of the assignment.
 
@@ -76,12 +77,12 @@ def detection_loss(
     def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         return rule.write(op, prediction, label)
 
-    return og.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
+    return og.losses.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
 
 
-def _labels(head: Head) -> og.LabelKind:
+def _labels(head: Head) -> og.losses.LabelKind:
     columns = 5 if head.has_anchors else 6
-    return og.LabelKind(
+    return og.losses.LabelKind(
         ir.DataType.FLOAT,
         lambda f: (f[0] if f else None, None, columns),
         lambda f: f is not None and len(f) == 3,
@@ -132,7 +133,7 @@ class _Rule:
         weight = share if "objectness" not in parts else found
         aim = op.MatMul(named, one_hot) * (share if "objectness" not in parts else iou)
         mine, learns = op.MatMul(named, truth), self._class_losses(op, parts["classes"], aim)
-        losses = {"box": (1.0 - og.box_iou(op, parts["boxes"], mine, self.box), weight)}
+        losses = {"box": (1.0 - og.losses.box_iou(op, parts["boxes"], mine, self.box), weight)}
         losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
         if "objectness" in parts:
             losses["classes"] = losses["classes"][0], found
@@ -145,7 +146,7 @@ class _Rule:
             near, far = op.split(mine, 2, 2)
             center, stride = op.const(anchors[:, :2]), anchors[:, 2:]
             sides = op.Concat(center - near, far - center, axis=2) / stride
-            each = og.distribution_focal(op, sides_of, sides)
+            each = og.losses.distribution_focal(op, sides_of, sides)
             losses["distances"] = op.ReduceMean(each, [2], keepdims=0), weight
         return self._total(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
@@ -161,10 +162,10 @@ class _Rule:
 
     def _class_losses(self, op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
         if self.classes == "varifocal":
-            return og.varifocal(op, logits, target)
+            return og.losses.varifocal(op, logits, target)
         if self.classes == "focal":
             hit = op.Cast(op.Greater(target, 0.0), to=ir.DataType.FLOAT)
-            return og.LOSSES["focal"].formula(op, logits, hit)
+            return og.losses.LOSSES["focal"].formula(op, logits, hit)
         return _cross_entropy(op, logits, target)
 
     def _of_queries(self, op, parts, one_hot, truth, query):
@@ -177,7 +178,7 @@ class _Rule:
         mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
         near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
         aim = op.Concat((near + far) / 2.0, far - near, axis=2)
-        iou = og.box_iou(op, parts["boxes"], mine, self.box)
+        iou = og.losses.box_iou(op, parts["boxes"], mine, self.box)
         losses = {
             "box": (1.0 - iou, found),
             "l1": (op.ReduceSum(op.Abs(raw - aim), [2], keepdims=0), found),
@@ -192,7 +193,7 @@ class _Rule:
             losses["classes"] = entropy * (count / op.ReduceSum(weight, keepdims=0)), weight
         else:
             quality = op.Unsqueeze(
-                op.Max(op.detached(og.box_iou(op, parts["boxes"], mine)), 0.0), [2]
+                op.Max(op.detached(og.losses.box_iou(op, parts["boxes"], mine)), 0.0), [2]
             )
             hit = hit * quality if self.classes == "varifocal" else hit
             each = self._class_losses(op, parts["classes"], hit)
@@ -208,7 +209,7 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
     inner = op.Concat(op.Sub(centers, near), op.Sub(far, centers), axis=3)
     inside = op.Greater(op.ReduceMin(inner, [3], keepdims=0), 1e-9)
     inside = op.And(inside, op.Greater(op.ReduceSum(one_hot, [2], keepdims=1), 0.5))
-    iou = op.Max(og.box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
+    iou = op.Max(og.losses.box_iou(op, corners, op.Unsqueeze(boxes, [1]), "ciou"), 0.0)
     iou = op.Where(inside, iou, 0.0)
     log_p = op.MatMul(one_hot, op.Transpose(scores, perm=[0, 2, 1]))  # (N, M, A)
     metric = op.Where(inside, op.Exp(alpha * log_p) * op.Pow(iou, beta), 0.0)
@@ -232,7 +233,7 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
 
 
 def _cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
-    return og.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
+    return og.losses.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
 
 
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
@@ -298,7 +299,7 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         one_hot = op.Equal(number, np.arange(head.classes, dtype=np.float32))
         p = op.Transpose(head.scores(op, parts, head.probabilities), perm=[0, 2, 1])
         p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
-        return [gains["l1"] * l1 - gains["box"] * og.box_iou(op, *pairs, "giou") - p]
+        return [gains["l1"] * l1 - gains["box"] * og.losses.box_iou(op, *pairs, "giou") - p]
 
     runs: dict[Any, Callable[..., list]] = {}
 

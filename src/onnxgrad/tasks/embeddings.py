@@ -42,8 +42,8 @@ _BATCH, _CHUNK, _NEIGHBORS = 64, 1024, 5
 class Embeddings(Task):
     """Embeddings: rows that belong together shall be near, by the cosine of their embeddings.
 
-    `data` are texts, as `og.paired_texts` reads them: the other rows of a batch are negatives, so
-    that a positive should not fit their anchors. Or images or arrays of classes.
+    `data` are texts, as `og.language.paired_texts` reads them: the other rows of a batch are
+    negatives, so that a positive should not fit their anchors. Or images or arrays of classes.
 
     The file that comes out has the nodes of `model`; behind them a pool, a projection or the
     centers of classes where these are added. `finished` removes the centers.
@@ -60,10 +60,10 @@ class Embeddings(Task):
         pool: "mean", "first" or "image", see `og.add_head`; None: "mean" for tokens, without those
             that `attention_mask` leaves out, "image" for maps.
         projection: units of a new linear layer on the embeddings; None: no layer.
-        tokenizer: as of `og.paired_texts`; None: one that lies beside the model.
+        tokenizer: as of `og.language.paired_texts`; None: one that lies beside the model.
         length: tokens of a text; longer ones are cut.
-        images: `{"size": 224, "transforms": [...]}`, as for `og.image_folder`.
-        classes, rows: P and K of `og.p_by_k`, which makes batches of images and arrays.
+        images: `{"size": 224, "transforms": [...]}`, as for `og.data.image_folder`.
+        classes, rows: P and K of `og.data.p_by_k`, which makes batches of images and arrays.
         seed: of new layers.
 
     Raises:
@@ -105,7 +105,7 @@ class Embeddings(Task):
             self._kind, rows_of_data = self._rows(data)
             if self._kind == "classes":
                 X, labels = rows_of_data if isinstance(data, tuple) else (rows_of_data, None)
-                self.data = og.p_by_k(X, labels, classes, rows)
+                self.data = og.data.p_by_k(X, labels, classes, rows)
             else:
                 self.data = rows_of_data
         default, self.metrics = _DEFAULTS[self._kind]
@@ -161,7 +161,7 @@ class Embeddings(Task):
         if isinstance(data, tuple):
             return "classes", data
         if Path(data).is_dir():
-            return "classes", og.image_folder(data, **self._images)
+            return "classes", og.data.image_folder(data, **self._images)
         reader = self._texts(data)
         return reader.kind, reader
 
@@ -172,7 +172,7 @@ class Embeddings(Task):
             raise ValueError(f"texts are for models with inputs such as input_ids, not {[*shapes]}")
         tokenizer, home, length = self._of_texts
         most = (*shapes["input_ids"], None, None)[1] or length
-        reader = og.paired_texts(source, tokenizer_for(tokenizer, home), most)
+        reader = og.language.paired_texts(source, tokenizer_for(tokenizer, home), most)
         return reader.for_inputs(shapes)
 
     def read(self, path: Any) -> Any:
@@ -199,14 +199,14 @@ class Embeddings(Task):
         proto = model_of(model)
         if self.output in [y.name for y in proto.graph.output]:
             return proto
-        return with_notes(og.features(proto, at=self.output), {CLASSES: None})
+        return with_notes(og.graph.features(proto, at=self.output), {CLASSES: None})
 
     def _listed(self, inputs: Any) -> Any:
         """Return the images of a folder, the lines of a file, or inputs as they are."""
         if not isinstance(inputs, (str, os.PathLike)):
             return inputs
         if Path(inputs).is_dir():
-            return og.image_folder(inputs, **self._images)
+            return og.data.image_folder(inputs, **self._images)
         return Path(inputs).read_text(encoding="utf-8").splitlines()
 
     def predict(self, model: Any, inputs: Any) -> Any:
@@ -254,7 +254,7 @@ class Embeddings(Task):
 
 def _feeds(predictor: Predictor, inputs: Any) -> Iterator[Any]:
     """Yield what a model takes, batch by batch, from a reader or arrays."""
-    if isinstance(inputs, og.Reader):
+    if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
         yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
         return

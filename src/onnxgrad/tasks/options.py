@@ -14,6 +14,8 @@ import numpy as np
 import onnxgrad as og
 
 _FUNCTION, _MAKER = "function", "onnxgrad"  # keys of values that are no JSON
+# {public function that returns a value of an option: its submodule}
+_MAKERS = {name: submodule for submodule in (og.data, og.losses) for name in submodule.__all__}
 
 
 def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +61,10 @@ def _as_json(value: Any) -> Any:
         return {name: _as_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_as_json(each) for each in value]
-    if dataclasses.is_dataclass(value) and hasattr(og, maker):
+    if dataclasses.is_dataclass(value) and maker in _MAKERS:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {_MAKER: maker, "arguments": _as_json(fields)}
-    if isinstance(value, og.LossSpec):
+    if isinstance(value, og.losses.LossSpec):
         return named_loss(value)
     if callable(value):
         return {_FUNCTION: getattr(value, "__qualname__", type(value).__name__)}
@@ -83,5 +85,6 @@ def _made(name: str, value: Any) -> Any:
     if "path" in value:
         return value["path"] if Path(value["path"]).exists() else None
     if _MAKER in value:
-        return getattr(og, value[_MAKER])(**_made(name, value["arguments"]))
+        maker = value[_MAKER]
+        return getattr(_MAKERS[maker], maker)(**_made(name, value["arguments"]))
     return {key: _made(name, each) for key, each in value.items()}

@@ -34,8 +34,8 @@ _logger = logging.getLogger(og.__name__)
 class Segmentation(Task):
     """A class for every pixel: semantic segmentation by scores (N, classes, H, W).
 
-    `data` are those of `og.masked_images`, a folder with `images` and `masks` or a JSON file of
-    COCO. A folder may also have two such folders, `train` and `val`.
+    `data` are those of `og.data.masked_images`, a folder with `images` and `masks` or a JSON file
+    of COCO. A folder may also have two such folders, `train` and `val`.
 
     Pictures are resized to the input of the model (bilinear), masks to its output (nearest
     neighbor), also where that is smaller: loss and metrics are those of its pixels. For
@@ -52,9 +52,9 @@ class Segmentation(Task):
             largest number in masks. If the model has scores of another number, it gets a new last
             layer by `replace_head`, and the logger warns.
         image_size: (height, width) of pictures for the model; None: as its input declares.
-        images, ignore: as of `og.masked_images`.
-        normalize: of values from 0 to 1, as `og.normalize(mean, std)`.
-        augment: `transforms` of `og.masked_images`, such as `og.random_flip()`.
+        images, ignore: as of `og.data.masked_images`.
+        normalize: of values from 0 to 1, as `og.data.normalize(mean, std)`.
+        augment: `transforms` of `og.data.masked_images`, such as `og.data.random_flip()`.
         loss: "cross_entropy", "dice" or "focal", several with "+" in between, or `{name: factor}`:
             see `combined_loss`; these are `binary_cross_entropy`, `dice` and `focal` of one score,
             `cross_entropy`, `softmax_dice` and `softmax_focal` of several. Or any that a `Trainer`
@@ -141,19 +141,21 @@ class Segmentation(Task):
     def _rows(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
         """Return the pictures and masks of files, for the model."""
         form, images = self._form, images or self.images
-        return og.masked_images(
+        return og.data.masked_images(
             path, form.size, augment, form.front, mask_size=form.grid, classes=classes or None,
             ignore=self.ignore, images=images, channels=form.channels,
         )  # fmt: skip
 
-    def _labeled(self, rows: Any) -> og.Reader:
+    def _labeled(self, rows: Any) -> og.data.Reader:
         """Return a reader with labels for one score, where the model has one."""
         axis = self._form.axes[1]
         if self._form.scores == 1:
             rows.relabel = lambda X, y: np.float32(np.expand_dims(np.where(y < 0, np.nan, y), axis))
         return rows
 
-    def read(self, path: str | os.PathLike, images: str | os.PathLike | None = None) -> og.Reader:
+    def read(
+        self, path: str | os.PathLike, images: str | os.PathLike | None = None
+    ) -> og.data.Reader:
         """Return other pictures with masks of the same classes; nothing augments them.
 
         Args:
@@ -175,8 +177,8 @@ class Segmentation(Task):
         form, found = self._form, []
         predictor = Predictor(model_of(model), [form.output])
         (name,) = predictor.inputs
-        for _, source in og.list_images(inputs):
-            picture = og.open_image(source, _MODES[form.channels])
+        for _, source in og.data.list_images(inputs):
+            picture = og.data.open_image(source, _MODES[form.channels])
             scores = predictor.run_rows({name: form.array(picture)[None]})[form.output]
             found.append(form.classes(scores[0], picture.size))
         return found
@@ -194,7 +196,7 @@ class Segmentation(Task):
         """
         from PIL import Image
 
-        named, written = og.list_images(inputs), []
+        named, written = og.data.list_images(inputs), []
         if len({name for name, _ in named}) < len(named):
             raise ValueError(f"pictures of the same name: {[name for name, _ in named]}")
         for part in ("masks", "overlays"):
@@ -203,7 +205,7 @@ class Segmentation(Task):
             mask = Image.fromarray(result)
             mask.putpalette(palette())
             shown = Image.fromarray(np.uint8(result > 0) * np.uint8(128))
-            over = Image.composite(mask.convert("RGB"), og.open_image(source), shown)
+            over = Image.composite(mask.convert("RGB"), og.data.open_image(source), shown)
             for part, image in (("masks", mask), ("overlays", over)):
                 written.append(Path(folder) / part / f"{name}.png")
                 image.save(written[-1])
@@ -222,7 +224,7 @@ def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> An
     factors = dict.fromkeys(names, 1.0) if isinstance(loss, str) else loss
     own = {n: both[form.scores > 1] for n, both in _LOSSES.items()}
     by_name = {own[n]: given for n, given in options.items()}
-    spec = og.combined_loss({own[n]: factors[n] for n in names}, by_name)
+    spec = og.losses.combined_loss({own[n]: factors[n] for n in names}, by_name)
     known = {"ignore_nan": True} if form.scores == 1 else {"axis": form.axes[1]}
     return spec.with_options({**spec.options, **known})
 
@@ -290,7 +292,7 @@ class Form:
 
     def array(self, picture: Any) -> np.ndarray:
         """Return a picture as the model takes it, in a row."""
-        resized = np.asarray(og.resize(self.size)(picture, None), np.float32) / np.float32(255)
+        resized = np.asarray(og.data.resize(self.size)(picture, None), np.float32) / np.float32(255)
         return self.front(resized.reshape(*self.size, self.channels))
 
     def classes(self, scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -23,11 +23,10 @@ __all__ = ["Heard", "Sound"]
 class Sound(Task):
     """Trains models of sounds: one wake word, exclusive classes, or events in streams.
 
-    `data` are those of `og.sound_folder`: a folder of folders, one a class, or a list. A row is a
-    clip, in the length of the model.
-    With `carry`, a row is a window of a file, and states begin anew with each file, at zero; the
-    label of a window is what is labeled in half of it or more. The gradient does not pass from
-    batch to batch.
+    `data` are those of `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
+    is a clip, in the length of the model. With `carry`, a row is a window of a file, and states
+    begin anew with each file, at zero; the label of a window is what is labeled in half of it or
+    more. The gradient does not pass from batch to batch.
 
     The loss is the cross-entropy of the classes, or of one score for `word`. `trainer` takes
     `class_weight` for rare ones.
@@ -38,8 +37,8 @@ class Sound(Task):
         validation: other files, in either form.
         rate: sample rate of the model in Hz; files of other rates are resampled.
         seconds: length of a window, if the shape of the input does not state it.
-        front: from float32 (N, samples) to features, such as `onnxgrad.mel_spectrogram`; their last
-            two axes are swapped, and an axis of length 1 is added, where the input says so.
+        front: from float32 (N, samples) to features, such as `onnxgrad.data.mel_spectrogram`; their
+            last two axes are swapped, and an axis of length 1 is added, where the input says so.
         word: the class that a model with one score detects; all others are the background.
         classes: names of the units of the model, in their order; None: those of the data, sorted.
             A model with another number of units gets a new last layer, by `replace_head`. The model
@@ -51,7 +50,7 @@ class Sound(Task):
         constants: values of further inputs; None: of one called "sr", the sample rate.
         files: files of a stream side by side in a batch; of a model whose states have no rows, the
             consecutive windows of one file, through which the gradient passes.
-        shift, gain, noise, snr: what is random about clips in training, see `og.sound_folder`.
+        shift, gain, noise, snr: what is random about clips in training, see `og.data.sound_folder`.
         output: name of the output of scores, if several could be.
         activation: "sigmoid" or "softmax", which makes probabilities of outputs; "none" if they are
             such. None: by `are_probabilities`.
@@ -129,7 +128,7 @@ class Sound(Task):
         self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
         loss = "binary_cross_entropy" if one else "cross_entropy"
         self.loss = loss if self.form.single else {self.form.output: loss}
-        alarms = [og.FalseAlarms(self.form.samples / rate)] if one and not carry else []
+        alarms = [og.metrics.FalseAlarms(self.form.samples / rate)] if one and not carry else []
         self.metrics = ["accuracy", *alarms]
         self.arguments = {"carry": self.form.carry}
         if self.form.along:
@@ -139,7 +138,9 @@ class Sound(Task):
 
     def _folder(self, path: str | os.PathLike, **random: Any) -> Any:
         form = self.form
-        return og.sound_folder(path, form.rate, form.samples / form.rate, form.inputs, **random)
+        return og.data.sound_folder(
+            path, form.rate, form.samples / form.rate, form.inputs, **random
+        )
 
     def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
         """Return the classes: of the word, the caller, the data or the model."""
@@ -167,7 +168,7 @@ class Sound(Task):
             arguments["class_weight"] = {output: weights}
         return super().trainer(**arguments)
 
-    def read(self, path: str | os.PathLike) -> og.Reader:
+    def read(self, path: str | os.PathLike) -> og.data.Reader:
         """Return the clips or streams of another folder or list; nothing is random about them.
 
         Raises:
@@ -175,7 +176,7 @@ class Sound(Task):
         """
         return self._reader(self._folder(path))
 
-    def _reader(self, folder: Any) -> og.Reader:
+    def _reader(self, folder: Any) -> og.data.Reader:
         form = self.form
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
@@ -206,7 +207,7 @@ class Sound(Task):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a file, and their labels."""
         form = self.form
-        x = augment(og.read_wave(clips[0].file, form.rate), rng)
+        x = augment(og.data.read_wave(clips[0].file, form.rate), rng)
         windows, first = form.windows(x, form.samples)
         starts, size = first / form.rate, form.samples / form.rate
         numbers = np.zeros(len(windows), np.int64)
@@ -245,9 +246,9 @@ class Sound(Task):
             raise ValueError(f"hop={hop}: the windows of a model with states follow each other")
         step = form.samples if hop is None else max(1, round(hop * form.rate))
         predictor, results = Predictor(model_of(model)), []
-        for name, given in og.list_sounds(inputs):
+        for name, given in og.data.list_sounds(inputs):
             path = isinstance(given, Path)
-            x = og.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
+            x = og.data.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
             if x.ndim != 1 or not len(x):
                 raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
             if not form.carry and (missing := form.samples - len(x)) > 0:

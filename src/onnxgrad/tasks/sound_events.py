@@ -71,7 +71,7 @@ def write_events(inputs: Any, results: Iterable[Heard], folder: Path) -> list[Pa
     with written[0].open("w", newline="", encoding="utf-8") as table:
         rows = csv.writer(table)
         rows.writerow(["file", "start", "end", "label", "score"])
-        for (name, _), heard in zip(og.list_sounds(inputs), results, strict=True):
+        for (name, _), heard in zip(og.data.list_sounds(inputs), results, strict=True):
             rows.writerows(map(safe_cell, [name, *event]) for event in heard.events)
             track = folder / f"{Path(name).stem}.txt"
             if track in written:

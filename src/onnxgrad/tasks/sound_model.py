@@ -69,7 +69,7 @@ class SoundModel:
         self.units = self.out[-1] if len(self.out) > 1 else 1
         self.samples = self._samples(seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
-        self.activation = "none" if og.are_probabilities(proto, self.output) else None
+        self.activation = "none" if og.losses.are_probabilities(proto, self.output) else None
 
     def _samples(self, seconds: float | None) -> int:
         stated = self.shape[-1]

@@ -12,7 +12,7 @@ import onnxgrad as og
 
 
 @dataclass(eq=False)
-class Streams(og.Reader):
+class Streams(og.data.Reader):
     """Files in consecutive windows, several side by side as the rows of a batch.
 
     Files of similar length share their batches; shorter ones end in windows of weight zero. A seed

@@ -55,11 +55,11 @@ class LineForm:
             image = paper
         width, padded = self.widths(image.size)
         image = image.convert("L" if self.colors == "L" else "RGB")
-        image = og.resize((self.height, width))(image, None)
+        image = og.data.resize((self.height, width))(image, None)
         values = np.asarray(image, np.float32).reshape(self.height, width, self.channels) / 255
         values = values[..., ::-1] if self.colors == "BGR" else values
         mean, std = (np.broadcast_to(v, self.channels).tolist() for v in (self.mean, self.std))
-        values = np.asarray(og.normalize(mean, std)(values, None))
+        values = np.asarray(og.data.normalize(mean, std)(values, None))
         return np.pad(np.moveaxis(values, -1, 0), [(0, 0), (0, 0), (0, padded - width)])
 
 
@@ -67,14 +67,14 @@ class Lines(Sequence[np.ndarray]):
     """Arrays of images, which are read when they are needed.
 
     Attributes:
-        sources: what `og.open_image` takes.
+        sources: what `og.data.open_image` takes.
         shapes: of the arrays.
         widths: of the texts in them, of which a square is the least.
     """
 
     def __init__(self, sources: Sequence[Any], form: LineForm) -> None:
         self.sources, self.form = sources, form
-        both = [form.widths(og.image_size(source)) for source in sources]
+        both = [form.widths(og.data.image_size(source)) for source in sources]
         self.shapes = [(form.channels, form.height, padded) for _, padded in both]
         self.widths = [min(max(width, form.height), padded) for width, padded in both]
 
@@ -82,7 +82,7 @@ class Lines(Sequence[np.ndarray]):
         return len(self.sources)
 
     def __getitem__(self, i: Any) -> Any:
-        return self.form.array(og.open_image(self.sources[i], None))
+        return self.form.array(og.data.open_image(self.sources[i], None))
 
 
 def is_file(source: Any) -> bool:
@@ -110,7 +110,7 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     if not is_file(data):
         rows = [(image, text) for image, text in data]
     elif (path := Path(data)).is_dir():
-        rows = [(image, _text_beside(image)) for _, image in og.list_images(path)]
+        rows = [(image, _text_beside(image)) for _, image in og.data.list_images(path)]
         texts = {image.with_suffix(".txt") for image, _ in rows}
         if alone := sorted({*path.glob("*.txt")} - texts):
             raise ValueError(
@@ -234,5 +234,5 @@ class Alphabet:
             prediction = np.swapaxes(prediction, 0, 1)
         scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
         pairs = zip(scores, label[:, 0], strict=True)
-        found = [og.ctc_decode(row[:steps], self.blank)[0] for row, steps in pairs]
+        found = [og.language.ctc_decode(row[:steps], self.blank)[0] for row, steps in pairs]
         return [*map(self.text, found)], [self.text(own[own >= 0]) for own in label[:, 1:]]

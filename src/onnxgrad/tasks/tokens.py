@@ -32,17 +32,18 @@ _BATCH = 32
 class Tokens(Task):
     """Labels of words, by a model with an output (rows, tokens, classes) of scores.
 
-    `data` are those of `og.labeled_texts`: a text of more than `max_length` tokens becomes several
-    rows, which overlap, and a text with entities by characters is cut into words with BIO labels.
+    `data` are those of `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
+    several rows, which overlap, and a text with entities by characters is cut into words with BIO
+    labels.
 
     Args:
         model: a model or a path. One with stored classes, or an output `logits`, gets a new last
             layer unless these are the classes; another one a linear layer on its features.
         data: a CoNLL file, JSON lines, or a list of dicts.
-        tokenizer, classes, max_length, stride, label_all: as of `og.labeled_texts`; no tokenizer:
-            one that lies beside the model.
+        tokenizer, classes, max_length, stride, label_all: as of `og.language.labeled_texts`; no
+            tokenizer: one that lies beside the model.
         at: the features of an encoder, (rows, tokens, features), if it has several such outputs.
-        scheme: as for `og.EntityF1`.
+        scheme: as for `og.metrics.EntityF1`.
         seed: of a new layer.
 
     Raises:
@@ -86,20 +87,20 @@ class Tokens(Task):
             self.model = with_classes(self.model, self.classes)
         self._joins = any(name.startswith("B-") for name in self.classes)
         options = {"axis": 2, "ignore_index": -100, "from_logits": None}
-        self.loss = og.LOSSES["cross_entropy"].with_options(options)
-        of_entities = [og.EntityF1(self.classes, scheme)] if self._joins else []
+        self.loss = og.losses.LOSSES["cross_entropy"].with_options(options)
+        of_entities = [og.metrics.EntityF1(self.classes, scheme)] if self._joins else []
         self.metrics = [*of_entities, "accuracy"]
         self.arguments: dict[str, Any] = {}
         self.data = None if rows is None else self._fed(rows)
 
     def _rows(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         how = {**self._how, **options}
-        return og.labeled_texts(source, self._tokenizer, classes, **how)
+        return og.language.labeled_texts(source, self._tokenizer, classes, **how)
 
     def _fed(self, rows: Any) -> Any:
         return rows.for_inputs(inputs_of(self.model))
 
-    def read(self, path: Any) -> og.Reader:
+    def read(self, path: Any) -> og.data.Reader:
         """Return other rows for the same classes, from what `data` may be.
 
         Raises:
@@ -179,7 +180,7 @@ def _with_head(
     outputs = {y.name: y.type.tensor_type.shape.dim for y in proto.graph.output}
     if at is None and (stored or "logits" in outputs):
         if len(outputs) > 1:
-            proto = og.select_model_inputs_outputs(proto, ["logits"])
+            proto = og.graph.select_model_inputs_outputs(proto, ["logits"])
         if stored == classes:
             return proto
         return og.replace_head(proto, classes, activation=None, seed=seed)

@@ -23,7 +23,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
-from onnxgrad.parallel import Group
+from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource
 from onnxgrad.training.class_weights import WeightedClasses

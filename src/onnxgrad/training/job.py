@@ -26,8 +26,9 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import read
 from onnxgrad.model.without_elements import emptied
-from onnxgrad.optimizers import Optimizer, select as select_optimizer, sgd
-from onnxgrad.parallel import DataParallel
+from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.optimizers.presets import select as select_optimizer, sgd
+from onnxgrad.parallel.process_groups import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import LearningRate, constant, select as select_schedule
 from onnxgrad.training.callbacks.base import Callbacks

@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.schedules.rates import Rates
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.callbacks.base import Callbacks, Control
+from onnxgrad.training.callbacks.base import Callbacks, TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members
@@ -54,7 +54,7 @@ class Loop:
     evaluate: Callable[[], dict[str, float]] | None = None
     explain: Callable[[Any], str] = lambda loop: "Lower the learning rate, or scale the data"
     label_misfit: Callable[[Batch], str | None] = lambda batch: None
-    control: Control = field(default_factory=Control)
+    control: TrainingControl = field(default_factory=TrainingControl)
     interrupts: Interrupts = field(default_factory=Interrupts)
     sample: tuple[Slice, np.ndarray, int] | None = None  # arguments of a run, while it trains
     failed: tuple[Slice, np.ndarray, int] | None = None  # arguments of the run that gave NaN

@@ -198,7 +198,8 @@ def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
         ...     f (float[N,2] x) => (float[N,3] y) <float[2,3] w = {0.0, 0, 0, 0, 0, 0}> {
         ...         y = MatMul(x, w) }''')
         >>> X, y = np.float32(np.eye(2)[[0, 1] * 8]), np.array([0, 2] * 8)
-        >>> trainer = og.Trainer(model, "cross_entropy", learning_rate=0.1, mix=og.mixup(alpha=0.2))
+        >>> mix = og.losses.mixup(alpha=0.2)
+        >>> trainer = og.Trainer(model, "cross_entropy", learning_rate=0.1, mix=mix)
         >>> trainer.fit(X, y, epochs=20).predict(X[:2]).argmax(axis=1).tolist()
         [0, 2]
     """
@@ -236,7 +237,7 @@ def cutmix(
 
     Examples:
         >>> import onnxgrad as og
-        >>> og.cutmix(axes=(1, 2))  # of images (rows, height, width, channels)
+        >>> og.losses.cutmix(axes=(1, 2))  # of images (rows, height, width, channels)
         CutMix(alpha=1.0, input=None, axes=(1, 2))
     """
     chosen = None if axes is None else tuple(int(axis) for axis in axes)
@@ -259,7 +260,7 @@ def mix_rows_by_job(
         own = isinstance(loss, ComputedLoss)
         kind = "computed by a model" if own else f"a {type(loss).__name__}"
         raise ValueError(
-            f"mix takes losses of onnxgrad.LOSSES, not one that is {kind}: leave it out"
+            f"mix takes losses of onnxgrad.losses.LOSSES, not one that is {kind}: leave it out"
         )
     for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved))):
         if given:

@@ -40,7 +40,7 @@ def loss_output(proto: ModelProto) -> str:
         raise ValueError(
             f"{argument('loss', None)} needs an output that is the loss, called 'loss' or of a "
             f"single number; the outputs are {names}: pass {argument('loss', 'cross_entropy')} or "
-            f"another one of {named('onnxgrad.LOSSES')}"
+            f"another one of {named('onnxgrad.losses.LOSSES')}"
         )
     return single[0]
 

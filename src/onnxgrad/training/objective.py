@@ -29,7 +29,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators import shapes
-from onnxgrad.parallel import Part
+from onnxgrad.parallel.part import Part
 from onnxgrad.training.filled import fill
 from onnxgrad.training.job import Job
 from onnxgrad.training.mixing import mix_rows_by_job

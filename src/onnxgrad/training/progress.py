@@ -28,9 +28,9 @@ class FitProgress:
 
     Examples:
         >>> import onnxgrad as og
-        >>> def stop_at_small_loss(progress: og.FitProgress) -> bool:
+        >>> def stop_at_small_loss(progress: og.callbacks.FitProgress) -> bool:
         ...     return progress.loss > 1e-3  # False ends `fit(X, y, callback=stop_at_small_loss)`
-        >>> stop_at_small_loss(og.FitProgress(0, 10, 32, 100, 0.25, None, 1e5))
+        >>> stop_at_small_loss(og.callbacks.FitProgress(0, 10, 32, 100, 0.25, None, 1e5))
         True
     """
 

@@ -13,7 +13,7 @@ from onnxgrad.checks import check_count, check_positive
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.curves import exponential
-from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
+from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 
 _SKIPPED = 10  # rates at both ends, at most, where the slope of the smoothed loss is noise
 
@@ -102,11 +102,11 @@ class _Watch(Callback):
         rates = np.array([schedule(step) for step in range(len(self.losses))])
         return RangeTest(rates, np.array(self.losses), np.array(self.smoothed), self.diverged)
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the sums of the losses and terms of an epoch."""
         self._before = (0.0, 0.0, 0)
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Note the loss of a step: the increase of the sums of the epoch."""
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
@@ -170,7 +170,7 @@ def lr_range_test(
         ... ''')
         >>> X = np.random.default_rng(0).normal(size=(96, 2)).astype(np.float32)
         >>> trainer = og.Trainer(model, "squared_error", optimizer="sgd")
-        >>> found = og.lr_range_test(trainer, X, X @ np.float32([[2], [3]]), start=1e-4)
+        >>> found = og.schedules.lr_range_test(trainer, X, X @ np.float32([[2], [3]]), start=1e-4)
         >>> 0.01 < found.suggestion < 1
         True
     """

@@ -17,7 +17,8 @@ from onnxgrad.losses.objectives import LABEL, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.read import names_model
 from onnxgrad.model.without_elements import read_elsewhere
-from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
+from onnxgrad.optimizers.base import Chain, Optimizer
+from onnxgrad.optimizers.clipping import clip_by_global_norm
 from onnxgrad.training.class_weights import WeightedClasses
 from onnxgrad.training.data import Dataset, array_shape
 from onnxgrad.training.filled import fillable, is_cache

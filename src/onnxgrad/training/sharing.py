@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import argument
-from onnxgrad.parallel import DataParallel, Group, Part, group_of
+from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import DataParallel, Group, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import describe, options_of

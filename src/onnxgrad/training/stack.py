@@ -18,7 +18,8 @@ from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
-from onnxgrad.optimizers import Optimizer, select as select_optimizer
+from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.optimizers.presets import select as select_optimizer
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import require_known, select_rate

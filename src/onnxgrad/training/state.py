@@ -99,11 +99,11 @@ class TrainState:
 
     Examples:
         >>> import tempfile, numpy as np, onnxgrad as og
-        >>> state = og.TrainState()
+        >>> state = og.callbacks.TrainState()
         >>> state.weights = {"w": np.float32([1, 2])}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     state.save(f"{folder}/state")
-        ...     og.TrainState.load(f"{folder}/state").weights["w"].tolist()
+        ...     og.callbacks.TrainState.load(f"{folder}/state").weights["w"].tolist()
         [1.0, 2.0]
     """
 

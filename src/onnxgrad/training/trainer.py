@@ -21,8 +21,8 @@ from onnxgrad.metrics.base import Metric
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
-from onnxgrad.optimizers import Optimizer
-from onnxgrad.parallel import DataParallel
+from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.parallel.process_groups import DataParallel
 from onnxgrad.reporting import html_table, logger
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.callbacks.base import Callback

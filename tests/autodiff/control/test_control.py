@@ -8,17 +8,10 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    NoGradientRule,
-    OrtGradientOptimizer,
-    add_loss_output,
-    check_gradient,
-    get_train_initializer,
-    jvp,
-    onnx_derivative,
-    vjp,
-)
+from onnxgrad import NoGradientRule, add_loss_output, check_gradient, jvp, onnx_derivative, vjp
 from onnxgrad.autodiff.partition import partition
+from onnxgrad.compat import OrtGradientOptimizer
+from onnxgrad.graph import get_train_initializer
 from tests.support.control_arrays import normal_array
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model

@@ -6,14 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    DerivativeOptions,
-    NoGradientRule,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-)
+from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_proto
 from tests.support.control_arrays import normal_array
 from tests.support.errors import naming

@@ -10,14 +10,9 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from onnxgrad import (
-    OrtGradientOptimizer,
-    add_loss_output,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-    replace_initializers_into_onnx,
-)
+from onnxgrad import add_loss_output, check_gradient, onnx_derivative
+from onnxgrad.compat import OrtGradientOptimizer
+from onnxgrad.graph import get_train_initializer, replace_initializers_into_onnx
 from tests.support.body_cases import BODIES, SPARSE, W
 from tests.support.function_cases import ATTRIBUTES, CALLS, FUNCTIONS
 from tests.support.models import parse_model

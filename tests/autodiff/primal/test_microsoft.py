@@ -8,16 +8,11 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    NoGradientRule,
-    OrtGradientOptimizer,
-    add_loss_output,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-)
+from onnxgrad import NoGradientRule, add_loss_output, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal import prepare as preparing
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.compat import OrtGradientOptimizer
+from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_proto
 from onnxgrad.operators import OPERATORS
 from tests.support.errors import naming

@@ -8,14 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    ModelError,
-    NoGradientRule,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-)
+from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph import get_train_initializer
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.weights import replace
 from onnxgrad.operators import marks

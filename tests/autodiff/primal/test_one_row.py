@@ -140,7 +140,11 @@ def both_files(tmp_path_factory):
         {"accumulate": 4, "batch_norm": "train"},
         {"learning_rate": [0.05, 0.1]},
         in_sweep(
-            {"mix": og.mixup(), "dropout": {"*Relu*": 0.2}, "optimizer": og.ema(og.adam(), 0.9)}
+            {
+                "mix": og.losses.mixup(),
+                "dropout": {"*Relu*": 0.2},
+                "optimizer": og.optimizers.ema(og.optimizers.adam(), 0.9),
+            }
         ),
         in_sweep({"batch_norm": "train"}),
         in_sweep({"recompute": "all"}),

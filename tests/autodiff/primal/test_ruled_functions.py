@@ -59,7 +59,7 @@ def rule_of_rounding():
     ids=str,
 )
 def test_trainer(arguments, opset, tmp_path):
-    recorder = og.Recorder(tmp_path)
+    recorder = og.callbacks.Recorder(tmp_path)
     trainer = og.Trainer(
         model_with_ruled_function(opset),
         "squared_error",
@@ -101,8 +101,8 @@ def test_stack():
 def test_loss_in_the_model_and_outside():
     with_loss = og.add_loss_output(model_with_ruled_function(), "squared_error")
     arguments = {"learning_rate": RATE, "max_iter": 1, "batch_size": 8}
-    inside = og.OrtGradientOptimizer(with_loss, ["W"], **arguments).fit(X, Y)
-    outside = og.OrtGradientForwardBackwardOptimizer(
+    inside = og.compat.OrtGradientOptimizer(with_loss, ["W"], **arguments).fit(X, Y)
+    outside = og.compat.OrtGradientForwardBackwardOptimizer(
         model_with_ruled_function(), ["W"], **arguments
     ).fit(X, Y)
     # `SquareLearningLoss` is half the square
@@ -124,7 +124,7 @@ def test_layer_of_torch():
 
 
 def test_artifacts(tmp_path):
-    og.generate_artifacts(
+    og.artifacts.generate_artifacts(
         model_with_ruled_function(), loss="MSELoss", optimizer="SGD", artifact_directory=tmp_path
     )
     for name in ("step", "training_model", "eval_model"):

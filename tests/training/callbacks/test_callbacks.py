@@ -11,13 +11,11 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
-from onnxgrad import (
-    ConvergenceError,
-    ConvergenceWarning,
+from onnxgrad import ConvergenceError, ConvergenceWarning, add_loss_output
+from onnxgrad.compat import (
     LearningRateSGD,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    add_loss_output,
 )
 from tests.support.running import in_sweep
 from tests.support.small_models import two_column_model
@@ -326,7 +324,7 @@ def test_the_steps_of_sgd_are_counted_on_by_a_warm_start():
     assert made.fit(BATCHES).n_steps_ == 8
 
 
-class Saver(og.Callback):
+class Saver(og.callbacks.Callback):
     """Has a method of its own that is called as that of a checkpoint once was."""
 
     saved = 0

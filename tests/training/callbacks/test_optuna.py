@@ -27,7 +27,7 @@ class AtThreshold(optuna.pruners.BasePruner):
 
 def last_validation_loss(trial, callback=None, **options):
     rate = RATES[trial.number % len(RATES)]
-    own = og.OptunaPruning(trial, **options)
+    own = og.callbacks.OptunaPruning(trial, **options)
     callbacks = [own] if callback is None else [callback, own]
     trainer = og.Trainer(
         MODEL, "squared_error", optimizer="sgd", learning_rate=rate, callbacks=callbacks
@@ -53,7 +53,7 @@ def test_median_pruner_ends_the_bad_trial():
 
 
 def test_evaluations_within_epochs_have_the_step_of_the_training():
-    class Often(og.Callback):
+    class Often(og.callbacks.Callback):
         every_steps = 2
 
         def on_step_end(self, trainer, state, control):
@@ -84,7 +84,7 @@ def test_directions():
     up = optuna.create_study(direction="maximize")
 
     def objective(trial):
-        pruning = og.OptunaPruning(trial, "validation_r2")
+        pruning = og.callbacks.OptunaPruning(trial, "validation_r2")
         trainer = og.Trainer(MODEL, "squared_error", metrics=["r2"], callbacks=[pruning])
         trainer.fit(X, Y, validation=(X, Y), epochs=2)
         return trainer.history[-1]["validation_r2"]
@@ -97,7 +97,7 @@ def test_resumed_training_reports_what_its_trial_lacks(tmp_path):
     study = optuna.create_study()
 
     def fit(trial, epochs, resume=None):
-        own = [og.Checkpoint(tmp_path), og.OptunaPruning(trial)]
+        own = [og.Checkpoint(tmp_path), og.callbacks.OptunaPruning(trial)]
         trainer = og.Trainer(MODEL, "squared_error", optimizer="sgd", callbacks=own)
         trainer.fit(X, Y, validation=(X, Y), epochs=epochs, resume=resume)
         return [entry["validation_loss"] for entry in trainer.history]
@@ -118,9 +118,11 @@ def test_unknown_monitor_and_stacks():
     with pytest.raises(ValueError, match="validation_accuracy"):
         study.optimize(lambda t: last_validation_loss(t, monitor="validation_accuracy"), n_trials=1)
     with pytest.raises(ValueError, match="every"):
-        og.OptunaPruning(study.ask(), every="step")
-    pruning = og.OptunaPruning(study.ask())
+        og.callbacks.OptunaPruning(study.ask(), every="step")
+    pruning = og.callbacks.OptunaPruning(study.ask())
     with pytest.raises(ValueError, match="one model"):
         og.TrainerStack(MODEL, "squared_error", learning_rate=[0.1, 0.2], callbacks=[pruning])
     fixed = optuna.trial.FixedTrial({})
-    og.Trainer(MODEL, "squared_error", callbacks=[og.OptunaPruning(fixed, "loss")]).fit(X, Y)
+    og.Trainer(MODEL, "squared_error", callbacks=[og.callbacks.OptunaPruning(fixed, "loss")]).fit(
+        X, Y
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.callbacks.base import Callback, Callbacks, Control
+from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 from onnxgrad.training.callbacks.diagnostics import Norms, Timing
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping, better_if
 from onnxgrad.training.callbacks.history import History
@@ -181,11 +181,11 @@ def test_goes_on_counting_where_training_resumes():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        og.adam(),
-        og.ema(og.adam(), 0.99, debias=True),
-        in_sweep(og.swa(og.adam(), start=15)),
-        in_sweep(og.lookahead(og.adam(), every=3)),
-        og.schedule_free(),
+        og.optimizers.adam(),
+        og.optimizers.ema(og.optimizers.adam(), 0.99, debias=True),
+        in_sweep(og.optimizers.swa(og.optimizers.adam(), start=15)),
+        in_sweep(og.optimizers.lookahead(og.optimizers.adam(), every=3)),
+        og.optimizers.schedule_free(),
     ],
     ids=str,
 )
@@ -320,7 +320,7 @@ def test_history_takes_numbers_of_numpy_and_lists(tmp_path):
         history=[{"step": 1, "loss": np.float32(0.5), "per_class": np.array([1, np.inf])}]
     )
     for suffix in ("csv", "json"):
-        History(tmp_path / f"a.{suffix}").on_epoch_end(None, state, Control())
+        History(tmp_path / f"a.{suffix}").on_epoch_end(None, state, TrainingControl())
     assert json.loads((tmp_path / "a.json").read_text()) == [
         {"step": 1, "loss": 0.5, "per_class": [1.0, None]}
     ]
@@ -355,7 +355,7 @@ def test_norms_of_every_third_step_and_of_epochs():
 def test_norms_of_all_weights_together():
     state = State(weights={"a": np.float16([3e4, 3e4]), "b": np.float32([[1e5]])}, step=1)
     trainer = SimpleNamespace(gradient_norms={"a": 3.0, "b": 4.0})
-    Norms(every_steps=1).on_step_end(trainer, state, Control())
+    Norms(every_steps=1).on_step_end(trainer, state, TrainingControl())
     [record] = state.callbacks["Norms"]["records"]
     assert record["gradient_norm"] == 5.0
     assert record["weight_norm"] == pytest.approx((2 * 9e8 + 1e10) ** 0.5)

@@ -48,13 +48,16 @@ def torch_weights(build, clip=None, steps=12, sizes=8):
 
 
 CASES = {
-    "adam": (og.adam(), lambda p: torch.optim.Adam(p, lr=0.05)),
-    "adamw": (og.adamw(weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)),
+    "adam": (og.optimizers.adam(), lambda p: torch.optim.Adam(p, lr=0.05)),
+    "adamw": (
+        og.optimizers.adamw(weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1),
+    ),
     "momentum": (
-        og.momentum(weight_decay=0.1),
+        og.optimizers.momentum(weight_decay=0.1),
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
     ),
-    "rmsprop": (og.rmsprop(), lambda p: torch.optim.RMSprop(p, lr=0.05)),
+    "rmsprop": (og.optimizers.rmsprop(), lambda p: torch.optim.RMSprop(p, lr=0.05)),
 }
 
 
@@ -64,8 +67,8 @@ CASES = {
 )
 def test_weights_are_those_of_requires_grad(name, clip, accumulate):
     own, theirs = CASES[name]
-    late = {name: og.ParamGroup(start=START[name]) for name in ("body_w", "body_b")}
-    options = {"optimizer": og.param_groups(late, own), "learning_rate": 0.05}
+    late = {name: og.optimizers.ParamGroup(start=START[name]) for name in ("body_w", "body_b")}
+    options = {"optimizer": og.optimizers.param_groups(late, own), "learning_rate": 0.05}
     options |= {"clip_norm": clip, "accumulate": accumulate}
     trainer = og.Trainer(MODEL, "cross_entropy", **options)
     trainer.fit(X, Y, batch_size=8, epochs=2, shuffle=False)
@@ -76,7 +79,9 @@ def test_weights_are_those_of_requires_grad(name, clip, accumulate):
 
 
 def test_weights_and_slots_stay_bit_for_bit_until_they_start():
-    optimizer = og.gradual_unfreezing(["head_*", "*"], every=4, optimizer=og.adamw(0.1))
+    optimizer = og.optimizers.gradual_unfreezing(
+        ["head_*", "*"], every=4, optimizer=og.optimizers.adamw(0.1)
+    )
     trainer = og.Trainer(MODEL, "cross_entropy", optimizer=optimizer, learning_rate=0.05)
     trainer.fit(X[:32], Y[:32], batch_size=8, shuffle=False)
     state = trainer.state
@@ -90,7 +95,7 @@ def test_weights_and_slots_stay_bit_for_bit_until_they_start():
 
 def test_resumed_training_starts_groups_at_the_same_step(tmp_path):
     def trainer(*callbacks):
-        optimizer = og.gradual_unfreezing(["head_*", "body_b", "*"], every=4, rate=0.5)
+        optimizer = og.optimizers.gradual_unfreezing(["head_*", "body_b", "*"], every=4, rate=0.5)
         return og.Trainer(MODEL, "cross_entropy", optimizer=optimizer, callbacks=callbacks)
 
     whole = trainer().fit(X, Y, batch_size=8, epochs=3)
@@ -101,16 +106,20 @@ def test_resumed_training_starts_groups_at_the_same_step(tmp_path):
 
 
 def test_groups_that_begin_later_average_nothing():
-    later = og.gradual_unfreezing(["w", "*"], every=3)
+    later = og.optimizers.gradual_unfreezing(["w", "*"], every=3)
     assert not later.averages
-    assert og.ema(later, 0.9).averages
-    assert og.gradual_unfreezing(["w", "*"], every=3, optimizer=og.ema(og.adam())).averages
+    assert og.optimizers.ema(later, 0.9).averages
+    assert og.optimizers.gradual_unfreezing(
+        ["w", "*"], every=3, optimizer=og.optimizers.ema(og.optimizers.adam())
+    ).averages
 
 
 def test_averages_begin_with_the_group():
     def trained(start, epochs):
-        group = og.ParamGroup(og.ema(og.sgd(), 0.5), start=start)
-        optimizer = og.param_groups({"body_*": group}, default=og.ema(og.sgd(), 0.5))
+        group = og.optimizers.ParamGroup(og.optimizers.ema(og.optimizers.sgd(), 0.5), start=start)
+        optimizer = og.optimizers.param_groups(
+            {"body_*": group}, default=og.optimizers.ema(og.optimizers.sgd(), 0.5)
+        )
         trainer = og.Trainer(MODEL, "cross_entropy", optimizer=optimizer, learning_rate=0.1)
         trainer.fit(X[:8], Y[:8], batch_size=8, epochs=epochs)
         return initializer_arrays(trainer.model)["body_w"]
@@ -121,7 +130,8 @@ def test_averages_begin_with_the_group():
 
 def test_members_of_a_stack_may_start_at_different_steps():
     optimizers = [
-        og.gradual_unfreezing(["head_*", "*"], every=every, optimizer="adam") for every in (2, 4)
+        og.optimizers.gradual_unfreezing(["head_*", "*"], every=every, optimizer="adam")
+        for every in (2, 4)
     ]
     stack = og.TrainerStack(MODEL, "cross_entropy", optimizer=optimizers, learning_rate=0.05)
     stack.fit(X, Y, batch_size=8, shuffle=False)
@@ -141,8 +151,10 @@ def test_large_weights_in_blocks():
     label = np.zeros((8, 400), np.float32)
 
     def trained(epochs, start):
-        group = og.ParamGroup(og.adam(), start=start)
-        trainer = og.Trainer(model, "squared_error", optimizer=og.param_groups({"w": group}))
+        group = og.optimizers.ParamGroup(og.optimizers.adam(), start=start)
+        trainer = og.Trainer(
+            model, "squared_error", optimizer=og.optimizers.param_groups({"w": group})
+        )
         return trainer.fit(data, label, batch_size=8, epochs=epochs).state.weights["w"]
 
     assert trained(2, 2).tobytes() == w.tobytes()
@@ -152,11 +164,11 @@ def test_large_weights_in_blocks():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: og.ParamGroup(start=-1), "start .*steps"),
-        (lambda: og.ParamGroup(start=0.5), "start .*steps"),
-        (lambda: og.gradual_unfreezing("head", 3), "write"),
-        (lambda: og.gradual_unfreezing([], 3), "one or more"),
-        (lambda: og.gradual_unfreezing(["*"], 0), "every"),
+        (lambda: og.optimizers.ParamGroup(start=-1), "start .*steps"),
+        (lambda: og.optimizers.ParamGroup(start=0.5), "start .*steps"),
+        (lambda: og.optimizers.gradual_unfreezing("head", 3), "write"),
+        (lambda: og.optimizers.gradual_unfreezing([], 3), "one or more"),
+        (lambda: og.optimizers.gradual_unfreezing(["*"], 0), "every"),
     ],
 )
 def test_arguments_are_checked(build, message):
@@ -165,6 +177,6 @@ def test_arguments_are_checked(build, message):
 
 
 def test_weights_that_no_pattern_names_are_refused():
-    optimizer = og.gradual_unfreezing(["head_*"], every=2)
+    optimizer = og.optimizers.gradual_unfreezing(["head_*"], every=2)
     with pytest.raises(ValueError, match="no pattern"):
         og.Trainer(MODEL, "cross_entropy", optimizer=optimizer).fit(X, Y)

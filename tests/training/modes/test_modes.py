@@ -10,11 +10,12 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import Emit, Trainer, rule
+from onnxgrad import Trainer, rule
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import ModelError
+from onnxgrad.graph import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.training.modes import (

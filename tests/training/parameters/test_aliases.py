@@ -207,15 +207,17 @@ def test_every_trainer_takes_patterns_and_aliases():
     trainer = og.Trainer(proto, "squared_error", train="*", freeze=["enc.*"])
     assert trainer.trained == expected
     assert moved(trainer.fit(x, y).model) == expected
-    outside = og.OrtGradientForwardBackwardOptimizer(proto, ["head.*"], max_iter=1).fit(x, y)
+    outside = og.compat.OrtGradientForwardBackwardOptimizer(proto, ["head.*"], max_iter=1).fit(x, y)
     assert moved(outside.get_trained_onnx()) == expected
     with_loss = og.add_loss_output(proto)
-    inside = og.OrtGradientOptimizer(with_loss, ["head.bias", "*.weight"], max_iter=1).fit(x, y)
+    inside = og.compat.OrtGradientOptimizer(with_loss, ["head.bias", "*.weight"], max_iter=1).fit(
+        x, y
+    )
     assert [*inside.trained_coef_] == ["head.bias", "onnx::MatMul_7", "onnx::MatMul_8"]
-    passes = og.OrtGradientForwardBackward(proto, ["head.weight", "enc.0.bias"])
+    passes = og.compat.OrtGradientForwardBackward(proto, ["head.weight", "enc.0.bias"])
     assert passes.weights_to_train == ["onnx::MatMul_8", "enc.0.bias"]
     with pytest.raises(ValueError, match=naming("'hed.weight'", "'head.weight'")):
-        og.OrtGradientOptimizer(with_loss, ["hed.weight"]).fit(x, y)
+        og.compat.OrtGradientOptimizer(with_loss, ["hed.weight"]).fit(x, y)
     with pytest.raises(ValueError, match=r"freeze='\*'|nothing"):
         og.Trainer(proto, "squared_error", train="head.*", freeze="*")
 
@@ -269,7 +271,9 @@ def test_copies_of_an_embedding_are_named(transposed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         og.Trainer(proto, "squared_error", freeze=["embed.weight", "onnx::MatMul_9"])
-        tied = og.Trainer(og.tie_copies(proto), "squared_error", learning_rate=0.1, optimizer="sgd")
+        tied = og.Trainer(
+            og.graph.tie_copies(proto), "squared_error", learning_rate=0.1, optimizer="sgd"
+        )
     with pytest.warns(UserWarning, match="tie_copies"):
         apart = og.Trainer(proto, "squared_error", learning_rate=0.1, optimizer="sgd")
     X, y = np.arange(5), np.random.default_rng(1).normal(size=(5, 5)).astype(np.float32)

@@ -28,9 +28,9 @@ def checked_opset_20_model(text: str) -> onnx.ModelProto:
 
 def names_of_separated(model: onnx.ModelProto) -> list[str]:
     """Return the names of the new tensors; the model computes the same, and is separated once."""
-    new = og.separate_merged(model)
+    new = og.graph.separate_merged(model)
     onnx.checker.check_model(new, full_check=True)
-    assert og.separate_merged(new) is new
+    assert og.graph.separate_merged(new) is new
     x = RNG.normal(size=(3, 2)).astype("f")
     np.testing.assert_array_equal(run(new, x=x)[0], run(model, x=x)[0])
     before = {t.name for t in model.graph.initializer}
@@ -109,7 +109,7 @@ def test_what_does_not_train_stays_merged():
     with pytest.warns(UserWarning, match=naming("'c.weight'", "stored")):
         og.Trainer(model, "mse")
     with pytest.warns(UserWarning, match=naming("'c.weight'", "as one")):
-        og.OrtGradientForwardBackward(model)
+        og.compat.OrtGradientForwardBackward(model)
     with pytest.warns(UserWarning, match=r"'c.weight'"):
         second = og.Trainer(model, "mse", train="c.weight").fit(X, X)
     stored = constant_arrays(second.model)
@@ -210,8 +210,10 @@ def test_checkpoints_and_saved_files_of_separated_models(tmp_path):
         np.testing.assert_array_equal(again.state.weights[name], stored[name])
     assert (stored["norm.bias"] == 0).all()
     assert (stored["norm_2.bias"] != 0).all()
-    og.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path / "files")
-    merged = constant_arrays(og.merge_artifacts(tmp_path / "files"))
+    og.artifacts.generate_artifacts(
+        model, None, None, "CrossEntropyLoss", "AdamW", tmp_path / "files"
+    )
+    merged = constant_arrays(og.artifacts.merge_artifacts(tmp_path / "files"))
     assert merged.keys() >= set(og.Trainer(model, "cross_entropy").trained)
     stack = og.TrainerStack(model, "cross_entropy", learning_rate=[1e-3, 1e-2])
     stack.fit(x, y, batch_size=5)

@@ -10,15 +10,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
+from onnxgrad import add_loss_output, onnx_derivative, trainable
+from onnxgrad.compat import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
-    add_loss_output,
-    get_train_initializer,
-    onnx_derivative,
-    trainable,
 )
+from onnxgrad.graph import get_train_initializer
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.small_models import float32_model

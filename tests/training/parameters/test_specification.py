@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
-from onnxgrad import Emit, trainable
+from onnxgrad import trainable
+from onnxgrad.graph import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.training.parameters.table import Tensor
 

@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "momentum": "momentum",
     "adam": "adam",
     "muon": muon(),  # not elementwise
-    "ema": ema(og.adam()),  # evaluates a slot
+    "ema": ema(og.optimizers.adam()),  # evaluates a slot
     "schedule_free": schedule_free(),  # has slots that are numbers
 }
 
@@ -114,9 +114,9 @@ def test_estimators_update_in_place(small_limits):
     options = {"max_iter": 3, "training_optimizer_name": "adam", "random_state": 0}
 
     def weights() -> dict[str, np.ndarray]:
-        made = og.OrtGradientOptimizer(og.add_loss_output(model_of_three_layers()), **options).fit(
-            X, y
-        )
+        made = og.compat.OrtGradientOptimizer(
+            og.add_loss_output(model_of_three_layers()), **options
+        ).fit(X, y)
         return made.trained_coef_
 
     whole = weights()
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, rate, small_limits
     made = og.Trainer(proto, "mae", optimizer=optimizer, learning_rate=1e-3, train=weights)
     made.fit(X, np.zeros((24, 3)), epochs=2, batch_size=24)
     before = copy.deepcopy([made.state.weights, made.state.slots])
-    made._change_job(learning_rates=[og.constant(rate)])
+    made._change_job(learning_rates=[og.schedules.constant(rate)])
     with pytest.raises(og.ConvergenceError):
         made.partial_fit(X * np.float32(1e21), np.zeros((24, 3)), batch_size=24)
     assert made.state.step == 2
@@ -162,7 +162,7 @@ def test_what_was_read_stays(small_limits):
     X, y = rows_of_classes()
     seen = []
 
-    class Reader(og.Callback):
+    class Reader(og.callbacks.Callback):
         def on_step_end(self, trainer, state, control):
             arrays = [state.weights["w2"], state.slots["w2"]["m"]]
             seen.append((arrays, [a.copy() for a in arrays]))
@@ -194,7 +194,7 @@ def test_a_callback_sets_weights_and_fails(small_limits):
     X, y = rows_of_classes(24)
     new = {"w3": np.ones((UNITS, 3), np.float32)}
 
-    class Setter(og.Callback):
+    class Setter(og.callbacks.Callback):
         def on_step_end(self, trainer, state, control):
             before.append(state.weights["w3"])
             state.weights = new

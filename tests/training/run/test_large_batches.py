@@ -105,7 +105,7 @@ def test_losses_of_two_outputs_are_means_over_counts_of_their_own(sizes):
     assert parts.history[-1]["loss"] == pytest.approx(whole.history[-1]["loss"], rel=1e-12)
 
 
-class NormsOfSteps(og.Callback):
+class NormsOfSteps(og.callbacks.Callback):
     """The norms of gradients after every step."""
 
     gradient_norms = True
@@ -132,11 +132,13 @@ def sequence_model(dtype: str = "double", rows: str = "N, T") -> onnx.ModelProto
 
 PAIRS = {
     "recompute": {"recompute": "all"},
-    "averages": {"optimizer": og.ema(og.adamw(), decay=0.5)},
+    "averages": {"optimizer": og.optimizers.ema(og.optimizers.adamw(), decay=0.5)},
     "clipped": {"clip_norm": 0.05},
     "another loss": {"loss": {"y": "huber"}},
     "frozen": {"train": ["v"]},
-    "groups": {"optimizer": param_groups({"w": ParamGroup(rate=10.0)}, default=og.adamw())},
+    "groups": {
+        "optimizer": param_groups({"w": ParamGroup(rate=10.0)}, default=og.optimizers.adamw())
+    },
 }
 
 

@@ -18,7 +18,7 @@ def trained_mlp(**options) -> og.Trainer:
     return trainer.fit(X, Y, epochs=1, batch_size=5, validation=(X[:7], Y[:7]))
 
 
-class AskWithinThread(og.Callback):
+class AskWithinThread(og.callbacks.Callback):
     """Asks for evaluations in one process, for a checkpoint in the other."""
 
     every_steps = 1
@@ -41,15 +41,15 @@ def test_requests_within_an_epoch_are_those_of_all_after_their_step(monkeypatch,
     for trainer in run_in_threads(monkeypatch, train):
         assert [entry["step"] for entry in trainer.history] == [2, 6, 8]
         assert_close_arrays(trainer.state.weights, alone.state.weights, 1e-9, 1e-12)
-    assert og.TrainState.load(tmp_path / "step-0000000005").step == 5
+    assert og.callbacks.TrainState.load(tmp_path / "step-0000000005").step == 5
 
 
 @pytest.mark.parametrize(
     ("options", "parallel"),
     [
-        ({"clip_norm": 0.1}, og.DataParallel()),
-        ({"accumulate": 2}, og.DataParallel()),
-        ({"optimizer": "adam", "clip_norm": 0.1}, og.DataParallel(shard_optimizer=True)),
+        ({"clip_norm": 0.1}, og.parallel.DataParallel()),
+        ({"accumulate": 2}, og.parallel.DataParallel()),
+        ({"optimizer": "adam", "clip_norm": 0.1}, og.parallel.DataParallel(shard_optimizer=True)),
     ],
 )
 def test_the_weights_and_slots_are_those_of_one_process(monkeypatch, options, parallel):

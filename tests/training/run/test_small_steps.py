@@ -22,7 +22,7 @@ from tests.support.trainings import (
 RNG = np.random.default_rng(0)
 
 
-class Look(og.Callback):
+class Look(og.callbacks.Callback):
     """Looks at nothing; but a training with callbacks runs epoch by epoch."""
 
 
@@ -114,7 +114,9 @@ def test_loop_against_torch(name, weighted):
     model, units = layer_model(name)
     X, Y, rate = normal_rows(16, 5), normal_rows(16, units), 0.01
     counts = np.where(np.arange(16) % 3, 1, 2).astype(np.float32)
-    trainer = og.Trainer(model, "squared_error", optimizer=og.momentum(0.9), learning_rate=rate)
+    trainer = og.Trainer(
+        model, "squared_error", optimizer=og.optimizers.momentum(0.9), learning_rate=rate
+    )
     more = {"sample_weight": counts} if weighted else {}
     trainer.fit(X, Y, epochs=3, batch_size=4, shuffle=False, **more)
     w = {name: torch.tensor(a.copy()) for name, a in initializer_arrays(model).items()}
@@ -146,11 +148,13 @@ def test_loop_in_other_dtypes(dtype):
 def test_members_of_a_stack_train_as_trainers():
     model, _ = layer_model("hidden")
     X, Y = normal_rows(16, 5), normal_rows(16, 3)
-    stack = og.TrainerStack(model, "squared_error", optimizer=og.nesterov(0.9),
+    stack = og.TrainerStack(model, "squared_error", optimizer=og.optimizers.nesterov(0.9),
                             learning_rate=[0.01, 0.02])  # fmt: skip
     stack.fit(X, Y, epochs=2, batch_size=4, shuffle=False)
     for k, rate in enumerate((0.01, 0.02)):
-        one = og.Trainer(model, "squared_error", optimizer=og.nesterov(0.9), learning_rate=rate)
+        one = og.Trainer(
+            model, "squared_error", optimizer=og.optimizers.nesterov(0.9), learning_rate=rate
+        )
         one.fit(X, Y, epochs=2, batch_size=4, shuffle=False)
         expected = one.state.weights
         assert_close_arrays(stack.state.values[k].weights, expected, rtol=1e-5, atol=1e-6)
@@ -187,9 +191,9 @@ def fit_hidden(epochs=7, rows=16, callbacks=(), resume=None, **options):
     "options",
     [
         {},
-        {"learning_rate": og.cosine(0.02, 28)},
+        {"learning_rate": og.schedules.cosine(0.02, 28)},
         {"accumulate": 2},
-        {"optimizer": og.ema(og.adam(), 0.9)},
+        {"optimizer": og.optimizers.ema(og.optimizers.adam(), 0.9)},
     ],
     ids=["constant", "schedule", "accumulate", "average"],
 )
@@ -204,7 +208,7 @@ def test_epochs_at_once_change_no_bit(options, calls):
     "options",
     [
         {"rows": 18},  # the last batch is shorter
-        {"learning_rate": og.plateau(0.01, monitor="loss")},
+        {"learning_rate": og.schedules.plateau(0.01, monitor="loss")},
     ],
     ids=["short batch", "plateau"],
 )
@@ -238,9 +242,9 @@ def test_estimator_runs_epochs_at_once(calls):
     X, Y = normal_rows(16, 5), normal_rows(16, 3)
     for rate, expected in (("constant", [6]), ("invscaling", [1] * 6)):
         calls.clear()
-        mine = og.OrtGradientForwardBackwardOptimizer(
+        mine = og.compat.OrtGradientForwardBackwardOptimizer(
             model, max_iter=6, batch_size=4, random_state=0, weights_to_train=list("wbvd"),
-            learning_rate=og.LearningRateSGD(0.01, learning_rate=rate),
+            learning_rate=og.compat.LearningRateSGD(0.01, learning_rate=rate),
         ).fit(X, Y)  # fmt: skip
         assert calls == expected
         assert len(mine.train_losses_) == 6

@@ -30,7 +30,7 @@ def matrix_with_factors() -> onnx.ModelProto:
     )
 
 
-class Each(og.Callback):
+class Each(og.callbacks.Callback):
     """Calls a function after every step."""
 
     every_steps = 1

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 import onnxgrad as og
-from onnxgrad.optimizers import Chain, Inputs, Optimizer
+from onnxgrad.optimizers import Chain, Optimizer, UpdateInputs
 from onnxgrad.training.step import update
 from onnxgrad.training.step.inputs import FEEDS, Feed
 from tests.support.trainings import two_layer_model
@@ -19,7 +19,7 @@ EPOCH = 2  # batches
 
 
 @dataclass(frozen=True)
-class MoreInputs(Inputs):
+class MoreInputs(UpdateInputs):
     warm: ir.Value
 
 
@@ -48,7 +48,7 @@ def test_optimizer_reads_another_value(monkeypatch, members, accumulate, in_plac
         monkeypatch.setattr("onnxgrad.model.without_elements.LARGE", 0)
     X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
     model, y = two_layer_model((6, 5, 4), "Tanh"), np.arange(16) % 4
-    made = {"optimizer": Chain((ByWarmth(), og.momentum())), "accumulate": accumulate}
+    made = {"optimizer": Chain((ByWarmth(), og.optimizers.momentum())), "accumulate": accumulate}
     kind = og.Trainer if members is None else og.TrainerStack
     made |= {} if members is None else {"learning_rate": [0.1, 0.2]}
 

@@ -346,7 +346,7 @@ class GradientRow:
         names: all that change along the direction, if they are several.
 
     Examples:
-        >>> from onnxgrad import GradientRow
+        >>> from onnxgrad.graph import GradientRow
         >>> GradientRow("x", expected=2.0, found=2.1, error=0.05, rtol=1e-6).ok
         False
     """

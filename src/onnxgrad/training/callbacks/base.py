@@ -16,7 +16,7 @@ UNFINISHED = ("interrupted", "error")  # `state.stop_reason` of a training that 
 
 
 @dataclass
-class Control:
+class TrainingControl:
     """Requests of callbacks to the loop, which resets them when it has carried them out.
 
     Attributes:
@@ -27,14 +27,14 @@ class Control:
 
     Examples:
         >>> import onnxgrad as og
-        >>> class Often(og.Callback):
+        >>> class Often(og.callbacks.Callback):
         ...     every_steps = 100
         ...     def on_step_end(self, trainer, state, control):
         ...         control.evaluate = True
-        >>> control = og.Control()
+        >>> control = og.callbacks.TrainingControl()
         >>> Often().on_step_end(None, None, control)
         >>> control
-        Control(stop=False, save=False, evaluate=True, freeze=set())
+        TrainingControl(stop=False, save=False, evaluate=True, freeze=set())
     """
 
     stop: bool = False
@@ -46,10 +46,10 @@ class Control:
 class Callback:
     """Base class of callbacks: override the events that you need.
 
-    An event gets the `Trainer` or `TrainerStack`, its live `TrainState`, and a `Control`, in which
-    it sets `stop`, `save` or `evaluate`. `trainer.progress` has the numbers of the moment, and
-    `state.history` the records so far: when `on_evaluate` and `on_epoch_end` are called, its last
-    record describes the evaluation or the epoch. Reading `state.weights` copies the weights
+    An event gets the `Trainer` or `TrainerStack`, its live `TrainState`, and a `TrainingControl`,
+    in which it sets `stop`, `save` or `evaluate`. `trainer.progress` has the numbers of the moment,
+    and `state.history` the records so far: when `on_evaluate` and `on_epoch_end` are called, its
+    last record describes the evaluation or the epoch. Reading `state.weights` copies the weights
     from the device.
 
     Numbers and texts that must survive a restart belong into `state.callbacks[self.key]`, a dict
@@ -74,7 +74,7 @@ class Callback:
             `trainer.gradient_norms` has the norms of the last step, by name.
 
     Examples:
-        >>> from onnxgrad.training.callbacks.base import Callback, Control
+        >>> from onnxgrad.training.callbacks.base import Callback, TrainingControl
         >>> class Limit(Callback):
         ...     '''Ends training after a number of steps.'''
         ...
@@ -119,31 +119,31 @@ class Callback:
         """Pass numbers of the current step to the trackers, which log them once."""
         self.entry(state)["scalars"] = {"step": state.step, "values": scalars}
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the beginning of `fit`, also where it resumes."""
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the beginning of an epoch, also where training resumes within one."""
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of a call of the runtime, which ran one or more steps."""
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of an evaluation, which is in the last record of the history."""
 
-    def on_save(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_save(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle a checkpoint that was written."""
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of an epoch, which is in the last record of the history."""
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of `fit`, also after an error; `state.stop_reason` says why it ended."""
 
     def write_checkpoint(self, state: Any) -> None:
         """Write a checkpoint into the folder `checkpoints`: a callback has set `control.save`."""
 
-    def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str | None:
+    def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str | None:
         """Return a sentence for the error that the loss or a weight became NaN or infinite."""
         return None
 
@@ -211,7 +211,7 @@ class Callbacks:
         every = [c.every_steps for c in self.all if c.every_steps is not None]
         return min((n - step % n for n in every), default=None)
 
-    def call(self, event: str, trainer: Any, state: Any, control: Control) -> None:
+    def call(self, event: str, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Call the method `event`, such as "on_step_end", of every callback."""
         assert event in _EVENTS, event
         for callback in self.callbacks:
@@ -233,7 +233,7 @@ class Callbacks:
         for callback in writers:
             callback.write_checkpoint(state)
 
-    def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str:
+    def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str:
         """Return sentences of the callbacks on a loss or a weight that is not finite; or "".
 
         An error in one of them becomes part of the text: the loss that is not finite matters more.
@@ -251,7 +251,7 @@ class Callbacks:
         self,
         trainer: Any,
         state: Any,
-        control: Control,
+        control: TrainingControl,
         held: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Iterator[None]:
         """Call `on_train_begin` of all, and `on_train_end` after the block, also after an error.
@@ -313,7 +313,7 @@ def _check_callback(callback: Any) -> None:
     if not isinstance(callback, Callback):
         raise ValueError(
             f"a callback is an instance of Callback, not {callback!r}: derive a class from "
-            "onnxgrad.Callback, and override its events, such as on_step_end"
+            "onnxgrad.callbacks.Callback, and override its events, such as on_step_end"
         )
     if callback.every_steps is not None:
         check_count(f"every_steps of {callback.key}", callback.every_steps)

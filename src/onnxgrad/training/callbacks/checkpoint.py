@@ -18,7 +18,7 @@ from onnxgrad.checks import check_choice, check_count, check_positive
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training import saving
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.early_stopping import better_if
 from onnxgrad.training.equality import digest_bytes
 
@@ -86,7 +86,7 @@ class Checkpoint(Callback):
         """The folder into which `write_checkpoint` writes."""
         return self.folder
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Create the folder, remove leftovers of a crash, and set damaged later ones aside."""
         self.folder.mkdir(parents=True, exist_ok=True)
         saving.remove_leftovers(self.folder, _NAME)
@@ -98,30 +98,30 @@ class Checkpoint(Callback):
             self._better = better_if(self.monitor, trainer.metrics)
         self._began, self._when = state.step, time.monotonic()
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Raise if the value to monitor is in no record though an epoch has ended."""
         if self.monitor and state.history and "judged" not in self.entry(state):
             names = dict.fromkeys(name for record in state.history for name in record)
             raise unknown("monitor of Checkpoint", self.monitor, names)
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Ask for a checkpoint after so many steps or seconds."""
         if self.every_steps and state.step % self.every_steps == 0:
             control.save = True
         if self.every_seconds and time.monotonic() - self._when >= self.every_seconds:
             control.save = True
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Ask for a checkpoint, and take notice of the best epoch."""
         if not self.every_steps and not self.every_seconds:
             control.save = True
         self._note_best(state, control)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Take notice of the best evaluation within an epoch."""
         self._note_best(state, control)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the last state."""
         if state.step > self._began and state.stop_reason != "not finite":
             self.write_checkpoint(state)
@@ -170,7 +170,7 @@ class Checkpoint(Callback):
             "rename it, or write to another folder"
         )
 
-    def _note_best(self, state: Any, control: Control) -> None:
+    def _note_best(self, state: Any, control: TrainingControl) -> None:
         """Remember the step of the best value, and ask for a checkpoint of it."""
         record, entry = state.history[-1], self.entry(state)
         value = record.get(self.monitor)

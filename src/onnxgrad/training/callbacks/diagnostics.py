@@ -11,7 +11,7 @@ from onnxgrad.checks import check_count
 from onnxgrad.errors import first_line
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.not_finite import first_not_finite
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.progress import by_member
 
 _PARTS = ("seconds_waiting", "seconds_computing")
@@ -31,7 +31,7 @@ class Timing(Callback):
         'Timing'
     """
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Start the clock; a resumed training adds to the times before."""
         entry = self.entry(state)
         for name in ("seconds", *_PARTS):
@@ -39,11 +39,11 @@ class Timing(Callback):
         self._start, self._before = time.perf_counter(), entry["seconds"]
         self._epoch = dict.fromkeys(_PARTS, 0.0)  # of this epoch, in the sums already
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the times of an epoch."""
         self._epoch = dict.fromkeys(_PARTS, 0.0)
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Add the times since the last call."""
         entry = self.entry(state)
         for name in _PARTS:
@@ -52,13 +52,13 @@ class Timing(Callback):
             self._epoch[name] = now
         entry["seconds"] = self._before + time.perf_counter() - self._start
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Add the times to the record of the epoch."""
         self.on_step_end(trainer, state, control)
         if state.history:
             state.history[-1] |= {name: round(self._epoch[name], 6) for name in _PARTS}
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the shares of the whole training."""
         entry = self.entry(state)
         total = entry["seconds"] = self._before + time.perf_counter() - self._start
@@ -100,12 +100,12 @@ class Norms(Callback):
     def __init__(self, every_steps: int | None = None, keep: int = 100) -> None:
         self.every_steps, self.keep = every_steps, check_count("keep", keep)
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record the norms at every multiple of `every_steps`."""
         if self.every_steps is not None and state.step % self.every_steps == 0:
             self._record_norms(trainer, state)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Add the norms to the record of the evaluation."""
         record = self._record_norms(trainer, state)
         if state.history and state.history[-1].get("step") == state.step:
@@ -114,7 +114,7 @@ class Norms(Callback):
                     norm = record[name]
                     state.history[-1][name] = np.array(norm) if isinstance(norm, list) else norm
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Add the norms to the record of the epoch."""
         self.on_evaluate(trainer, state, control)
 
@@ -161,7 +161,7 @@ class NanWatch(Callback):
         'NanWatch'
     """
 
-    def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str | None:
+    def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str | None:
         """Return a sentence that names the node, or the input, at fault.
 
         `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if

@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.checks import check_choice, check_count, check_number
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
-from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.saving import flat, nested
 
 _LOWER, _HIGHER = (
@@ -84,7 +84,7 @@ class EarlyStopping(Callback):
         self.patience = check_count("patience", patience)
         self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Go on counting where training resumes, and stop again where it had stopped."""
         metrics = getattr(trainer, "metrics", ())
         self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
@@ -107,23 +107,23 @@ class EarlyStopping(Callback):
                 self._stop_member(state, control, k)
         self._epochs = 0  # that began in this training
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Raise if the value is in no record though an epoch has ended."""
         self._epochs += 1
         if self._epochs > 1 and not self._is_recorded(state):
             raise self._monitor_error(state)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Count a value of validation data."""
         if self._of_validation:
             self._count_evaluation(trainer, state, control)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Count another value."""
         if not self._of_validation:
             self._count_evaluation(trainer, state, control)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Restore the best weights and buffers, unless training broke off and may be resumed."""
         if state.stop_reason in UNFINISHED:
             return
@@ -211,14 +211,14 @@ class EarlyStopping(Callback):
             return [entry]
         return entry.setdefault("members", [{} for _ in range(members)])
 
-    def _stop_member(self, state: Any, control: Control, k: int) -> None:
+    def _stop_member(self, state: Any, control: TrainingControl, k: int) -> None:
         """End training, or freeze the member `k` of a stack."""
         if state.members is None:
             control.stop = True
         else:
             control.freeze.add(k)
 
-    def _count_evaluation(self, trainer: Any, state: Any, control: Control) -> None:
+    def _count_evaluation(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Count the last record for each member: keep the best weights, or stop the member."""
         record = state.history[-1]
         if self.monitor not in record:

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing, target_of
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.progress import by_member
 
 
@@ -47,20 +47,20 @@ class History(Callback):
         if self.path.suffix not in _WRITERS:
             raise unknown("ending of a history file", self.path.suffix, _WRITERS)
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Create the folder, and check that the file can be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         target_of(self.path)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the file."""
         self._write_file(state)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the file."""
         self._write_file(state)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the file again: callbacks may have added to the last record."""
         if state.history:
             self._write_file(state)

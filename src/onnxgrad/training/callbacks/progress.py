@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxgrad.errors import printable
-from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.progress import shown
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Progress(Callback):
         self.seconds, self.console = seconds, console
         self._bar: RichProgress | None = None
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Choose between the bar and lines; the bar is shown from the first step on."""
         from rich.console import Console
 
@@ -58,11 +58,11 @@ class Progress(Callback):
             self._bar = _progress_bar(console)
             self._task: TaskID | None = None
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show an evaluation that came after the end of the last epoch."""
         self._print_evaluation()
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show the numbers of the moment."""
         self._print_evaluation()
         now = time.monotonic()
@@ -74,13 +74,13 @@ class Progress(Callback):
             head = f"{_epoch_text(trainer.progress)}{self._remaining_text(trainer.progress)}"
             self._print_numbers(head, trainer, state)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show the results for validation data."""
         self._evaluation, self._evaluated = _validation_text(state), state.step
         if self._bar is not None:
             self._update_bar(trainer.progress, state)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show the results of the epoch."""
         if self._bar is None:
             self._print_numbers(_epoch_text(trainer.progress), trainer, state)
@@ -88,7 +88,7 @@ class Progress(Callback):
             self._update_bar(trainer.progress, state)
         self._evaluation = ""
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Remove the bar, and show the cursor again."""
         bar, self._bar = self._bar, None
         if bar is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
-from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.early_stopping import better_if
 from onnxgrad.training.progress import by_member
 
@@ -55,7 +55,7 @@ class Tracker(Callback):
     def end(self, state: Any) -> None:
         """Close the run."""
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Open the run, and log the records of the history that were not logged before."""
         entry = self.entry(state)
         entry["records"] = records = min(entry.get("records", 0), len(state.history))
@@ -70,11 +70,11 @@ class Tracker(Callback):
         self.begin(state, parameters_of(trainer))
         self._log_history(state)
 
-    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the sum of the losses of an epoch."""
         self._sum = self._rows = 0.0
 
-    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the loss since the last time, and the numbers that other callbacks published."""
         now = time.monotonic()
         if self.every_steps is None:
@@ -92,15 +92,15 @@ class Tracker(Callback):
             self._log_new(state.step, {"step_loss": loss} | rate)
         self._log_published(state)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the evaluation."""
         self._log_history(state)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the epoch."""
         self._log_history(state)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the values that were added to the last record, and close the run."""
         try:
             self._log_history(state)
@@ -404,7 +404,7 @@ class OptunaPruning(Callback):
         >>> def objective(trial, model, X, y):
         ...     rate = trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)
         ...     trainer = og.Trainer(model, "cross_entropy", learning_rate=rate,
-        ...         callbacks=[og.OptunaPruning(trial, "validation_loss")])
+        ...         callbacks=[og.callbacks.OptunaPruning(trial, "validation_loss")])
         ...     trainer.fit(X, y, validation=0.2, epochs=20)
         ...     return trainer.history[-1]["validation_loss"]
     """
@@ -417,7 +417,7 @@ class OptunaPruning(Callback):
         self.trial, self.monitor, self.every = trial, monitor, every
         optional("OptunaPruning", "optuna", "optuna")
 
-    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Check the direction of the study, and report the values that the trial lacks."""
         self._check_direction(trainer)
         self._pruned = False
@@ -429,12 +429,12 @@ class OptunaPruning(Callback):
         for record in state.history:
             self._report_value(record, state, control)
 
-    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Report an evaluation, if evaluations within epochs count."""
         if self.every == "evaluation":
             self._report_value(state.history[-1], state, control)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Report the epoch."""
         record = state.history[-1]
         if self.monitor not in record and not any(self.monitor in r for r in state.history):
@@ -443,14 +443,14 @@ class OptunaPruning(Callback):
             )
         self._report_value(record, state, control)
 
-    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Raise `optuna.TrialPruned` if the study prunes the trial."""
         if self._pruned and state.stop_reason not in (*UNFINISHED, "not finite"):
             optuna = optional("OptunaPruning", "optuna", "optuna")
             reported = self.entry(state)["reported"]
             raise optuna.TrialPruned(f"pruned at {self.every} step {reported}")
 
-    def _report_value(self, record: dict[str, Any], state: Any, control: Control) -> None:
+    def _report_value(self, record: dict[str, Any], state: Any, control: TrainingControl) -> None:
         """Report the value of a record once; ask for the end if the study prunes the trial."""
         of_epoch = self.every == "epoch"
         if self.monitor not in record or (of_epoch and "loss" not in record):

@@ -15,7 +15,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.shapes import dims, rank, static
-from onnxgrad.parallel import Part, all_reduce
+from onnxgrad.parallel.collectives import all_reduce
+from onnxgrad.parallel.part import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropouts import (
     describe,

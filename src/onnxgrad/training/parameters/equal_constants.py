@@ -72,7 +72,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
         ...     <float[2] one = {1.0, 1.0}> { b_weight = Identity(one)
         ...     h = LayerNormalization(x, one) y = LayerNormalization(h, b_weight) }\'\'\')
-        >>> [tensor.name for tensor in og.separate_merged(model).graph.initializer]
+        >>> [tensor.name for tensor in og.graph.separate_merged(model).graph.initializer]
         ['one', 'b_weight']
     """
     proto = read(model)
@@ -349,7 +349,7 @@ def tie_copies(model: ModelLike) -> ModelProto:
         ...     <ir_version: 9, opset_import: ["": 20]> f (int64[N] x) => (float[N,3] y)
         ...     <float[3,2] table = {1, 2, 3, 4, 5, 6}, float[2,3] last = {1, 3, 5, 2, 4, 6}>
         ...     { h = Gather(table, x) y = MatMul(h, last) }''')
-        >>> tied = og.tie_copies(model)
+        >>> tied = og.graph.tie_copies(model)
         >>> [tensor.name for tensor in tied.graph.initializer]
         ['table']
         >>> [node.op_type for node in tied.graph.node]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.parallel import Group
+from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Value, array_of
 from onnxgrad.training.batches import ArraySource

@@ -10,7 +10,8 @@ from onnxgrad.autodiff.row_proofs import assumed_lengths
 from onnxgrad.errors import argument, named
 from onnxgrad.native import Target
 from onnxgrad.operators import marks
-from onnxgrad.parallel import Alone, Group, exchanges
+from onnxgrad.parallel.collectives import exchanges
+from onnxgrad.parallel.process_groups import Alone, Group
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields

@@ -17,7 +17,10 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import reads
 from onnxgrad.native import Target, to_native
-from onnxgrad.parallel import MESSAGES, Exchange, Group, Part, Piece, cut, exchanges
+from onnxgrad.parallel.collectives import MESSAGES, exchanges
+from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.pieces import Exchange, Piece, cut
+from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
 from onnxgrad.training.batches import ArraySource

@@ -23,7 +23,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import escaping
 from onnxgrad.operators.shapes import dims, static
-from onnxgrad.parallel import Group
+from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Value, array_of, bind_output, is_finite

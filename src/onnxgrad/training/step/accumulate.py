@@ -12,8 +12,8 @@ from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
-from onnxgrad.optimizers import Optimizer
-from onnxgrad.parallel import all_reduce
+from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.parallel.collectives import all_reduce
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.build import Step, StepOptions, write_step

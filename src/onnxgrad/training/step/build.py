@@ -22,7 +22,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (

@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.shapes import dims, static
-from onnxgrad.parallel import Part, all_reduce, broadcast
+from onnxgrad.parallel.collectives import all_reduce, broadcast
+from onnxgrad.parallel.part import Part
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.gradients import Gradients
 from onnxgrad.training.step.inputs import ROWS, SHARE

@@ -18,9 +18,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.optimizers import AddDecayedWeights, Chain, Inputs, Optimizer
 from onnxgrad.optimizers.averages import Around
-from onnxgrad.optimizers.base import Slots
+from onnxgrad.optimizers.base import Chain, Optimizer, Slots, UpdateInputs
+from onnxgrad.optimizers.scaling import AddDecayedWeights
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.inputs import FEEDS, StepInputs, feed_inputs, feed_of
 from onnxgrad.training.step.update import Update, update_groups
@@ -174,7 +174,7 @@ class _WrittenDecay(AddDecayedWeights):
 
     elementwise = True
 
-    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Return u + decay w."""
         return u + op.emit("Mul", [self.decay, inputs.weight], {}, fresh=True), {}
 

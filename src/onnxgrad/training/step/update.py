@@ -16,7 +16,7 @@ from onnxgrad.model import without_elements
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
-from onnxgrad.optimizers import Inputs, Optimizer
+from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
     Group,
@@ -171,10 +171,10 @@ def _update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
     return to_proto(model)
 
 
-def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> Inputs:
-    """Return the inputs of the update of a weight: the feeds of `Inputs`, in the weight's dtype."""
-    feeds = {f.name: FEEDS[f.name].input(op, wide) for f in fields(Inputs) if f.name in FEEDS}
-    return Inputs(weight, **{name: op.Cast(v, to=weight.dtype) for name, v in feeds.items()})
+def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> UpdateInputs:
+    """Return the `UpdateInputs` of a weight, whose feeds are cast to the weight's dtype."""
+    feeds = {f.name: FEEDS[f.name].input(op, wide) for f in fields(UpdateInputs) if f.name in FEEDS}
+    return UpdateInputs(weight, **{name: op.Cast(v, to=weight.dtype) for name, v in feeds.items()})
 
 
 def _remove_unread_casts(graph: ir.Graph) -> None:

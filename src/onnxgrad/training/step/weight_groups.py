@@ -13,7 +13,7 @@ from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import move_out
 from onnxgrad.operators import shapes
-from onnxgrad.optimizers import Inputs, Optimizer
+from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 
 _ALIGNED = 16  # bytes, as what numpy allocates
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its update
@@ -305,7 +305,7 @@ def block_shape(w: ir.Value) -> tuple[int, int] | None:
 
 
 def update_in_blocks(
-    op: Emit, g: ir.Value, optimizer: Optimizer, slots: dict[str, ir.Value], inputs: Inputs
+    op: Emit, g: ir.Value, optimizer: Optimizer, slots: dict[str, ir.Value], inputs: UpdateInputs
 ) -> list[ir.Value]:
     """Return the new weight and slots; the weight, `g` and slots have the axes of `block_shape`.
 

@@ -133,7 +133,7 @@ def distillation(
         ModelError: `teacher` cannot be read.
 
     Examples:
-        >>> from onnxgrad.losses.distillation import distillation
+        >>> from onnxgrad.losses.teacher_loss import distillation
         >>> loss = distillation(None, temperature=4.0, alpha=0.9)
         >>> loss.teacher is None, loss.temperature
         (True, 4.0)

@@ -77,7 +77,7 @@ def texts(
         >>> from tokenizers import Tokenizer, models
         >>> words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
         >>> rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]
-        >>> X, labels, _ = next(og.texts(rows, words).batches(2, None, 0))
+        >>> X, labels, _ = next(og.language.texts(rows, words).batches(2, None, 0))
         >>> X["input_ids"].tolist(), labels.tolist()
         ([[5, 6, 7], [8, 9, 0]], [[5, 6, 7], [-100, 9, -100]])
     """

@@ -72,7 +72,7 @@ def labeled_texts(
         >>> words = Tokenizer(models.WordLevel({"?": 0, "Ann": 1, "sees": 2}, unk_token="?"))
         >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
         >>> rows = [{"tokens": ["Ann", "sees"], "tags": ["B-PER", "O"]}]
-        >>> reader = og.labeled_texts(rows, words)
+        >>> reader = og.language.labeled_texts(rows, words)
         >>> X, labels, _ = next(reader.batches(1, None, 0))
         >>> reader.classes, X["input_ids"].tolist(), labels.tolist()
         (['O', 'B-PER', 'I-PER'], [[1, 2]], [[1, 0]])

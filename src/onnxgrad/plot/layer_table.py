@@ -37,7 +37,7 @@ _NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRow:
     """A row of `summary`: the nodes of one module, or one node.
 
     Attributes:
@@ -72,7 +72,7 @@ class Layer:
     output_bytes: int
 
 
-class Summary(list[Layer]):
+class Summary(list[LayerRow]):
     """The layers of a model, as `summary` returns them; it prints as a table, also in notebooks.
 
     Attributes:
@@ -90,14 +90,14 @@ class Summary(list[Layer]):
     """
 
     def __init__(
-        self, layers: Iterable[Layer], lengths: Mapping[str, int], uncounted: Iterable[str]
+        self, layers: Iterable[LayerRow], lengths: Mapping[str, int], uncounted: Iterable[str]
     ) -> None:
         super().__init__(layers)
         self.lengths, self.uncounted = dict(lengths), tuple(uncounted)
 
     def total(self, field: str) -> int:
-        """Return the sum of a numeric attribute of `Layer`, such as "multiply_adds"."""
-        names = [f.name for f in fields(Layer) if f.type == "int"]
+        """Return the sum of a numeric attribute of `LayerRow`, such as "multiply_adds"."""
+        names = [f.name for f in fields(LayerRow) if f.type == "int"]
         if field not in names:
             raise unknown("field", field, names)
         return sum(getattr(layer, field) for layer in self)
@@ -275,7 +275,7 @@ class _LayerCounts:
             self.unsized[f"{unread:,} parameters that no layer reads"] = None
         return Summary(rows, lengths, [*self.work.uncounted, *self.unsized])
 
-    def _row(self, name: str, nodes: list[ir.Node], weights: set[str]) -> Layer:
+    def _row(self, name: str, nodes: list[ir.Node], weights: set[str]) -> LayerRow:
         inside = set(nodes)
         results = [
             y
@@ -288,7 +288,7 @@ class _LayerCounts:
             y for node in nodes if node.op_type not in VIEWS for y in node.outputs
             if y.uses() or y in self.outputs
         ]  # fmt: skip
-        return Layer(
+        return LayerRow(
             name,
             Counter(node.op_type for node in nodes),
             tuple(map(dims, results)),

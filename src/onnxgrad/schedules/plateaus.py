@@ -103,7 +103,7 @@ def plateau(
         ValueError: an argument outside of its bounds.
 
     Examples:
-        >>> from onnxgrad.schedules.plateau import plateau
+        >>> from onnxgrad.schedules.plateaus import plateau
         >>> schedule, state = plateau(1.0, factor=0.5, patience=1), {}
         >>> for loss in (3.0, 2.0, 2.5, 2.5):
         ...     state = schedule.observed(state, {"validation_loss": loss})

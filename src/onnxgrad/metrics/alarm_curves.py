@@ -20,7 +20,8 @@ class AlarmCurve(NamedTuple):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> curve = og.AlarmCurve(np.array([0.2, 0.8]), np.array([9, 1]), np.array([0, 0.5]))
+        >>> thresholds, per_hour, missed = np.float64([[0.2, 0.8], [9, 1], [0, 0.5]])
+        >>> curve = og.metrics.AlarmCurve(thresholds, per_hour, missed)
         >>> curve.at(missed=0.1)
         (0.2, 9.0)
     """
@@ -64,9 +65,9 @@ def false_alarms(
     Examples:
         >>> import onnxgrad as og
         >>> scores, labels = [0.1, 0.7, 0.6, 0.1, 0.9, 0.2], [0, 0, 0, 0, 1, 1]
-        >>> og.false_alarms(scores, labels, seconds=1).at(missed=0)
+        >>> og.metrics.false_alarms(scores, labels, seconds=1).at(missed=0)
         (0.9, 0.0)
-        >>> og.false_alarms(scores, labels, seconds=1, thresholds=[0.5]).per_hour.tolist()
+        >>> og.metrics.false_alarms(scores, labels, seconds=1, thresholds=[0.5]).per_hour.tolist()
         [1800.0]
     """
     listed = [_as_files(part) for part in (scores, labels)]
@@ -125,8 +126,8 @@ class FalseAlarms(Metric):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> metric = og.FalseAlarms(seconds=1.0, missed=0.5)
-        >>> metric.begin(og.PredictionInfo(threshold=0.5))
+        >>> metric = og.metrics.FalseAlarms(seconds=1.0, missed=0.5)
+        >>> metric.begin(og.metrics.PredictionInfo(threshold=0.5))
         >>> metric.update(np.array([0.9, 0.4, 0.6, 0.1]), np.array([1, 1, 0, 0]))
         >>> metric.compute()
         0.0

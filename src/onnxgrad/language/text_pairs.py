@@ -53,7 +53,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> words = Tokenizer(models.WordLevel({"?": 0, "red": 1, "rot": 2}, unk_token="?"))
         >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
-        >>> reader = og.paired_texts([{"anchor": "red", "positive": "rot"}], words)
+        >>> reader = og.language.paired_texts([{"anchor": "red", "positive": "rot"}], words)
         >>> X, labels = next(reader.batches(1, None, 0))
         >>> X["input_ids"].tolist(), labels.tolist()
         ([[1], [2]], [0, 0])
