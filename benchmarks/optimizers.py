@@ -23,9 +23,9 @@ import torch
 from common import ratio, turns
 from onnx import ModelProto
 
-from onnxgrad import optimizers
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
+from onnxgrad.optimizers import presets
 from onnxgrad.training.step.inputs import feed_inputs
 from onnxgrad.training.step.update import build_update, write_update
 from onnxgrad.training.step.weight_groups import Group
@@ -44,7 +44,7 @@ def step(name: str, size: int, blocks: bool) -> tuple[ir.Graph, Group, ir.Value]
     """Return the graph of a step, its only group, and the gradient, which it captures."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="step")
     op, weight, gradient = Emit(graph), tensor("w", size, size), tensor("g", size, size)
-    optimizer = optimizers.select(name)
+    optimizer = presets.select(name)
     update = write_update(op, {weight: gradient}, optimizer, blocks=blocks)
     graph.inputs[:] = [*update.states, *feed_inputs(graph).values()]
     op.give(update.new)
@@ -120,7 +120,7 @@ def measured(name: str, size: int, threads: int, rounds: int) -> None:
         for suffix, blocks in (("", True), (", plain", False)):
             model, group = build(name, size, blocks)
             jobs[kind + suffix] = by_onnxruntime(model, threads, group.initial({"w": w}, {}))
-    model = build_update({"w": ((size, size), np.float32)}, optimizers.select(name))
+    model = build_update({"w": ((size, size), np.float32)}, presets.select(name))
     _, group = alone(name, size, False)
     jobs["build_update"] = by_onnxruntime(model, threads, group.initial({"w": w}, {}))
     seconds = turns(jobs, rounds)

@@ -7,7 +7,7 @@ import pytest
 
 from onnxgrad import add_loss_output, optimizers as of
 from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
-from onnxgrad.optimizers import Chain
+from onnxgrad.optimizers import Chain, presets
 from tests.support.models import parse_model
 from tests.support.optimizer_runs import (
     RATES,
@@ -36,7 +36,7 @@ RMSPROP = {"alpha": 0.9, "momentum": 0.8, "centered": True}
 RPROP = {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.03)}
 ADAFACTOR = {"beta2_decay": -0.7, "eps": (1e-4, 1e-2), "d": 1.2}
 WITNESSES = {  # an optimizer, the name of that of PyTorch, its options
-    **{name.lower(): (of.select(name), name, {}) for name in PLAIN},
+    **{name.lower(): (presets.select(name), name, {}) for name in PLAIN},
     "sgd with all": (of.sgd(**NESTEROV), "SGD", NESTEROV),
     "momentum": (of.momentum(0.8, 0.1), "SGD", DECAY | {"momentum": 0.8}),
     "nesterov": (of.nesterov(0.8, 0.1), "SGD", NESTEROV),

@@ -15,7 +15,8 @@ from onnxgrad import add_loss_output, optimizers as of
 from onnxgrad.compat import LearningRateSGD, OrtGradientOptimizer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
-from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
+from onnxgrad.optimizers import Chain, Optimizer, ParamGroup, presets
+from onnxgrad.optimizers.groups import WithRate
 from onnxgrad.training.step import weight_groups
 from onnxgrad.training.step.inputs import feed_inputs
 from onnxgrad.training.step.update import build_update, evaluated, write_update
@@ -77,7 +78,7 @@ def divide_into_small_blocks(monkeypatch, large: int, block_bytes: int) -> None:
 
 
 EVERY = {
-    **{name: choose() for name, choose in (of.OPTIMIZERS | of.WHOLE_TENSORS).items()},
+    **{name: choose() for name, choose in (presets.OPTIMIZERS | presets.WHOLE_TENSORS).items()},
     "swa": of.swa(of.adam(), start=3, every=2),
     "ema": of.ema(of.nadam()),
     "lookahead": of.lookahead(of.rprop()),
@@ -181,7 +182,7 @@ WRAPPED = {
 }
 
 
-PLAIN = set(of.OPTIMIZERS) - {"adam", "schedule_free"}  # what differs is how they are wrapped
+PLAIN = set(presets.OPTIMIZERS) - {"adam", "schedule_free"}  # what differs is how they are wrapped
 
 
 @pytest.mark.parametrize("name", [in_sweep(n) if n in PLAIN else n for n in WRAPPED])
@@ -288,20 +289,20 @@ def test_rprop_starts_at_the_rate_of_its_first_step():
 
 
 def test_all_optimizers_are_values_with_names():
-    for name, choose in (of.OPTIMIZERS | of.WHOLE_TENSORS).items():
+    for name, choose in (presets.OPTIMIZERS | presets.WHOLE_TENSORS).items():
         optimizer = choose()
-        assert of.select(name) == optimizer
-        assert of.select(name.upper()) == optimizer
+        assert presets.select(name) == optimizer
+        assert presets.select(name.upper()) == optimizer
         assert pickle.loads(pickle.dumps(optimizer)) == optimizer
         assert len({optimizer, choose()}) == 1
-        assert optimizer.elementwise == (name in of.OPTIMIZERS)
+        assert optimizer.elementwise == (name in presets.OPTIMIZERS)
         assert optimizer.averages == (name == "schedule_free")
     made = [of.sgd(), of.momentum(), of.nesterov(0.8), of.adam(), of.adam(0.8), of.adamw()]
     assert len(set(made)) == len(made)
     assert "0.8" in repr(made[4])
-    assert of.select("AdamOptimizer") == of.adam()
+    assert presets.select("AdamOptimizer") == of.adam()
     with pytest.raises(ValueError, match=naming("'adem'", "'adam'")):
-        of.select("adem")
+        presets.select("adem")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_a_pattern_that_matches_nothing_is_refused(optimizer):
 def test_excludes_of_a_default_are_about_all_weights():
     optimizer = of.param_groups({"tall": ParamGroup(rate=2.0)}, of.adamw(exclude=("bias",)))
     build_update(KINDS, optimizer)
-    assert optimizer.for_weight("tall", (6, 4)) == of.WithRate(of.adamw(), 2.0)
+    assert optimizer.for_weight("tall", (6, 4)) == WithRate(of.adamw(), 2.0)
 
 
 def test_the_first_pattern_counts():

@@ -31,7 +31,7 @@ from tests.support.errors import naming
 from tests.support.running import in_sweep
 
 STEPS = 60
-ROOM = ("base", "compose", "curves", "plateau")
+ROOM = ("base", "compose", "curves", "plateaus")
 ALL = [
     constant(0.1),
     step_decay(0.1, every=7),

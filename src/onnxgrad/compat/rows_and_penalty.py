@@ -45,7 +45,7 @@ class RowsAndPenalty:
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the name of the prediction; raise `ValueError` if there are none or several."""
-        remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
+        remedy = "keep one with onnxgrad.graph.select_model_inputs_outputs(model, outputs=[name])"
         return [choose_output(proto, None, remedy)]
 
     def write(

@@ -143,8 +143,9 @@ class Field:
         if self.dtype == object:
             raise ValueError(
                 f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
-                "behind what it computes from them by select_model_inputs_outputs, and train the "
-                "rest; replace_initializers_into_onnx writes its weights into the whole model"
+                "behind what it computes from them by onnxgrad.graph.select_model_inputs_outputs, "
+                "and train the rest; onnxgrad.graph.replace_initializers_into_onnx writes its "
+                "weights into the whole model"
             )
         if type(data) is np.ndarray and data.dtype == self.dtype:
             return data

@@ -62,7 +62,7 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
         if node is None or node.op_type != "ZipMap":
             raise ValueError(
                 f"the output {y.name!r} is no tensor: name the others by "
-                "select_model_inputs_outputs(model, outputs=[...]) first"
+                "onnxgrad.graph.select_model_inputs_outputs(model, outputs=[...]) first"
             )
         added = node.input[0] not in [v.name for v in graph.output]
         zipmap = ZipMap(deepcopy(node), deepcopy(y), i, added)
@@ -149,8 +149,8 @@ def write_labels(
     if len(scored) > 1:
         raise ValueError(
             f"the classifier returns several scores, {scored}: choose one and the label by "
-            "select_model_inputs_outputs(model, outputs=[...]); if there is one for each class, "
-            "convert the classifier with the option zipmap=False"
+            "onnxgrad.graph.select_model_inputs_outputs(model, outputs=[...]); if there is one for "
+            "each class, convert the classifier with the option zipmap=False"
         )
     if rank(layer.y) not in (2, None):
         raise ValueError(f"the scores {layer.y.name!r} are no matrix")

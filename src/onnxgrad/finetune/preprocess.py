@@ -237,7 +237,7 @@ def _waveforms(target: _Target, transforms: Sequence[Any], dtype: np.dtype) -> i
         x = op.Unsqueeze(x, [1])
         have = (have[0], 1, *have[1:])
     if want is not None and have is not None and not _fits(have, want):
-        hint = ": try mel_spectrogram(..., frames_first={})"
+        hint = ": try onnxgrad.data.mel_spectrogram(..., frames_first={})"
         other = isinstance(have[-1], int) and not isinstance(have[-2], int)
         raise ValueError(
             f"the transforms return {_text(have)}, and the input {target.name!r} takes "

@@ -84,7 +84,8 @@ def _first_row_losses(
             refusals.append(f"{output.name!r}: {e}")
     raise ValueError(
         f"no output is the sum or the mean of losses of the rows ({'; '.join(refusals)}); "
-        "cut the model where the losses are: select_model_inputs_outputs(onx, [name])"
+        "cut the model where the losses are: "
+        "onnxgrad.graph.select_model_inputs_outputs(onx, [name])"
     )
 
 

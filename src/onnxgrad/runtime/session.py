@@ -217,7 +217,8 @@ def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> 
     raise ModelError(
         f"{domain or 'ai.onnx'}.{op_type} (node {printable(next(iter(names), ''))!r}) is an "
         "operator that onnxruntime does not have, so that the model does not run: select outputs "
-        "in front of it, by select_model_inputs_outputs, or export the model without it"
+        "in front of it, by onnxgrad.graph.select_model_inputs_outputs, or export the model "
+        "without it"
     ) from cause
 
 

@@ -208,7 +208,7 @@ def _input_shape(model: onnx.ModelProto) -> list[int | None]:
         raise ValueError(
             f"text recognition takes a model with one input (N, channels, height, width) and one "
             f"output, not with {[*inputs]} {shape} and "
-            f"{[*outputs]}: see select_model_inputs_outputs"
+            f"{[*outputs]}: see og.graph.select_model_inputs_outputs"
         )
     return shape
 

@@ -337,8 +337,8 @@ def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
         tensors = [name for y in dropped if (name := tensor_behind(proto, y))]
         raise ValueError(
             f"no float tensor is left without the outputs {dropped}, which hold no numbers; "
-            f"choose others by select_model_inputs_outputs{', such as ' if tensors else ''}"
-            f"{', '.join(map(repr, tensors))}"
+            "choose others by onnxgrad.graph.select_model_inputs_outputs"
+            f"{', such as ' if tensors else ''}{', '.join(map(repr, tensors))}"
         )
     tidy(model)
     return model

@@ -60,7 +60,7 @@ def check_mix(mix: Any) -> Mix | None:
     """
     if mix is None or isinstance(mix, Mix):
         return mix
-    raise ValueError(f"mix is mixup(...) or cutmix(...), not {mix!r}")
+    raise ValueError(f"mix is onnxgrad.losses.mixup(...) or cutmix(...), not {mix!r}")
 
 
 @dataclass(frozen=True)

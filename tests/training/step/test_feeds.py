@@ -36,7 +36,7 @@ def warm(monkeypatch):
     """Let optimizers read 1 in the first epoch, and 0 in the others."""
     feed = Feed("warm", ir.DataType.FLOAT, lambda call: call.numbers < EPOCH)
     monkeypatch.setitem(FEEDS, feed.name, feed)
-    monkeypatch.setattr(update, "Inputs", MoreInputs)
+    monkeypatch.setattr(update, "UpdateInputs", MoreInputs)
 
 
 @pytest.mark.parametrize("members", [None, 2])

@@ -186,7 +186,7 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
             raise ValueError(
                 f"{value.name!r} is a running statistic of {describe(node)}, and {describe(user)}"
                 " uses it for something else: an exporter merged tensors of equal values. Separate"
-                " them by separate_merged(model), or export the model again with "
+                " them by onnxgrad.graph.separate_merged(model), or export the model again with "
                 "training=torch.onnx.TrainingMode.TRAINING or, with dynamo=True, optimize=False"
             )
     if value.dtype in _HALF and value.const_value is not None:

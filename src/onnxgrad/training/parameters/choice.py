@@ -208,7 +208,7 @@ def announce_choice(rows: Tensors) -> None:
     if copied:
         pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
         message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
-        message += "copies part in training: tie_copies(model) makes them one tensor"
+        message += "copies part in training: onnxgrad.graph.tie_copies(model) makes them one tensor"
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 

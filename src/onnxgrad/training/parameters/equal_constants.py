@@ -91,7 +91,10 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
     """Return whether tensors train that `proto` stores once; warn of new copies of them."""
     copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
-        _warn_of_names(new, "here each is a separate tensor, as separate_merged(model) writes them")
+        separate = (
+            "here each is a separate tensor, as onnxgrad.graph.separate_merged(model) writes them"
+        )
+        _warn_of_names(new, separate)
     if new or not copies:
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
@@ -102,7 +105,8 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
 def warn_of_merged(proto: ModelProto) -> None:
     """Warn of parameters that `proto` stores once and that train as one here."""
     if copies := _separated_names(proto, separate_merged(proto)):
-        _warn_of_names(copies, "they train as one: pass separate_merged(model) to train each")
+        remedy = "pass onnxgrad.graph.separate_merged(model) to train each"
+        _warn_of_names(copies, f"they train as one: {remedy}")
 
 
 def _separated_names(proto: ModelProto, separated: ModelProto) -> list[str]:
