@@ -61,13 +61,11 @@ def test_imports_run_down():
     assert not wrong
 
 
-def test_tasks_use_public_names_only():
-    """They ask the records of operators, too, and run files by the one predictor."""
+def test_tasks_use_public_names_and_rooms_of_data_and_training():
     tasks = [name for name in module_files() if room(name) == "tasks"]
-    used = {other for name in tasks for other in imported_modules(name)}
-    allowed = ("lazy_names", "operators.__init__", "operators.records", "runtime.predictor")
-    others = {other for other in used if room(other) not in ("tasks", "__init__")}
-    assert others <= {f"onnxgrad.{name}" for name in allowed}
+    used = {room(other) for name in tasks for other in imported_modules(name)}
+    rooms = "errors operators graph model runtime data losses schedules training language tasks"
+    assert used <= {*rooms.split(), "lazy_names", "__init__"}
 
 
 def test_no_circle():
@@ -131,13 +129,13 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "artifacts": (650, 9),
     "autodiff": (5350, 39),
     "callbacks": (50, 1),
-    "cli": (3900, 41),
+    "cli": (2900, 34),
     "compat": (1850, 14),
     "data": (3550, 28),
     "explain": (1400, 15),
     "finetune": (2300, 19),
     "graph": (1350, 9),
-    "language": (1900, 16),
+    "language": (2150, 18),
     "losses": (3550, 33),
     "metrics": (1050, 14),
     "model": (2450, 20),
@@ -152,7 +150,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "runtime": (850, 8),
     "schedules": (500, 6),
     "sklearn": (950, 9),
-    "tasks": (2100, 15),
+    "tasks": (3800, 27),
     "torch": (550, 5),
     "training": (11600, 70),
 }

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onnxgrad import add_loss_output
-from onnxgrad.cli.model_with_loss import with_loss
+from onnxgrad.tasks.model_with_loss import with_loss
 from tests.support.commands import (
     LAYERS,
     LINEAR,
@@ -53,7 +53,7 @@ def test_train_writes_the_users_model(here):
     before, after = onnx.load("column.onnx"), onnx.load("trained.onnx")
     del before.graph.initializer[:], after.graph.initializer[:]
     entries = {entry.key: json.loads(entry.value) for entry in after.metadata_props}
-    loss = [{"loss": ["squared_error"]}]
+    loss = [{"loss": "squared_error"}]
     assert entries == {"onnxgrad.target": ["y"], "onnxgrad.training_loss": loss}
     del after.metadata_props[:]
     assert before == after
@@ -124,7 +124,7 @@ def test_several_inputs_by_name_and_one_of_two_outputs(here):
     assert weights_of_file("trained.onnx")["W"] == 0
     assert weights_of_file("trained.onnx")["b"] < 0
     assert "ignored columns: spare" in made.stdout
-    assert_names(refusal(*two, "-o", "no.onnx"), "2 float outputs", "--output-index NAME")
+    assert_names(refusal(*two, "-o", "no.onnx"), "2 float outputs", "--loss OUTPUT=LOSS")
 
 
 def test_a_model_that_computes_its_own_loss(here):

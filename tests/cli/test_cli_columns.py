@@ -34,7 +34,7 @@ def test_the_order_of_the_columns_is_told_and_kept(here):
     assert metadata_of_file("trained.onnx") == {
         "onnxgrad.columns": '{"x": ["a", "b"]}',
         "onnxgrad.target": '["y"]',
-        "onnxgrad.training_loss": '[{"loss": ["squared_error"]}]',
+        "onnxgrad.training_loss": '[{"loss": "squared_error"}]',
     }
     again = ("--output", "again.onnx", "--overwrite")
     write_wide("y,a,b")

@@ -250,7 +250,7 @@ def test_a_loss_in_the_model_is_not_replaced(here):
         "d = Sub(y, label) s = Mul(d, d) loss = ReduceMean <keepdims = 0> (s) }"
     )
     model = save_model("own.onnx", text, W=[[1.0], [1.0]])
-    model.metadata_props.add(key="onnxgrad.training_loss", value='[{"loss": ["l1"]}]')
+    model.metadata_props.add(key="onnxgrad.training_loss", value='[{"loss": "l1"}]')
     onnx.save(model, "own.onnx")
     X = features()
     y = arrow_csv.read_csv("rows.csv")["y"].to_numpy()

@@ -9,10 +9,10 @@ import pytest
 from onnxgrad.cli import face
 from onnxgrad.cli.config import read
 from onnxgrad.cli.face import Shell
-from onnxgrad.cli.model_with_loss import ModelWithLoss
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import argument, named, speaking
+from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from tests.support.commands import (
     as_json,
     assert_names,
@@ -118,7 +118,7 @@ def test_classes_that_are_not_as_many_as_the_model_has(here, data, command):
     line = (command, "layers.onnx", data, *CLASSES[:4], *more)
     names = "cat,dog,eel,fox"
     message = refusal(*line, "--classes", names)
-    assert_names(message, "--classes", "4 classes", "'z' has 3", f"--head {names}")
+    assert_names(message, "--classes", "4 classes", "'z' has 3", "train --head N")
 
 
 def test_labels_that_are_missing_are_left_out_on_request(here):

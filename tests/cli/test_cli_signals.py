@@ -44,7 +44,7 @@ def send_in(monkeypatch):
     [
         "onnxgrad.cli.train.read_model",
         in_sweep("onnxgrad.cli.train.prepared"),
-        in_sweep("onnxgrad.cli.job.map_data"),
+        in_sweep("onnxgrad.cli.job.open_task"),
         in_sweep("onnxgrad.training.loop.Loop.run"),
         "onnxgrad.training.run.runner.Runner.run",
     ],

@@ -140,6 +140,14 @@ def tokens_job(root):
     return root / "data.conll", root / "data.conll", "entities.jsonl"
 
 
+def text_labels_job(root):
+    save_word_model(root)
+    with (root / "rows.csv").open("w", newline="") as file:
+        rows = [(f"{a} {b}", kind) for a in WORDS[7:] for b, kind in (("red", "x"), ("blue", "y"))]
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return root / "rows.csv", root / "rows.csv", "labels.csv"
+
+
 MORE = {
     "ctc": ["--task-option", "dictionary=letters.txt"],
     "sound": ["--task-option", f"rate={RATE}"],
@@ -150,6 +158,7 @@ JOBS = {
     "ctc": ctc_job,
     "sound": sound_job,
     "embeddings": embeddings_job,
+    "text-labels": text_labels_job,
     "tokens": tokens_job,
 }
 
@@ -168,7 +177,7 @@ def test_from_files_to_predictions(name, tmp_path):
     assert result["trained"]
     history = [entry["loss"] for entry in result["history"] if "loss" in entry]
     assert history[-1] < history[0]
-    options = ["--task", name]  # the trained file has the others
+    options: list[str] = []  # the trained file has them
     scores = as_json("eval", "trained.onnx", data, *options)
     assert np.isfinite(scores["loss"])
     assert scores["metrics"]
@@ -313,3 +322,17 @@ def test_options_of_toml(tmp_path):
     other = ("--task", "segmentation", "--task-option", "loss=dice", "--overwrite")
     told = as_json(*line)
     assert told["loss"] == as_json(*line[:3], *other, *line[5:])["loss"]
+
+
+def test_options_of_predictions(tmp_path):
+    data, inputs, _ = segmentation_job(tmp_path)
+    succeed("train", "model.onnx", data, "--task", "segmentation", "--epochs", 1, "--no-curves")
+    assert_names(refusal("predict", "trained.onnx", inputs, "--task-option", "scor=1"), "'scor'")
+    pytest.importorskip("pycocotools")
+    (tmp_path / "boxes").mkdir()
+    data, inputs, _ = detection_job(tmp_path / "boxes")
+    line = ("train", tmp_path / "boxes" / "model.onnx", data, "--task", "detection")
+    succeed(*line, "--epochs", 1, "--no-curves", "-o", "boxes.onnx")
+    predict = ("predict", "boxes.onnx", inputs, "--overwrite", "--task-option")
+    assert "12 pictures, 0 boxes" in succeed(*predict, "score=1").stderr
+    assert "12 pictures, 0 boxes" not in succeed(*predict, "score=0").stderr

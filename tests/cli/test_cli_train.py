@@ -258,8 +258,8 @@ def test_losses_of_several_outputs(here):
     trained = as_json("train", *line[:-2], *FAST, "--lr", 0.01)
     assert trained["trained"] == ["W", "U"]
     for dropped, message in (
-        (line[:-4], "no --target y=COLUMN"),
-        ((*line[:2], "--loss", "squared_error", "--target", "y"), "--output-index"),
+        (line[:-4], "--target OUTPUT=COLUMN ... 'y' has none"),
+        ((*line[:2], "--loss", "squared_error", "--target", "y"), "--loss OUTPUT=LOSS"),
         ((*line[:6], "--target", "kind"), "write --target OUTPUT=COLUMN"),
         ((*line, "--loss", "l2"), "--loss ... outputs"),
     ):

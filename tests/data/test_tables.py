@@ -11,8 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import onnxgrad as og
-from onnxgrad.cli.data_options import LabelOptions
-from onnxgrad.cli.label_columns import Targets
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names
@@ -20,6 +18,7 @@ from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.operators.shapes import dims
+from onnxgrad.tasks.table_columns import Targets
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.small_models import two_column_model
@@ -219,7 +218,7 @@ def test_several_targets():
 
 def test_unknown_target_names_the_close_ones():
     with pytest.raises(ValueError, match=naming("'lable'", "'label'")):
-        Targets.of(LabelOptions(target=["lable"]), ["label"], Names())
+        Targets.of(["lable"], ["label"], Names())
 
 
 def test_all_columns_are_targets():

@@ -115,7 +115,8 @@ def test_every_public_object_is_on_one_page():
         pytest.importorskip(library)
     tasks = {n: m for n, m in vars_of_tasks().items() if inspect.ismodule(m)}
     expected = [f"tasks.{n}.{own}" for n, module in tasks.items() for own in module.__all__]
-    expected += ["tasks.Task", "torch.OnnxModule"]
+    classes = [f"tasks.{name}" for name, own in vars_of_tasks().items() if inspect.isclass(own)]
+    expected += [*classes, "torch.OnnxModule"]
     expected += [p for p in public_objects() if not p.startswith("tasks.")]
     found = [place.removeprefix("onnxgrad.") for place in documented_places()]
     assert len(found) == len(set(found))

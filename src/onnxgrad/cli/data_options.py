@@ -31,9 +31,10 @@ class InputOptions:
         "Leave out the rows with an empty cell, NaN or infinity.", False, data=(TABLES,)
     )
     task: str | None = option(
-        "Read DATA as ctc, detection, embeddings, segmentation, sound or tokens do, which bring "
-        "their loss and metrics: see `onnxgrad.tasks`.",
+        "Read DATA as ctc, detection, embeddings, segmentation, sound, text-labels or tokens do, "
+        "which bring their loss and metrics; or as images, table or texts: see `onnxgrad.tasks`.",
         metavar="NAME",
+        show_default="that of an earlier training, or the kind of DATA",
         panel="Task",
         usual=True,
     )
@@ -42,7 +43,7 @@ class InputOptions:
         [],
         metavar="NAME=VALUE",
         panel="Task",
-        needs=("task",),
+        usual=True,
     )
     image_size: str | None = option(
         "Height and width of images: 48 320 or 48x320, or one number for both.",

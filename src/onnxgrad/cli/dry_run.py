@@ -11,8 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from onnxgrad.cli.console import print_json, print_rows, results, say
-from onnxgrad.cli.job import Job
-from onnxgrad.cli.tasks import prepared
+from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.report.environment import peak_memory
@@ -67,8 +66,8 @@ def _nbytes(values: Any) -> int:
 def dry_run(options: TrainOptions, proto: Any) -> None:
     """Print what would be trained, for how long and in how much memory; write nothing."""
     probe = Probe(validates=False)
-    job = prepared(options, proto, [probe])
-    probe.validates = job.validation is not None
+    job = prepare_job(options, proto, [probe])
+    probe.validates = job.task.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
     measured = _measurements(job, options, probe)
     if options.json:
@@ -79,7 +78,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
 
 def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
-    state, rows = job.trainer.state, job.training.rows
+    state, rows = job.trainer.state, job.rows
     size = probe.batch_size
     batches = None if rows is None else -(-rows // size)
     step = statistics.median(probe.steps[1:] or probe.steps)
@@ -102,14 +101,13 @@ def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, An
         "memory_bytes": memory or sum(parts.values()),
         "memory_is": _MEASURED if memory else _ESTIMATE,
         **{f"{name}_bytes": size for name, size in parts.items()},
-        "remarks": [*job.task.notes, *job.task.remarks],
+        "remarks": job.messages,
     }
 
 
 def data_of(job: Job) -> list[Any]:
     """Return the arrays of the data, as far as they are in memory."""
-    parts = [part.data for part in (job.training, job.validation) if part is not None]
-    return [x for part in parts for x in (part.X, part.y, part.sample_weight)]
+    return [job.task.data, job.task.validation]
 
 
 def _show(measured: dict[str, Any], console: Console) -> None:

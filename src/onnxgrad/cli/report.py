@@ -85,7 +85,7 @@ class Report:
 
         They are empty, too, if a signal ended the training after steps that were not evaluated.
         """
-        held_out, record = self.job.validation, self.kept.record
+        held_out, record = self.job.task.validation, self.kept.record
         if held_out is None:
             return {}
         if "validation_loss" in record:
@@ -93,8 +93,7 @@ class Report:
             return {name.removeprefix(_VALIDATION): value for name, value in found.items()}
         if self.stopped:
             return {}
-        data = held_out.data
-        return self.job.trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
+        return self.job.trainer.evaluate(held_out)
 
     @property
     def speed(self) -> float:
@@ -110,7 +109,7 @@ class Report:
             "reason": broken or end_reason(trainer),
             "epochs": trainer.state.epoch,
             "steps": trainer.state.step,
-            "rows": self.job.training.rows,
+            "rows": self.job.rows,
             "validation_rows": self.job.validation_rows,
             "seconds": self.seconds,
             "rows_per_second": self.speed,
@@ -120,9 +119,9 @@ class Report:
             "validation": self.validation,
             "trained": list(trainer.trained),
             "rounding": trainer.rounding,
-            "columns": self.job.task.names.columns,
-            "target": self.job.task.names.target,
-            "remarks": [*self.job.task.notes, *self.job.task.remarks],
+            "columns": self.job.trainer._names.columns,
+            "target": self.job.trainer._names.target,
+            "remarks": self.job.messages,
             "samples": [{"prompt": prompt, "text": text} for prompt, text in self.samples],
             "history": trainer.history,
         }
@@ -142,7 +141,7 @@ class Report:
         if text := rounding_text(self.job.trainer.rounding):
             say(text, console)
         options = self.options
-        rows = [] if options.train or options.lora else trainable(self.job.proto)
+        rows = [] if options.train or options.lora else trainable(self.job.task.model)
         if untrained := [t for t in rows if not t.trains]:
             say(f"not trained by default: {_untrained(untrained, options)}", console)
         for remark in self.job.task.remarks:

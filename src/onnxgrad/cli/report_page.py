@@ -54,9 +54,9 @@ def describe(job: Job) -> None:
     """Tell the recorder of a training what the data say of classes and rows."""
     for callback in job.trainer._job.callbacks.callbacks:
         if callback.key == "Recorder":
-            folders = getattr(job.training.data.X, "classes", None)
-            callback.classes = job.classes or folders
-            callback.row_numbers = job.validation.numbers if job.validation else None
+            folders = getattr(job.task.data, "classes", None)
+            callback.classes = list(job.task.classes) or folders
+            callback.row_numbers = job.task.held_out
 
 
 def card_of(options: TrainOptions) -> list[Path]:

@@ -40,7 +40,7 @@ def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
     Raises:
         ValueError: the data are no texts.
     """
-    texts = job.training.data.X
+    texts = job.task.data
     if prompts and not isinstance(texts, Texts):
         raise ValueError("--prompt is for language models, and the data are no texts")
     for callback in job.trainer._job.callbacks.callbacks:
@@ -52,7 +52,7 @@ def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
 def sample(job: Job, prompts: Sequence[str]) -> list[tuple[str, str]]:
     """Return prompts, and how the trained model goes on with them; none if that fails."""
     try:
-        new = go_on(job.trainer, prompts, tokenizer=job.training.data.X.tokenizer)
+        new = go_on(job.trainer, prompts, tokenizer=job.task.data.tokenizer)
     except Exception as e:  # the trained model is written, which matters more
         complain(f"no text is generated: {first_line(e)}")
         return []

@@ -1,35 +1,44 @@
-"""`--task`: jobs of `onnxgrad.tasks`, which read their own files and decide loss and metrics."""
+"""The task of a command: the job that its options, its model and its data are of."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from importlib import import_module
+import json
+import os
+from collections.abc import Collection, Mapping
 from inspect import Parameter, signature
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from onnx import ModelProto
 
-from onnxgrad.cli.arguments import loss_arguments, read_value, trainer_arguments
-from onnxgrad.cli.command_options import EvalOptions, PredictOptions
-from onnxgrad.cli.console import note, print_json
+from onnxgrad.cli.arguments import loss_arguments, read_value
 from onnxgrad.cli.data_options import DataOptions, InputOptions
-from onnxgrad.cli.image_source import image_size, normalization_of
-from onnxgrad.cli.job import Job, check_monitor, fine_tune, parts, prepare
-from onnxgrad.cli.model_files import STDIN, read_model
+from onnxgrad.cli.fine_tuning import fine_tune, split_names
+from onnxgrad.cli.model_files import STDIN, standard_input
 from onnxgrad.cli.options import Described
-from onnxgrad.cli.task import Task as Data
-from onnxgrad.cli.train_options import LossOptions, TrainOptions
-from onnxgrad.data.class_numbers import weights_by_number
-from onnxgrad.data.columns import Names
+from onnxgrad.cli.sources import NO_PROMPTS, check_data_options, data_kind
+from onnxgrad.cli.train_options import LossOptions
 from onnxgrad.errors import check_options, unknown
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.tasks import Task
-from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.data import Dataset
-from onnxgrad.training.trainer import Trainer
+from onnxgrad.tasks.base import OPTIONS, notes_of
+from onnxgrad.tasks.image_values import as_image_size, normalization_from_one
+from onnxgrad.tasks.rows_task import RowsTask
+from onnxgrad.tasks.texts import language_folder
 
-TASKS = ("ctc", "detection", "embeddings", "segmentation", "sound", "tokens")
-_FOLDER = "predictions"
+TASKS = {  # the class of each task, in its module
+    "ctc": "ctc:TextRecognition",
+    "detection": "detection:Detection",
+    "embeddings": "embeddings:Embeddings",
+    "images": "images:Images",
+    "segmentation": "segmentation:Segmentation",
+    "sound": "sound:Sound",
+    "table": "tables:Table",
+    "text-labels": "text_labels:TextLabels",
+    "texts": "texts:Texts",
+    "tokens": "tokens:Tokens",
+}
+_BY_KIND = {"tables": "table", "images": "images", "texts": "texts"}  # of what data hold
 _DATA_AND_LOSS = {*Described.fields_of(DataOptions), *Described.fields_of(LossOptions)}
 _OF_ALL = {"data", "task", "task_option", "validation", "metrics"}  # whatever the task is
 # options that a task decides, reads from its own files, or has by the names of its arguments
@@ -39,37 +48,150 @@ _OF_TASK = (_DATA_AND_LOSS - _OF_ALL) | {
 _VALUES = ("normalize", "pixels", "images")  # arguments that say how values of images are scaled
 
 
-def task_of(options: Any, data: str | None) -> Task:
-    """Return the task that the options name, for the data to train on, if any.
+def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
+    """Return the task of a command: named, noted in the model, or that of the kind of its data.
+
+    Args:
+        options: of `train`, `eval` or `predict`.
+        proto: the model.
+        training: whether the task has the data of the command to train on.
 
     Raises:
-        ValueError: an unknown task or option, or one of the command that the task decides.
+        ValueError: an unknown task, or options that it does not take.
     """
-    name = options.task
+    noted = [] if options.task else _noted_tasks(proto)
+    kind = "" if options.task or noted else data_kind(options.data, options)
+    name = options.task or next(iter(noted), None) or _BY_KIND[kind]
     if name not in TASKS:
         raise unknown("task (--task)", name, TASKS)
-    module = import_module(f"onnxgrad.tasks.{name}")
-    found = [getattr(module, each) for each in module.__all__]
-    kind: Any = next(each for each in found if isinstance(each, type) and issubclass(each, Task))
-    chosen = dict(read_value("task-option", text) for text in options.task_option)
-    parameters = signature(kind).parameters
-    if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
-        check_options(f"option of task {name!r} (--task-option)", chosen, kind, skip=2)
-    chosen = {**_given_on(options, parameters), **chosen}
-    model = read_model(STDIN, data) if options.model == STDIN else options.model
-    task = kind(model, data, **chosen)
+    task_class: Any = resolve_name(f"onnxgrad.tasks.{TASKS[name]}")
+    if issubclass(task_class, RowsTask):
+        check_data_options(options, kind or next(k for k, n in _BY_KIND.items() if n == name))
+        model = fine_tune(proto, options) if training else proto
+        chosen = _arguments_of_rows(options, proto, signature(task_class).parameters)
+        if options.task_option:
+            raise ValueError(
+                f"--task-option is of a task, and {name} has the options of the command: leave it "
+                "out, or name another with --task"
+            )
+        if name == "texts" and not hasattr(options, "max_length"):
+            raise ValueError(NO_PROMPTS)
+        if not training:
+            return _checked_task(task_class(model, None, **chosen))
+        validation = _stated_validation(options.validation)
+        data = standard_input("CSV file") if options.data == STDIN else options.data
+        return _checked_task(task_class(model, data, validation=validation, **chosen))
+    chosen = _task_arguments(options, name, task_class)
+    # of embeddings, only data say what the loss is; other tasks would adapt the model to them
+    reads_data = training or (name == "embeddings" and hasattr(options, "loss"))
+    data = options.data if reads_data else None
+    task = _checked_task(task_class(_model_of(options, proto), data, **chosen))
+    if noted:
+        task.notes = [*task.notes, f"task {name}, as in its training"]
+    if training:
+        task.model = fine_tune(task.model, options)
+        task.divide_rows(_stated_validation(options.validation), options.seed)
+        count = getattr(task.data, "rows", None)
+        task.notes = [*task.notes, f"{count} rows to train on" if count else "rows to train on"]
+    return task
+
+
+def _checked_task(task: Any) -> Task:
     assert isinstance(task, Task)
     return task
 
 
-def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
+def _model_of(options: Any, proto: ModelProto) -> Any:
+    """Return the path of a model, beside which a task finds its files; the model without one."""
+    return proto if options.model == STDIN or os.path.isdir(options.model) else options.model
+
+
+def _noted_tasks(proto: ModelProto) -> list[str]:
+    """Return the names of the tasks on which a model was trained, without tasks of rows."""
+    noted = json.loads(notes_of(proto).get(OPTIONS, "{}"))
+    return [name for name, place in TASKS.items() if place.partition(":")[2] in noted]
+
+
+def _stated_validation(text: str | None) -> Any:
+    """Return the share of rows of `--validation`, or the path that it names."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _arguments_of_rows(
+    options: Any, proto: ModelProto, parameters: Collection[str]
+) -> dict[str, Any]:
+    """Return the options of a command as arguments of a task of rows."""
+    own = {name: value for name, value in vars(options).items() if name in parameters}
+    if hasattr(options, "loss"):
+        own |= loss_arguments(options)
+        own["metrics"] = own["metrics"] or None
+        own["target"] = _by_name(options.target, [y.name for y in proto.graph.output])
+        own["classes"] = None if options.classes is None else split_names(options.classes)
+    by_input = _by_name(options.columns, names_without_default(proto))
+    if isinstance(by_input, Mapping):
+        own["columns"] = {name: _split_each(group) for name, group in by_input.items()}
+    else:
+        own["columns"] = _split_each(by_input)
+    if own.get("tokenizer") is None and options.model != STDIN:
+        own["tokenizer"] = language_folder(options.model)
+    known = {name: value for name, value in own.items() if name in parameters}
+    return {n: v for n, v in known.items() if n not in ("data", "model", "validation")}
+
+
+def _by_name(texts: list[str], names: Collection[str]) -> Any:
+    """Return texts, or a dict of them by name where they are NAME=TEXT with one of these names."""
+    pairs = [text.partition("=") for text in texts]
+    if not texts or not all(equals and name in names for name, equals, _ in pairs):
+        return texts
+    found: dict[str, list[str]] = {}
+    for name, _, text in pairs:
+        found.setdefault(name, []).append(text)
+    return found
+
+
+def _split_each(texts: list[str]) -> list[str]:
+    return [name for text in texts for name in split_names(text)]
+
+
+def _task_arguments(options: Any, name: str, task_class: Any) -> dict[str, Any]:
+    """Return the options of a command as arguments of a task that has its own.
+
+    Raises:
+        ValueError: an unknown option of the task, or one of the command that the task decides.
+    """
+    chosen = dict(read_value("task-option", text) for text in options.task_option)
+    if not hasattr(options, "loss"):
+        chosen = {n: v for n, v in chosen.items() if n not in _predict_parameters(task_class)}
+    parameters = signature(task_class).parameters
+    if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
+        check_options(f"option of task {name!r} (--task-option)", chosen, task_class, skip=2)
+    return {**_given_on(options, name, parameters), **chosen}
+
+
+def predict_arguments(options: Any, task: Task) -> dict[str, Any]:
+    """Return the options of a task that are arguments of its `predict`, such as score=0.4."""
+    chosen = dict(read_value("task-option", text) for text in options.task_option)
+    known = _predict_parameters(type(task))
+    return {name: value for name, value in chosen.items() if name in known}
+
+
+def _predict_parameters(task_class: type[Task]) -> list[str]:
+    """Return the parameters of `predict` beyond the model and the inputs."""
+    return [*signature(task_class.predict).parameters][3:]
+
+
+def _given_on(options: Any, task: str, parameters: Collection[str]) -> dict[str, Any]:
     """Return the options of the command that are arguments of the task.
 
     Raises:
         ValueError: the task has no argument for an option that is set.
     """
     of_values = next((each for each in _VALUES if each in parameters), "normalize")
-    size, normalize = image_size(options.image_size), normalization_of(options)
+    size = as_image_size(options.image_size)
+    normalize = normalization_from_one(options.normalize, options.scale)
     chosen: dict[str, Any] = {"image_size": size, of_values: normalize}
     known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
     if of_values == "images":  # those of a reader
@@ -78,11 +200,11 @@ def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
         known["image_size"] = "images"
     for each in ("max_length", "tokenizer", "seed"):
         known[each], chosen[each] = each, getattr(options, each, None)
-    given = _set(options) & _OF_TASK
+    given = set_options(options) & _OF_TASK
     if wrong := sorted(each for each in given if known.get(each) not in parameters):
         flags = ", ".join(f"--{each.replace('_', '-')}" for each in wrong)
         raise ValueError(
-            f"--task {options.task} decides {flags}, or has no such option: leave it out, or see "
+            f"--task {task} decides {flags}, or has no such option: leave it out, or see "
             "--task-option"
         )
     given |= {"seed"} & {*vars(options)}  # whether it is set or not
@@ -90,76 +212,7 @@ def _given_on(options: Any, parameters: Collection[str]) -> dict[str, Any]:
     return {name: chosen[name] for name in names}
 
 
-def has_task(options: InputOptions) -> bool:
-    """Return whether the options name a task."""
-    return options.task is not None
-
-
-def _set(options: InputOptions) -> set[str]:
+def set_options(options: InputOptions) -> set[str]:
     """Return the names of the options that the user set to other values than their defaults."""
     described = Described.fields_of(type(options))
     return {name for name, each in described.items() if each.is_set(options, name)}
-
-
-def _rows(reader: Any) -> Data:
-    return Data(Dataset(reader), reader.rows, Names(), in_memory=False)
-
-
-def prepared(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
-    """Return the trainer and its data, of a task if the options name one."""
-    if not has_task(options):
-        return prepare(options, proto, callbacks)
-    arguments = trainer_arguments(options)
-    task = task_of(options, options.data)
-    for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
-        arguments.pop(name)
-    task.model = fine_tune(task.model, options)
-    classes = list(task.classes)
-    weight = weights_by_number(arguments["class_weight"], classes, len(classes))
-    arguments["class_weight"] = weight
-    if not options.train and "train" in task.arguments:
-        arguments.pop("train")
-    trainer = task.trainer(callbacks=callbacks, **arguments)
-    data = _rows(task.data)
-    data.notes.append(f"{data.rows} rows to train on" if data.rows else "rows to train on")
-    own = None if task.validation is None else _rows(task.validation)
-    training, validation = parts(options, data, own, lambda path: _rows(task.read(path)))
-    check_monitor(options, trainer, validation is not None)
-    job = Job(trainer, task.model, data, training, validation, classes=classes or None)
-    job.finish = task.finished
-    return job
-
-
-def evaluate_task(options: EvalOptions) -> tuple[dict[str, Any], int | None]:
-    """Return the loss and the metrics of a trained model for the files of a task, and its rows."""
-    # of embeddings, only data say what the loss is; other tasks would adapt the model to them
-    task = task_of(options, options.data if options.task == "embeddings" else None)
-    metrics = loss_arguments(options)["metrics"]
-    trainer: Trainer = task.trainer(
-        device=options.device, **({"metrics": metrics} if metrics else {})
-    )
-    reader = task.read(options.data)
-    return trainer.evaluate(reader, batch_size=options.batch_size), reader.rows
-
-
-def predict_task(options: PredictOptions) -> None:
-    """Write what a trained model predicts into a folder, as people of the task look at it."""
-    for name in {"batch_size", "device"} & _set(options):
-        flag = name.replace("_", "-")
-        raise ValueError(f"--task predicts one input after another on the CPU: leave out --{flag}")
-    task = task_of(options, None)
-    folder = Path(_FOLDER if options.output == "-" else options.output)
-    if folder.is_file():
-        raise ValueError(f"--output {str(folder)!r} is a file: --task writes into a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
-        raise FileExistsError(
-            f"the folder {str(folder)!r} is not empty: name another with --output, or pass "
-            "--overwrite"
-        )
-    results = list(task.predict(task.model, options.data))
-    files = task.write(options.data, results, folder)
-    if options.json:
-        print_json({"files": [str(file) for file in files], "rows": len(results)})
-        return
-    note(f"{len(results)} predictions")
-    note(f"wrote {files[0]}" if len(files) == 1 else f"wrote {len(files)} files in {folder}")

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.cli.command import FAILED, reason_of, stop
 from onnxgrad.cli.console import complain, note, print_json, results
-from onnxgrad.cli.job import Job
+from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -27,7 +27,6 @@ from onnxgrad.cli.report_page import card, card_of, check_card, check_record, de
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.samples import check_prompts, sample
 from onnxgrad.cli.signals import Stopped
-from onnxgrad.cli.tasks import prepared
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
@@ -71,7 +70,7 @@ def train(options: TrainOptions) -> None:
         for file in _files(options, output)[1:] if options.overwrite else ():
             check_not_data(str(file), options.model)
     watch = Watch(stop)
-    job = prepared(options, proto, [watch, *_callbacks(options)])
+    job = prepare_job(options, proto, [watch, *_callbacks(options)])
     describe(job)
     asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():
@@ -88,13 +87,17 @@ def train(options: TrainOptions) -> None:
             raise typer.Exit(outcome.code)
         return
     trained = job.trained_model()
-    files = _write(job.trainer, trained, options, output) + card(job, options)
+    files = _write(job.trainer, trained, options, output)
+    beside = job.task.write_beside(files[0].parent) if files else ""
+    files += card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
     report.samples = sample(job, asked) if asked and not stop.request else []
     if options.json:
         print_json(report.as_json(outcome.reason))
     else:
         report.show(results(output=options.output))
+    if beside:
+        note(beside)
     expected = _files(options, output)[: None if epochs(job.trainer) else 1] + card_of(options)
     _exit(outcome, str(report.kept), files, expected)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ Record = tuple[str, Any]  # where it stands, for messages, and a text or a dict 
 
 LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 TEXTS = (".txt", ".text", ".md")
+DELIMITED = (".csv", ".tsv")
 
 
 def is_stream(source: Any) -> bool:
@@ -46,6 +50,50 @@ def records(source: Any, by_line: bool = True) -> Iterator[Record]:
         source = source()
     for number, record in enumerate(_rows(source)):
         yield f"row {number}", record
+
+
+def column_records(source: Any) -> Iterator[Record]:
+    """Yield the records of what has columns: as `records`, and of CSV and TSV files.
+
+    Raises:
+        DataError: a file that cannot be read, or that has no columns.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        yield from records(source)
+        return
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if suffix in DELIMITED:
+        yield from _delimited_records(path)
+    elif suffix in (*LINES, *TABLES):
+        yield from records(path)
+    else:
+        raise DataError(f"{str(path)!r}: texts are in a .csv, .tsv or .jsonl file, or .parquet")
+
+
+def _delimited_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a CSV or TSV file; cells in quotes may hold delimiters and line ends.
+
+    The delimiter of CSV is a comma or a semicolon, whichever its header has more of.
+    """
+    name = str(path)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            header = re.sub('"[^"]*"', "", first)
+            delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;", key=header.count)
+            table = csv.DictReader(chain([first], file), delimiter=delimiter)
+            for number, row in enumerate(table, 1):
+                place = f"row {number} of {name!r}"
+                if any(row.pop(None, ())):
+                    raise DataError(
+                        f"{place} has more cells than the header: quote texts with {delimiter!r}"
+                    )
+                yield place, row
+    except UnicodeDecodeError as e:
+        raise DataError(f"{name!r} is not UTF-8: {e}") from None
+    except (OSError, csv.Error) as e:
+        raise DataError(f"{name!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _rows(source: Any) -> Any:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.data.padding import pad_sequences
 from onnxgrad.data.readers import IndexedReader, describe_arrays, with_arguments
-from onnxgrad.language.records import LINES, TABLES, Record, records
+from onnxgrad.language.records import Record, column_records
+from onnxgrad.language.token_rows import INPUTS
 from onnxgrad.language.tokenizer import as_tokenizer
 from onnxgrad.operators.shapes import Dims
-
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 @with_arguments(data="source tokenizer")
@@ -59,7 +55,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
         ([[1], [2]], [0, 0])
     """
     is_path = isinstance(source, (str, os.PathLike))
-    rows = [*(_of_file(Path(source)) if is_path else records(source))]
+    rows = [*column_records(source)]
     if not rows:
         raise ValueError(
             f"there is no text: {os.fspath(source) if is_path else source!r} has no rows"
@@ -95,7 +91,7 @@ class PairedTexts(IndexedReader):
         self._tokens, self.labels, self.each, self.kind = tokens, labels, each, kind
         self.rows, self._fill = len(tokens) // each, fill
         self._width: int | None = None
-        self._names: Sequence[str] = _INPUTS
+        self._names: Sequence[str] = INPUTS
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> PairedTexts:
         """Return the reader for the inputs of a model, and the number of tokens that it states.
@@ -103,9 +99,9 @@ class PairedTexts(IndexedReader):
         Raises:
             ValueError: it has other inputs.
         """
-        if "input_ids" not in shapes or (others := {*shapes} - {*_INPUTS}):
+        if "input_ids" not in shapes or (others := {*shapes} - {*INPUTS}):
             found = sorted(shapes) if "input_ids" not in shapes else sorted(others)
-            raise ValueError(f"texts are for models with inputs {list(_INPUTS)}: not {found}")
+            raise ValueError(f"texts are for models with inputs {list(INPUTS)}: not {found}")
         if "attention_mask" not in shapes:
             warnings.warn(
                 "the model has no input attention_mask: what fills shorter texts changes their "
@@ -113,7 +109,7 @@ class PairedTexts(IndexedReader):
                 stacklevel=2,
             )
         new, shape = copy.copy(self), shapes["input_ids"] or ()
-        new._names = [name for name in _INPUTS if name in shapes]
+        new._names = [name for name in INPUTS if name in shapes]
         new._width = next((n for n in shape[1:2] if isinstance(n, int)), None)
         return new
 
@@ -126,7 +122,7 @@ class PairedTexts(IndexedReader):
         tokens = [self._tokens[i] for i in every]
         ids, mask, _ = pad_sequences([np.int64(e.ids) for e in tokens], self._fill, self._width)
         types, _, _ = pad_sequences([np.int64(e.type_ids) for e in tokens], 0, self._width)
-        columns = dict(zip(_INPUTS, (ids, np.int64(mask), types), strict=True))
+        columns = dict(zip(INPUTS, (ids, np.int64(mask), types), strict=True))
         X = {name: columns[name] for name in self._names}
         return (X,) if self.labels is None else (X, self.labels[every])
 
@@ -143,18 +139,6 @@ class PairedTexts(IndexedReader):
         if self.labels is not None:
             arrays["labels"] = self.labels
         return describe_arrays("paired texts", arrays) | {"rows": self.rows}
-
-
-def _of_file(path: Path) -> Iterator[Record]:
-    """Yield the rows of a file, and where each stands."""
-    if (suffix := path.suffix.lower()) in (*LINES, *TABLES):
-        yield from records(path)
-    elif suffix in _DELIMITERS:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            table = csv.DictReader(file, delimiter=_DELIMITERS[suffix])
-            yield from ((f"{str(path)!r}, row {i}", row) for i, row in enumerate(table, 1))
-    else:
-        raise ValueError(f"{str(path)!r}: texts are in a .csv, .tsv or .jsonl file, or .parquet")
 
 
 def _labels(anchors: list[str], each: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import warnings
@@ -13,16 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.padding import by_length
-from onnxgrad.data.readers import Reader, describe_arrays, with_arguments
+from onnxgrad.data.readers import with_arguments
+from onnxgrad.language.encoding import IGNORED
 from onnxgrad.language.records import LINES, TABLES, records
+from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
 from onnxgrad.language.tokenizer import as_tokenizer
-from onnxgrad.operators.shapes import Dims
 
 _WORD = re.compile(r"\w+(?:[-'.]\w+)*|[^\w\s]")
 _TAGS = ("tags", "ner_tags", "pos_tags", "labels")
-_IGNORED, _DEFAULT_LENGTH = -100, 512
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 @with_arguments(data="source tokenizer")
@@ -96,7 +93,7 @@ class _Row(NamedTuple):
     labels: np.ndarray
 
 
-class LabeledTexts(Reader):
+class LabeledTexts(TokenRows):
     """Rows of tokens and labels; what `labeled_texts` returns.
 
     Attributes:
@@ -104,66 +101,23 @@ class LabeledTexts(Reader):
         texts: each with its `text`, and as `words` the (start, end) of these in it.
     """
 
-    rows: int
-    pads = True
-
     def __init__(
         self, texts: list[LabeledText], rows: list[_Row], classes: list[str], fill: int
     ) -> None:
-        self.texts, self.classes, self._rows, self._fill = texts, classes, rows, fill
-        self.rows = len(rows)
-        self._padded = self._by_length(_INPUTS) if rows else None
-
-    def _by_length(self, inputs: Iterable[str]) -> Reader:
-        """Return the reader for some inputs; without a mask, rows of one length make a batch."""
-        X = {
-            "input_ids": [r.ids for r in self._rows],
-            "token_type_ids": [r.types for r in self._rows],
-        }
-        masked = "attention_mask" in inputs
-        mask, value = ("attention_mask", {"input_ids": self._fill}) if masked else (None, None)
-        X = {name: column for name, column in X.items() if name in inputs}
-        labels = [row.labels for row in self._rows]
-        return by_length(X, labels, mask=mask, value=value, y_value=_IGNORED)
-
-    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> LabeledTexts:
-        """Return the reader for the inputs of a model.
-
-        Raises:
-            ValueError: it has others.
-        """
-        if extra := sorted({*shapes}.difference(_INPUTS)):
-            raise ValueError(f"the model has the inputs {extra}; a tokenizer gives {[*_INPUTS]}")
-        new = copy.copy(self)
-        new._padded = self._by_length(shapes).for_inputs(shapes) if self.rows else None
-        return new
-
-    @property
-    def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: as they are."""
-        return None if self._padded is None else self._padded.order
-
-    def count_batches(self, size: int) -> int | None:
-        """Return the number of batches of a pass."""
-        return 0 if self._padded is None else self._padded.count_batches(size)
-
-    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, as `by_length` does."""
-        yield from () if self._padded is None else self._padded.batches(size, seed, skip)
+        self.texts, self.classes, self._rows = texts, classes, rows
+        columns = [row.ids for row in rows], [row.types for row in rows]
+        super().__init__(*columns, [row.labels for row in rows], fill)
 
     def subset(self, numbers: np.ndarray) -> LabeledTexts:
         """Return some of the rows."""
-        new = copy.copy(self)
-        new._rows, new.rows = [self._rows[i] for i in numbers], len(numbers)
-        new._padded = None if self._padded is None else self._padded.subset(numbers)
+        new = super().subset(numbers)
+        assert isinstance(new, LabeledTexts)
+        new._rows = [self._rows[i] for i in numbers]
         return new
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows, and digests of tokens, labels and lengths."""
-        own = {} if self._padded is None else self._padded.describe()
-        parts = [part for row in self._rows for part in (row.ids, row.labels)]
-        tokens = describe_arrays("", {"": np.concatenate([*parts, np.zeros(1, np.int64)])})
-        return own | {"kind": "labeled texts", "tokens": tokens["digest"], "classes": self.classes}
+        return super().describe() | {"kind": "labeled texts", "classes": self.classes}
 
     def of_words(self, batches: Iterable[np.ndarray]) -> list[np.ndarray]:
         """Return what a model says of words: for each text an array (words, ...).
@@ -190,7 +144,7 @@ class _Encoder:
         self, tokenizer: Any, classes: list[str], length: int | None, stride: int, every: bool
     ) -> None:
         self.tokenizer, self.classes, self.label_all = tokenizer, classes, every
-        self.max_length = length or tokenizer.max_length or _DEFAULT_LENGTH
+        self.max_length = length or tokenizer.max_length or DEFAULT_LENGTH
         self._whole = tokenizer.backend
         self._cutting = type(self._whole).from_str(self._whole.to_str())
         self._cutting.enable_truncation(self.max_length)
@@ -211,7 +165,7 @@ class _Encoder:
                 counted = (first <= own) & (own < stop)
                 heads = counted & np.append(True, own[1:] != own[:-1])
                 row = np.where(heads, labels[own], inside[own])
-                row[~(counted if self.label_all else heads)] = _IGNORED
+                row[~(counted if self.label_all else heads)] = IGNORED
                 rows.append(_Row(number, ids, types, np.where(heads, own, -1), row))
                 seen += int(heads.sum())
             long = len(owners) > self.max_length

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import filecmp
 import functools
 import inspect
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import onnx
 from onnx import ModelProto
 
 import onnxgrad as og
+from onnxgrad.data.readers import Reader
+from onnxgrad.errors import argument
+from onnxgrad.language.tokenizer import FILE, VOCABULARY
 from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_options
 
 
@@ -35,6 +41,10 @@ class Task:
         arguments: further arguments of a `Trainer` that the task needs, such as `carry`.
         classes: names of the classes, in the order of their numbers; empty where there are none.
         remembered: names of the options that predictions and evaluations need, too.
+        notes, remarks: messages about the data and about what was decided, before and after a
+            training.
+        rows: number of rows that were evaluated or predicted last; None if it is unknown.
+        held_out: the numbers of the rows of `data` that `divide_rows` put into `validation`.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -51,13 +61,18 @@ class Task:
     """
 
     model: ModelProto
-    data: og.data.Reader | None = None
-    validation: og.data.Reader | None = None
+    data: Any = None
+    validation: Any = None
     loss: Any
     metrics: Any = ()
     arguments: dict[str, Any]
     classes: Sequence[str] = ()
     remembered: ClassVar[tuple[str, ...]] = ()
+    notes: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    held_out: np.ndarray | None = None
+    rows: int | None = None
+    _tokenizer: Any = None  # of tasks on texts: an argument of `as_tokenizer`
     _lost_loss: str | None = None  # the name of an object, which the file of a trained model lacks
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -88,11 +103,68 @@ class Task:
         own = {"loss": self.loss, "metrics": self.metrics, **self.arguments}
         return og.Trainer(self.model, **{**own, **arguments})
 
+    def divide_rows(self, validation: Any = None, seed: int = 0) -> None:
+        """Decide which rows `validation` holds; the rows of a share are drawn, and leave `data`.
+
+        Args:
+            validation: a share of the rows; or other data, as `read` takes them. None: what `data`
+                holds out already, or else a fifth of rows that can be drawn. 0: none.
+            seed: of the rows that are drawn: a share of each class where the rows have classes.
+
+        Raises:
+            ValueError: a share that leaves a part empty, or of rows that cannot be drawn.
+        """
+        if validation is None and self.validation is not None:
+            return
+        if validation is not None and not isinstance(validation, (int, float)):
+            self.validation = self.read(validation)
+            return
+        count, share = row_count(self.data), USUAL_SHARE if validation is None else validation
+        if not 0 <= share <= LARGEST_SHARE:
+            given = argument("validation", validation)
+            raise ValueError(f"{given} must be from 0 to {LARGEST_SHARE}, or data")
+        can_draw = count is not None and _take_rows(self.data, np.arange(1)) is not None
+        if not share or (validation is None and not can_draw):
+            self.validation = None
+            return
+        if count is None or not can_draw:
+            raise ValueError(
+                f"{argument('validation', share)} of data that are read while training: name "
+                "validation data instead, or 0"
+            )
+        if validation is None and not round(count * share):
+            self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
+            return
+        kept, drawn = _draw_rows(count, share, seed, self._strata())
+        if not len(kept) or not len(drawn):
+            given = argument("validation", share)
+            raise ValueError(f"{given} of {count} rows leaves a part empty: use 0")
+        self.held_out = drawn
+        self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
+
+    def _strata(self) -> np.ndarray | None:
+        """Return the numbers of the classes of the rows, of each of which a share is held out."""
+        return None
+
+    def evaluate(
+        self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Return the loss and the metrics of the model for rows, as `read` takes them.
+
+        Args:
+            data: files that are usual for the task.
+            batch_size: rows of one call of the runtime.
+            device: "cpu", "cuda" or "cuda:1".
+        """
+        trainer, rows = self.trainer(device=device), self.read(data)
+        self.rows = row_count(rows)
+        return trainer.evaluate(rows, batch_size=batch_size)
+
     def finished(self, model: ModelProto) -> ModelProto:
         """Return a trained model without what only its training needs, as it is deployed."""
         return model
 
-    def read(self, path: str | os.PathLike) -> og.data.Reader:
+    def read(self, path: Any) -> Any:
         """Return other rows for the same model and classes, such as those to validate on.
 
         Raises:
@@ -109,6 +181,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def describe_results(self, results: Sequence[Any]) -> str:
+        """Return how many results there are, and of what, as text."""
+        return f"{len(results)} predictions"
+
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
         """Write results into a folder as people look at them, and return the files.
 
@@ -118,6 +194,53 @@ class Task:
             folder: is created; files in it of the same names are replaced.
         """
         raise NotImplementedError
+
+    def write_beside(self, folder: str | os.PathLike) -> str:
+        """Copy the tokenizer into the folder of a trained model, where tasks look for it.
+
+        A file that is there stays.
+
+        Returns:
+            A sentence about the file, "" if nothing was to be done.
+        """
+        return _copy_tokenizer(self._tokenizer, Path(folder))
+
+
+def row_count(data: Any) -> int | None:
+    """Return the number of rows of data, as `Trainer.fit` takes them; None if it is unknown."""
+    if isinstance(data, Reader):
+        return data.rows
+    parts = data if isinstance(data, tuple) else (data,)
+    arrays = parts[0].values() if isinstance(parts[0], dict) else parts[:1]
+    return next((len(array) for array in arrays), 0)
+
+
+def _take_rows(data: Any, rows: np.ndarray) -> Any:
+    """Return some rows of data; None if rows of a reader cannot be drawn."""
+    if isinstance(data, tuple):
+        return tuple(_take_rows(part, rows) for part in data)
+    if isinstance(data, dict):
+        return {name: array[rows] for name, array in data.items()}
+    if isinstance(data, Reader):
+        return data.subset(rows)
+    return None if data is None else data[rows]
+
+
+def _draw_rows(
+    count: int, share: float, seed: int, strata: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows to train on and the `share` of them to validate on, drawn by `seed`.
+
+    With `strata`, (rows,), each number in it keeps its share, up to rounding.
+    """
+    order = np.random.default_rng(seed).permutation(count)
+    drawn = order[: round(count * share)]
+    if strata is not None:
+        parts = [order[strata[order] == number] for number in np.unique(strata)]
+        drawn = np.concatenate([part[: round(len(part) * share)] for part in parts])
+    kept = np.ones(count, bool)
+    kept[drawn] = False
+    return np.flatnonzero(kept), np.flatnonzero(~kept)
 
 
 def remembering(init: Callable[..., None]) -> Callable[..., None]:
@@ -137,7 +260,7 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
-            note = json.dumps({type(self).__name__: write_options(stated)}) if stated else None
+            note = json.dumps({type(self).__name__: write_options(stated)})
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
@@ -155,6 +278,8 @@ def _notes_at(model: Any) -> dict[str, str]:
     return notes_of(model_of(model))
 
 
+USUAL_SHARE = 0.2  # of the rows that are held out
+LARGEST_SHARE = 0.9
 _FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of what spreadsheets compute
 OPTIONS = "onnxgrad.task"  # the options of a class by its name, in JSON
 CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
@@ -221,6 +346,22 @@ def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
     return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
 
 
+def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
+    """Return the classes in the `config.json` of transformers beside a model with logits."""
+    path = None if home is None else home / "config.json"
+    if path is None or not path.is_file() or "logits" not in outputs_of(model):
+        return []
+    named = json.loads(path.read_text(encoding="utf-8")).get("id2label", {})
+    return [str(named[key]) for key in sorted(named, key=int)]
+
+
+def class_probabilities(scores: np.ndarray) -> np.ndarray:
+    """Return the probabilities of classes on the last axis, of scores or of probabilities."""
+    if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # no softmax yet
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+    return scores / scores.sum(-1, keepdims=True)
+
+
 def safe_cell(value: Any) -> Any:
     """Return a cell of a CSV file: a text that spreadsheets would run gets an apostrophe."""
     if not isinstance(value, str) or value[:1] not in _FORMULAS:
@@ -240,8 +381,27 @@ def home_of(model: Any) -> Path | None:
 def tokenizer_for(source: Any, home: Path | None) -> Any:
     """Return a tokenizer that is given, or the path of one beside a model or above its folder."""
     if source is None and home is not None:
-        places = (home / "tokenizer.json", home / "vocab.txt", home.parent / "tokenizer.json")
+        places = (home / FILE, home / VOCABULARY, home.parent / FILE)
         source = next((path for path in places if path.is_file()), None)
     if source is None:
         raise ValueError("tokenizer=None, and no tokenizer.json or vocab.txt beside the model")
     return source
+
+
+def _copy_tokenizer(source: Any, folder: Path) -> str:
+    """Copy the file of a tokenizer into a folder without one, and return a sentence about it."""
+    if not isinstance(source, (str, os.PathLike)):
+        return ""
+    path = Path(source)
+    if path.is_dir():
+        path = next((path / n for n in (FILE, VOCABULARY) if (path / n).is_file()), path)
+    target = folder / (VOCABULARY if path.suffix == ".txt" else FILE)
+    if not path.is_file() or (target.is_file() and filecmp.cmp(path, target, shallow=False)):
+        return ""
+    if target.exists():
+        return f"{target} stays, of another tokenizer: to move the model, take {path} along"
+    try:
+        shutil.copyfile(path, target)
+    except OSError as e:  # the model is written already
+        return f"{target} is not written: {e.strerror or e}"
+    return f"wrote {target}"

@@ -226,6 +226,10 @@ class Detection(Task):
             results.append(Detections(boxes, found[:, 1], names))
         return results
 
+    def describe_results(self, results: Sequence[Detections]) -> str:
+        """Return how many pictures there are, and how many boxes were found."""
+        return f"{len(results)} pictures, {sum(len(each.boxes) for each in results)} boxes"
+
     def write(
         self, inputs: Any, results: Iterable[Detections], folder: str | os.PathLike
     ) -> list[Path]:

@@ -172,7 +172,8 @@ class Embeddings(Task):
             raise ValueError(f"texts are for models with inputs such as input_ids, not {[*shapes]}")
         tokenizer, home, length = self._of_texts
         most = (*shapes["input_ids"], None, None)[1] or length
-        reader = og.language.paired_texts(source, tokenizer_for(tokenizer, home), most)
+        self._tokenizer = tokenizer_for(tokenizer, home)
+        reader = og.language.paired_texts(source, self._tokenizer, most)
         return reader.for_inputs(shapes)
 
     def read(self, path: Any) -> Any:

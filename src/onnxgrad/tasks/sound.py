@@ -259,6 +259,10 @@ class Sound(Task):
             results.append(hear(scores, times, self.classes, self.background, threshold, hold))
         return results
 
+    def describe_results(self, results: Sequence[Heard]) -> str:
+        """Return how many files there are, and how many events were heard."""
+        return f"{len(results)} files, {sum(len(each.events) for each in results)} events"
+
     def write(self, inputs: Any, results: Iterable[Heard], folder: str | os.PathLike) -> list[Path]:
         """Write events into `events.csv`, and a label track of Audacity, `.txt`, for each file.
 

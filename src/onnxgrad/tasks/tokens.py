@@ -16,6 +16,8 @@ import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     Task,
+    class_probabilities,
+    configured_classes,
     home_of,
     inputs_of,
     model_of,
@@ -77,7 +79,7 @@ class Tokens(Task):
         proto, home = model_of(model), home_of(model)
         self._tokenizer = tokenizer_for(tokenizer, home)
         self._how = {"max_length": max_length, "stride": stride, "label_all": label_all}
-        stored = stored_classes(proto) or _configured_classes(proto, home)
+        stored = stored_classes(proto) or configured_classes(proto, home)
         rows = None if data is None else self._rows(data, classes, known=stored)
         self.classes = list(classes or stored if rows is None else rows.classes)
         if not self.classes:
@@ -120,7 +122,10 @@ class Tokens(Task):
         """
         rows = self._fed(self._rows(inputs, self.classes, labels=False))
         predictor, output = Predictor(model_of(model)), self.model.graph.output[0].name
-        batches = (_shares(*predictor.run(X, [output])) for X, *_ in rows.batches(_BATCH, None, 0))
+        batches = (
+            class_probabilities(*predictor.run(X, [output]))
+            for X, *_ in rows.batches(_BATCH, None, 0)
+        )
         of_words = rows.of_words(batches)
         return [self._joined(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 
@@ -138,6 +143,10 @@ class Tokens(Task):
                 found.append({"start": start, "end": end, "label": kind, "score": [share.max()]})
             last = "" if name == "O" else kind
         return [entity | {"score": float(np.mean(entity["score"]))} for entity in found]
+
+    def describe_results(self, results: Sequence[Sequence[dict]]) -> str:
+        """Return how many texts there are, and how many entities were found."""
+        return f"{len(results)} texts, {sum(map(len, results))} entities"
 
     def write(
         self, inputs: Any, results: Iterable[Sequence[dict]], folder: str | os.PathLike
@@ -166,13 +175,6 @@ class Tokens(Task):
         return [home / f"entities.{form}" for form in files]
 
 
-def _shares(scores: np.ndarray) -> np.ndarray:
-    """Return the probabilities of the classes, (N, T, C), of scores or probabilities."""
-    if scores.min() < 0 or not np.allclose(scores.sum(2), 1, atol=1e-3):  # no softmax yet
-        scores = np.exp(scores - scores.max(2, keepdims=True))
-    return scores / scores.sum(2, keepdims=True)
-
-
 def _with_head(
     proto: onnx.ModelProto, stored: list[str], classes: list[str], at: str | None, seed: int
 ) -> onnx.ModelProto:
@@ -188,12 +190,3 @@ def _with_head(
     if at is None and len(wide) != 1:
         raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of tokens")
     return og.add_head(proto, classes, at or wide[0], seed=seed)
-
-
-def _configured_classes(proto: onnx.ModelProto, home: Path | None) -> list[str]:
-    """Return the classes in the `config.json` of transformers beside a model with logits."""
-    path = None if home is None else home / "config.json"
-    if path is None or not path.is_file() or all(y.name != "logits" for y in proto.graph.output):
-        return []
-    named = json.loads(path.read_text(encoding="utf-8")).get("id2label", {})
-    return [str(named[key]) for key in sorted(named, key=int)]

@@ -19,7 +19,7 @@ from onnxgrad.model.read import names_model
 from onnxgrad.operators.shapes import Dims
 from onnxgrad.training.job import Job
 
-LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, options of the shell
+LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, arguments of a `Trainer`
 
 _CHANNELS = (1, 3, 4)
 
@@ -42,25 +42,17 @@ def training_notes(
     return dict(kept) | notes
 
 
-def _loss_note(job: Job) -> list[dict[str, list[str]]]:
-    """Return the loss as options of the shell; empty for a loss that these cannot state."""
-    loss, options = job.loss, job.loss_options or {}
-    by_output = loss if isinstance(loss, Mapping) else {None: loss}
-    names = list(by_output.values())
-    if not all(isinstance(name, str) and not names_model(name) for name in names):
+def _loss_note(job: Job) -> list[dict[str, Any]]:
+    """Return the loss as arguments of a `Trainer`; empty for a loss that JSON cannot state."""
+    by_output = job.loss if isinstance(job.loss, Mapping) else {None: job.loss}
+    if not all(isinstance(name, str) and not names_model(name) for name in by_output.values()):
         return []
-    if None not in by_output:
-        if options and len(names) > 1:
-            return []
-        options = next(iter(options.values()), {})
+    stated = {"loss": job.loss, "loss_options": job.loss_options, "loss_weights": job.loss_weights}
     try:
-        stated = [f"{name}={json.dumps(v, default=_as_list)}" for name, v in options.items()]
+        text = json.dumps({name: v for name, v in stated.items() if v}, default=_as_list)
     except TypeError:
         return []
-    weights = [f"{output}={float(w)}" for output, w in (job.loss_weights or {}).items()]
-    losses = [name if output is None else f"{output}={name}" for output, name in by_output.items()]
-    note = {"loss": losses, "loss_option": stated, "loss_weight": weights}
-    return [{name: texts for name, texts in note.items() if texts}]
+    return [json.loads(text)]
 
 
 def _as_list(value: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.cli.loss_note import loss_of
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.applied_to import is_probability
 from onnxgrad.losses.formulas import LOSSES
@@ -17,6 +16,7 @@ from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.notes import CLASSES, read_note
 from onnxgrad.operators.shapes import rank
+from onnxgrad.tasks.model_with_loss import noted_loss_name
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,31 @@ class ClassLabels:
         model = to_ir(proto)
         infer(model)
         fitting = [y for y in model.graph.outputs if y.name in outputs and _fits(y, len(classes))]
-        if len(fitting) != 1 or not _has_shares(loss_of(proto), fitting[0]):
+        if len(fitting) != 1 or not _has_shares(noted_loss_name(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
 
     def columns(self, results: Mapping[str, Any], count: int) -> dict[str, np.ndarray]:
         """Return the label and the probability of the first `count` rows of results."""
         scores = np.asarray(results[self.output], np.float64).reshape(len(results[self.output]), -1)
-        scores = scores[:count]
-        if scores.shape[1] == 1:
-            second = scores if self.probable else 1 / (1 + np.exp(-scores))
-            shares = np.concatenate([1 - second, second], axis=1)
-        elif self.probable:
-            shares = scores
-        else:
-            powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-            shares = powers / powers.sum(axis=1, keepdims=True)
+        shares = class_shares(scores[:count], self.probable)
         best = shares.argmax(axis=1)
         labels = np.array(self.classes)[best]
         return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
+
+
+def class_shares(scores: np.ndarray, probable: bool) -> np.ndarray:
+    """Return the probabilities of classes, (rows, classes), of probabilities or of scores.
+
+    Of a single score, they are of two classes: 1 - p and p.
+    """
+    if scores.shape[1] == 1:
+        second = scores if probable else 1 / (1 + np.exp(-scores))
+        return np.concatenate([1 - second, second], axis=1)
+    if probable:
+        return scores
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def _is_single(output: Any) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.cli.model_files import STDOUT
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing
 from onnxgrad.tasks.base import safe_cell
@@ -23,17 +22,20 @@ _ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
 
 def check_ending(output: str) -> None:
     """Raise `ValueError` for a file of another kind."""
-    if output != STDOUT and Path(output).suffix.lower() not in _ENDINGS:
+    if Path(output).suffix.lower() not in _ENDINGS:
         raise unknown("ending of a file of predictions", Path(output).suffix, _ENDINGS)
 
 
 @contextmanager
-def writer(output: str) -> Iterator[Write]:
-    """Yield a function that writes the columns of some rows; the file is complete or not there."""
-    suffix = ".csv" if output == STDOUT else Path(output).suffix.lower()
+def column_writer(output: str | Path | None) -> Iterator[Write]:
+    """Yield a function that writes the columns of some rows; the file is complete or not there.
+
+    Without an output, they are written to standard output, as CSV.
+    """
+    suffix = ".csv" if output is None else Path(output).suffix.lower()
     with ExitStack() as stack:
         target: Any = (
-            sys.stdout.buffer if output == STDOUT else stack.enter_context(replacing(output))
+            sys.stdout.buffer if output is None else stack.enter_context(replacing(output))
         )
         if suffix == ".npz":
             parts: list[Columns] = []
@@ -51,7 +53,7 @@ def writer(output: str) -> Iterator[Write]:
             opened[0].write_table(table)
 
         yield write
-        if output == STDOUT:
+        if output is None:
             sys.stdout.buffer.flush()
 
 

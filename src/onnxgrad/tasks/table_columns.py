@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxgrad.cli.data_options import InputOptions, LabelOptions
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_numbers import first_names
 from onnxgrad.data.columns import Names
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.training.objective import Objective
 
 Columns = dict[str, list[str]]  # by input
+TargetColumns = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 
 @dataclass(frozen=True)
@@ -24,37 +25,46 @@ class Targets:
     @classmethod
     def of(
         cls,
-        options: LabelOptions,
+        target: TargetColumns,
         names: Collection[str],
         trained: Names,
         outputs: Sequence[str] = (),
+        weight: str | None = None,
     ) -> Targets:
-        """Return the columns of `--target`, or else those of an earlier training.
+        """Return the columns of the labels, by default those of an earlier training.
 
-        `names` are all columns, and `outputs` those that have losses, if they are several.
+        Args:
+            target: a column, several, or one or several by output; None: none is named.
+            names: all columns.
+            trained: the names that the model stores.
+            outputs: the outputs that have losses, if they are several.
+            weight: the column of sample weights.
+
+        Raises:
+            ValueError: a column that is not there or is named twice, or outputs without a column.
         """
-        columns: dict[str | None, list[str]] = {}
-        for text in options.target:
-            output, equals, column = text.partition("=") if outputs else ("", "", text)
-            if outputs and (not equals or output not in outputs):
-                raise _several(outputs, f", not {text!r}")
-            columns.setdefault(output if outputs else None, []).append(column)
+        by_output = target if isinstance(target, Mapping) else {None: target} if target else {}
+        columns = {out: _as_columns(group) for out, group in by_output.items()}
+        if outputs and (wrong := [out for out in columns if out not in outputs]):
+            own = columns[wrong[0]] if wrong[0] is None else wrong
+            raise _needs_outputs(outputs, f", not {own[0]!r}")
         if not columns and trained.target and set(trained.target) <= set(names):
             columns[None] = list(trained.target)
-        own = cls(columns)
-        for name in own.names:
+        own_targets = cls(columns)
+        for name in own_targets.names:
             if name not in names:
                 raise unknown("column", name, names)
-        if len(set(own.names)) < len(own.names):
-            raise DataError(f"a target is named twice: {', '.join(map(repr, own.names))}")
-        if options.sample_weight in own.names:
+        if len(set(own_targets.names)) < len(own_targets.names):
+            twice = ", ".join(map(repr, own_targets.names))
+            raise DataError(f"a target is named twice: {twice}")
+        if weight in own_targets.names:
             raise DataError(
-                f"--sample-weight {options.sample_weight} is the target: name the column of the "
+                f"{argument('sample_weight', weight)} is the target: name the column of the "
                 "weights of rows, or leave it out"
             )
         if len(columns) == 1 and None in columns:
-            return cls({None: trained.copy().target_order(own.names)})
-        return own
+            return cls({None: trained.copy().target_order(own_targets.names)})
+        return own_targets
 
     @property
     def names(self) -> list[str]:
@@ -71,40 +81,41 @@ class Targets:
             if names[0] not in inputs:
                 raise ValueError(
                     f"the model computes its own loss, but has no input {names[0]!r}: "
-                    "--target must be the input that takes the labels, one of "
+                    f"{argument('target')} must be the input that takes the labels, one of "
                     f"{', '.join(map(printable, inputs))}"
                 )
         if names and not self.names:
-            raise ValueError("the loss compares with labels: name their column with --target")
+            raise ValueError(
+                f"the loss compares with labels: name their column with {argument('target')}"
+            )
         if len(names) < 2:
             return dict.fromkeys(names, self.names)
         outputs = {str(info.prediction): name for name, info in infos.items()}
         if any(output not in outputs for output in self.columns):
-            raise _several(outputs)
+            raise _needs_outputs(outputs)
         if missing := next((o for o in outputs if o not in self.columns), None):
-            raise ValueError(f"no --target {missing}=COLUMN for the loss of {missing!r}")
+            raise _needs_outputs(outputs, f": {missing!r} has none")
         return {name: self.columns[output] for output, name in outputs.items()}
 
 
-def _several(outputs: Iterable[str], more: str = "") -> ValueError:
+def _as_columns(group: str | Sequence[str]) -> list[str]:
+    return [group] if isinstance(group, str) else list(group)
+
+
+def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
     return ValueError(
-        "the losses are of several outputs: write --target OUTPUT=COLUMN for each of "
+        f"the losses are of several outputs: write {named('target={output: column}')} for each of "
         f"{', '.join(map(printable, outputs))}{more}"
     )
 
 
-def names_in(text: str) -> list[str]:
-    """Return the names that commas separate, with or without blanks around them."""
-    return [name.strip() for name in text.split(",")]
-
-
-def chosen_columns(
-    options: InputOptions, names: list[str], inputs: Sequence[str], trained: Names
+def choose_columns(
+    columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
 ) -> tuple[list[str], Names]:
-    """Return the columns that are left by `--columns`, and the names with those of each input.
+    """Return the columns that are read, and the names with the columns of each input.
 
     Args:
-        options: of the command.
+        columns: the columns of the only input in their order, or of each input; None: all.
         names: the columns that are no labels.
         inputs: of the model, other than labels.
         trained: the names that the model stores.
@@ -113,32 +124,29 @@ def chosen_columns(
         ValueError: a column that is not there or is named twice, several inputs without their
             names, or others than those of an earlier training.
     """
-    chosen: Columns = {}
-    for text in options.columns:
-        head, equals, tail = text.partition("=")
-        named = bool(equals) and head in inputs
-        if len(inputs) > 1 and not named:
-            raise ValueError(
-                f"--columns {text!r}: the model has several inputs: write INPUT=A,B,... for each "
-                f"of {', '.join(map(printable, inputs))}"
-            )
-        name, listed = (head, tail) if named else (inputs[0], text)
-        chosen.setdefault(name, []).extend(names_in(listed))
-    if not chosen:
+    if not columns:
         return names, trained
+    if not isinstance(columns, Mapping) and len(inputs) > 1:
+        raise ValueError(
+            f"{argument('columns', list(columns))}: the model has several inputs: write "
+            f"{named('columns={input: [...]}')} for each of {', '.join(map(printable, inputs))}"
+        )
+    by_input = columns if isinstance(columns, Mapping) else {inputs[0]: columns}
     result = trained.copy()
-    for name, group in chosen.items():
+    for name, group in by_input.items():
+        if name not in inputs:
+            raise unknown(f"input ({argument('columns')})", name, inputs)
         for column in group:
             if column not in names:
-                raise unknown("column (--columns)", column, names)
+                raise unknown(f"column ({argument('columns')})", column, names)
         if len({*group}) < len(group):
-            raise ValueError(f"--columns names a column twice: {first_names(group)}")
-        if result.columns.setdefault(name, group) != group:
+            raise ValueError(f"{argument('columns')} names a column twice: {first_names(group)}")
+        if result.columns.setdefault(name, list(group)) != list(group):
             raise ValueError(
-                f"--columns {','.join(group)}: the model was trained on "
+                f"{argument('columns', list(group))}: the model was trained on "
                 f"{','.join(result.columns[name])}, which it takes by name: leave it out"
             )
-    used = {column for group in chosen.values() for column in group}
+    used = {column for group in by_input.values() for column in group}
     return [name for name in names if name in used or name in inputs], result
 
 

@@ -1,0 +1,123 @@
+"""Texts as rows of tokens, which are padded batch by batch for the inputs of an encoder."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.padding import by_length, pad_sequences
+from onnxgrad.data.readers import Reader, describe_arrays
+from onnxgrad.language.encoding import IGNORED
+from onnxgrad.operators.shapes import Dims
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+DEFAULT_LENGTH = 512  # tokens of a row, where neither the user nor the tokenizer says
+
+
+class TokenRows(Reader):
+    """Rows of tokens and their labels, in batches of rows of similar length.
+
+    A batch is padded to its longest row, or to the length that the model declares. Without an input
+    `attention_mask`, the rows of a batch have one length, so that nothing is padded.
+
+    Args:
+        ids: the ids of the tokens of each row, (T,).
+        types: the number of the text that each token is of, (T,) for each row.
+        labels: an integer for each row, or (T,) for each row; None: none.
+        fill: the id of padded tokens.
+    """
+
+    rows: int
+    pads = True
+    _told = False  # that nothing masks what is padded
+
+    def __init__(
+        self,
+        ids: Sequence[np.ndarray],
+        types: Sequence[np.ndarray],
+        labels: Sequence[Any] | None,
+        fill: int,
+    ) -> None:
+        self._ids, self._types, self._labels, self._fill = ids, types, labels, fill
+        self.rows = len(ids)
+        self._padded = self._padded_for(INPUTS, None) if ids else None
+
+    def _padded_for(self, inputs: Collection[str], width: int | None) -> Reader:
+        """Return the reader of padded batches for some inputs, of `width` tokens if it is known."""
+        X = {"input_ids": self._ids, "token_type_ids": self._types}
+        values, labels = {"input_ids": self._fill, "token_type_ids": 0}, self._labels
+        mask = "attention_mask" if width is None and "attention_mask" in inputs else None
+        if width is not None:
+            lengths = [len(ids) for ids in self._ids]
+            X = {name: [*pad_sequences(X[name], values[name], width)[0]] for name in X}
+            counted = np.arange(width) < np.array(lengths)[:, None]
+            X["attention_mask"] = [*counted.astype(np.int64)]
+            if labels is not None and np.ndim(labels[0]):
+                labels = [*pad_sequences(labels, IGNORED, width)[0]]
+        X = {name: column for name, column in X.items() if name in inputs}
+        value = {"input_ids": self._fill} if mask else None
+        return by_length(X, labels, mask=mask, value=value, y_value=IGNORED)
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> TokenRows:
+        """Return the reader for the inputs of a model, and the length of rows that it declares.
+
+        Raises:
+            ValueError: the model has other inputs.
+        """
+        if extra := sorted({*shapes}.difference(INPUTS)):
+            raise ValueError(f"the model has the inputs {extra}; a tokenizer gives {[*INPUTS]}")
+        stated = shapes.get("input_ids") or ()
+        width = next((n for n in stated[1:2] if isinstance(n, int)), None)
+        new = copy.copy(self)
+        if width is not None and "attention_mask" not in shapes and not self._told:
+            new._told = True
+            warnings.warn(
+                f"the model takes {width} tokens, and has no input attention_mask: the tokens that "
+                "fill shorter texts change the scores, unless the model itself leaves them out",
+                stacklevel=2,
+            )
+        if self.rows:
+            new._padded = self._padded_for(shapes, width).for_inputs(shapes)
+        return new
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each row, int64."""
+        return np.array([len(ids) for ids in self._ids], np.int64)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        return None if self._padded is None else self._padded.order
+
+    def count_batches(self, size: int) -> int | None:
+        """Return the number of batches of a pass."""
+        return 0 if self._padded is None else self._padded.count_batches(size)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass, as `by_length` does."""
+        yield from () if self._padded is None else self._padded.batches(size, seed, skip)
+
+    def subset(self, numbers: np.ndarray) -> TokenRows:
+        """Return the reader of the rows with these numbers."""
+        new = copy.copy(self)
+        new._ids = [self._ids[i] for i in numbers]
+        new._types = [self._types[i] for i in numbers]
+        new._labels = None if self._labels is None else [self._labels[i] for i in numbers]
+        new.rows = len(numbers)
+        new._padded = None if self._padded is None else self._padded.subset(numbers)
+        return new
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of rows, and digests of tokens, labels and lengths."""
+        own = {} if self._padded is None else self._padded.describe()
+        parts = list(self._ids)
+        if self._labels is not None:
+            pairs = zip(self._ids, self._labels, strict=True)
+            parts = [part for ids, label in pairs for part in (ids, np.atleast_1d(label))]
+        tokens = describe_arrays("", {"": np.concatenate([*parts, np.zeros(1, np.int64)])})
+        return own | {"kind": "rows of tokens", "tokens": tokens["digest"]}

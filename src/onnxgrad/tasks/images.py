@@ -1,0 +1,342 @@
+"""Images in folders, one for each class."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.class_folders import class_folders, parts_of
+from onnxgrad.data.class_numbers import check_class_count, first_names
+from onnxgrad.data.columns import Names
+from onnxgrad.data.field import Field
+from onnxgrad.data.image_files import SUFFIXES, is_image
+from onnxgrad.data.image_transforms import (
+    IMAGES,
+    Normalize,
+    Transform,
+    noted_normalization,
+    noted_transforms,
+)
+from onnxgrad.data.images import ImageFolder, image_folder
+from onnxgrad.errors import argument
+from onnxgrad.model.notes import read_note
+from onnxgrad.operators.shapes import dims
+from onnxgrad.tasks.base import outputs_of
+from onnxgrad.tasks.image_values import as_image_size, as_normalization, checked_scale
+from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.row_predictions import Columns
+from onnxgrad.tasks.rows_task import (
+    CROSS_ENTROPY,
+    ONE_SCORE,
+    MappedRows,
+    RowsTask,
+    begin_errors,
+    only_features,
+)
+from onnxgrad.tasks.tables import PARQUET, STREAMED
+from onnxgrad.tasks.value_range import range_warning
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.objective import Objective
+
+__all__ = ["Images"]
+
+_SEEN = 10_000  # files of a folder that say what it holds
+
+
+@dataclass(frozen=True)
+class ImageValues:
+    """How images become numbers: their size, the value of white, the normalization behind it."""
+
+    size: tuple[int, int] | None
+    scale: float
+    normalize: Normalize | None
+    steps: tuple[Transform, ...]  # how images get their size
+
+    @property
+    def text(self) -> str:
+        """How values are scaled, for messages."""
+        text = f"from 0 to {self.scale:g}"
+        if self.normalize is None:
+            return text
+        own = self.normalize.mean, self.normalize.std
+        mean, std = (", ".join(f"{x:g}" for x in each) for each in own)
+        return f"{text}, minus {mean}, divided by {std}"
+
+
+class Images(RowsTask):
+    """Images in a folder for each class, or, to predict, in any folder.
+
+    The trained model stores the classes and how images become numbers, so that
+    `Images("mine.onnx")` predicts and evaluates without further arguments. A fifth of the images of
+    each class is held out for `validation`, unless the folder has a folder of its own for it, or it
+    is said otherwise.
+
+    Args:
+        model: model, serialized model or path, with one input of images.
+        data: a folder with a folder for each class, or with train/, validation/ and test/ of such;
+            None: `model` is one that was trained.
+        image_size: height and width, or a number for both; None: as the input declares, or as in an
+            earlier training.
+        scale: the value of white, 1 or 255; None: that of an earlier training, or 1.
+        normalize: "imagenet", "none", "MEAN/STD" of values from 0 to `scale`, or what
+            `og.data.normalize` returns; None: that of an earlier training, or none.
+        augment: transforms of `og.data.image_folder` for training, such as `og.data.random_flip()`.
+        classes: the names of the classes in the order of the model's output; None: those in the
+            model, or those of the folders.
+        loss: as of `Trainer`. None: that of an earlier training, or the output `loss_output` of the
+            model; or `cross_entropy`, of a single score `binary_cross_entropy`. Folders of other
+            classes than those of the model give it a new last layer.
+        loss_options, loss_weights: as of `Trainer`.
+        loss_output: the output of the model that is its loss.
+        metrics: as of `Trainer`; None: accuracy.
+        validation: the share of the images to hold out, or another folder; 0: none.
+        seed: of the images that are held out.
+
+    Attributes:
+        data: a reader of images, as `Trainer.fit` takes it.
+        validation: the same, of the images that are held out; None without.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: folders without images, or that are no classes of the model.
+
+    Examples:
+        >>> import pathlib, tempfile, onnx, onnxgrad as og, PIL.Image
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for name, color in (("dark", "black"), ("light", "white")):
+        ...     (root / name).mkdir()
+        ...     for i in range(5):
+        ...         PIL.Image.new("RGB", (8, 8), color).save(root / name / f"{i}.png")
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,3,8,8] x) => (float[N,2] y)
+        ...     <int64[1] axis = {1}, float[1,2] w = {0, 1}, float[2] b = {0, 0}> {
+        ...     h = Flatten(x)  m = ReduceMean(h, axis)  s = MatMul(m, w)  y = Add(s, b) }''')
+        >>> task = og.tasks.Images(model, root)
+        >>> trainer = task.trainer(learning_rate=0.1)
+        >>> trainer = trainer.fit(task.data, validation=task.validation, epochs=20)
+        >>> [row["label"] for row in task.predict(trainer, root / "light" / "1.png")]
+        ['light']
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: str | os.PathLike | None = None,
+        *,
+        image_size: int | str | tuple[int, int] | None = None,
+        scale: float | None = None,
+        normalize: Any = None,
+        augment: Sequence[Transform] = (),
+        classes: Sequence[str] | Sequence[int] | None = None,
+        loss: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+        loss_output: str = "loss",
+        metrics: Any = None,
+        validation: Any = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            model,
+            classes=classes,
+            loss=loss,
+            loss_options=loss_options,
+            loss_weights=loss_weights,
+            loss_output=loss_output,
+            metrics=metrics,
+        )
+        self._stated = as_image_size(image_size), scale, normalize
+        self._augment: Sequence[Transform] = ()
+        if data is not None:
+            self._augment = tuple(augment)
+            parts = parts_of(Path(data)) if Path(data).is_dir() else {}
+            if parts and validation is None:
+                validation = parts.get("validation")
+            told = [f"{part} images: {folder}" for part, folder in parts.items()]
+            self._begin_training(self._own_part(Path(data), "train"), validation, seed)
+            self._augment = ()
+            self.notes[:0] = told
+
+    def _own_part(self, folder: Path, part: str) -> Path:
+        """Return the folder "train" or "test" of a folder of parts; any other folder itself.
+
+        Raises:
+            DataError: the folder has other parts only.
+        """
+        parts = parts_of(folder) if folder.is_dir() else {}
+        if parts and part not in parts:
+            raise DataError(
+                f"{str(folder)!r} has no folder {part}/: name one of "
+                f"{', '.join(repr(str(each)) for each in parts.values())}"
+            )
+        return parts.get(part, folder)
+
+    def _image_values(self, path: str, model: Any) -> ImageValues:
+        """Return how images become numbers; what is not stated is as in an earlier training.
+
+        Raises:
+            DataError: the model was trained on images whose values nothing tells.
+        """
+        size, scale, normalize = self._stated
+        kept: dict[str, Any] = (read_note(model, IMAGES) or [{}])[0]
+        if scale is None and normalize is None:
+            _require_known(path, kept)
+        white = float(kept.get("scale", 1.0) if scale is None else checked_scale(scale))
+        if normalize is not None:
+            chosen = as_normalization(normalize, white)
+        else:
+            chosen = None if scale is not None else noted_normalization(kept)
+        own = tuple(kept.get("size", ()))
+        steps = tuple(noted_transforms(kept)) if size in (None, own) else ()
+        return ImageValues(size or own or None, white, chosen, steps)
+
+    def _open_rows(self, data: Any) -> Path:
+        return Path(data)
+
+    def _reader(
+        self, path: Path, name: str, shape: Any, dtype: np.dtype, labels: bool = True
+    ) -> ImageFolder:
+        """Return what reads images for an input, as it is declared.
+
+        It warns if the file says that its model was trained on values of another range.
+        """
+        values = self._image_values(str(path), self.model)
+        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > 4]
+        if values.size is None and len(lengths) != 2:
+            raise DataError(
+                f"{str(path)!r} holds images, and the input of the model declares no height and "
+                f"width, but {shape}: pass {argument('image_size')}"
+            )
+        behind = [] if values.normalize is None else [values.normalize]
+        reader = image_folder(
+            str(path),
+            values.size or (lengths[0], lengths[1]),
+            [*self._augment, *values.steps, *behind],
+            classes=self._known_classes() if labels else None,
+            labels=labels,
+            scale=values.scale,
+        )
+        reader = reader.for_inputs({name: shape}).for_dtypes({name: dtype})
+        if reason := "" if reader.raw else range_warning(self.model, name, dtype, reader):
+            warnings.warn(
+                f"{reason}: here they are {values.text}. If it was trained on others, say so with "
+                f"{argument('scale')} and {argument('normalize')}",
+                stacklevel=4,
+            )
+        shown = "as they are, from 0 to 255" if reader.raw else values.text
+        self.notes.append(f"{reader.rows} image{'s' * (reader.rows != 1)}, values {shown}")
+        return reader
+
+    def _decide_loss(self, source: Path) -> None:
+        """Choose cross entropy of classes, and a head for new ones."""
+        names = [folder.name for folder in class_folders(source)]
+        if not source.is_dir() or not names or isinstance(self.loss, Mapping):
+            return
+        shapes = [shape for shape in outputs_of(self.model).values() if len(shape) == 2]
+        scores = shapes[0][1] if len(shapes) == 1 else None
+        if self.named_classes is None and not all(map(str.isdecimal, names)):
+            self._choose_head(names, scores)
+        one = scores == 1 and len(names) == 2
+        reason = "each folder is a class"
+        self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
+
+    def _map_rows(self, source: Path, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
+        """Return what reads images while training, for a model with one label."""
+        classes, objective = self._known_classes(), scored.describe(None)
+        scored.names.classes = classes or []
+        objective.names = scored.names
+        with begin_errors(str(source)):
+            feature = only_features(str(source), objective)[0]
+            assert feature.dtype is not None
+            dtype = feature.dtype.numpy()
+            reader = self._reader(source, str(feature.name), dims(feature), dtype)
+            assert reader.labels is not None
+            [info] = objective.labels.values()
+            if isinstance(info.classes, int):
+                check_class_count(reader.class_names, reader.labels, info.classes)
+        counts = np.bincount(reader.labels, minlength=len(reader.classes)).tolist()
+        named = [f"{k} ({count})" for k, count in enumerate(counts)]
+        if reader.class_names:
+            pairs = enumerate(zip(reader.classes, counts, strict=True))
+            named = [f"{k}: {name} ({count})" for k, (name, count) in pairs]
+        notes = [f"classes by number, and their images: {first_names(named)}"]
+        names = Names(classes=classes or reader.class_names)
+        return MappedRows(Dataset(reader), reader.rows, names, notes), objective
+
+    def read(self, path: str | os.PathLike) -> Any:
+        """Return other images of the same classes, as `Trainer.fit` takes them.
+
+        Args:
+            path: as `data`; of a folder with train/ and test/, the images in test/.
+
+        Raises:
+            ValueError: a folder without images, or with other classes.
+        """
+        return super().read(self._own_part(Path(path), "test"))
+
+    def evaluate(
+        self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Return the loss and the metrics of the model for images, as `read` takes them."""
+        part = self._own_part(Path(data), "test")
+        if part != Path(data):
+            self.notes.append(f"the images are in {part}")
+        return super().evaluate(part, batch_size=batch_size, device=device)
+
+    def _input_batches(
+        self, source: Path, fields: Sequence[Field], size: int
+    ) -> Iterator[tuple[Columns, int, Columns]]:
+        if len(fields) != 1:
+            raise DataError(f"images are for one input, and the model has {len(fields)}")
+        field = fields[0]
+        reader = self._reader(source, field.name, field.shape, field.dtype, labels=False)
+        start = 0
+        for images in reader.batches(size, None, 0):
+            files = [str(f) for f in reader.files[start : start + len(images)]]
+            start += len(images)
+            yield {field.name: images}, len(images), {"file": np.array(files)}
+
+    def _strata(self) -> np.ndarray | None:
+        """Return the numbers of the classes of the images, of each of which a share is held out."""
+        return getattr(self.data, "labels", None)
+
+
+def _require_known(path: str, kept: Mapping[str, Any]) -> None:
+    """Raise `DataError` if a training read images in a way that its model cannot note."""
+    if "arrays" in kept or "function" in kept:
+        how = f"through the function {kept['function']!r}" if "function" in kept else "as arrays"
+        raise DataError(
+            f"{path!r} holds images, which the training of the model got {how}: say how values are "
+            f"scaled with {argument('scale')} and {argument('normalize')}, or "
+            f"{argument('normalize', 'none')} for values from 0 to 1"
+        )
+
+
+def holds_images(path: Path) -> bool:
+    """Return whether a path is an image, or a folder of images rather than of tables.
+
+    Raises:
+        DataError: a folder with neither.
+    """
+    if not path.is_dir():
+        return is_image(path)
+    files = (name for _, _, names in os.walk(path) for name in sorted(names))
+    for name in islice(files, _SEEN):
+        suffix = Path(name).suffix.lower()
+        if suffix in SUFFIXES:
+            return True
+        if suffix in (*STREAMED, *PARQUET):
+            return False
+    raise DataError(
+        f"{str(path)!r} is a folder without Parquet files, and without images in a folder for "
+        "each class"
+    )

@@ -1,0 +1,264 @@
+"""Text classification: a class for each text, or for each pair of texts."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+import onnxgrad as og
+from onnxgrad.errors import unknown
+from onnxgrad.language.classified_texts import classified_texts
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.schedules.compose import warmup
+from onnxgrad.schedules.curves import linear
+from onnxgrad.tasks.base import (
+    Task,
+    class_probabilities,
+    configured_classes,
+    home_of,
+    inputs_of,
+    model_of,
+    outputs_of,
+    safe_cell,
+    stored_classes,
+    tokenizer_for,
+    with_classes,
+)
+
+__all__ = ["TextLabels"]
+
+_BATCH = 32
+_RATE, _WARMUP = 5e-5, 0.1  # usual for encoders that were trained before: Devlin et al. 2019, A.3
+_POOLS = ("mean", "first", "none")
+_HIDDEN = "last_hidden_state"
+_UNNAMED = re.compile(r"LABEL_\d+")  # what transformers calls classes without names
+
+
+class TextLabels(Task):
+    """A class for each text, or for each pair of texts such as a premise and a hypothesis.
+
+    The rows of `data` have columns of texts and a column of classes. A model with an output
+    `logits` (rows, classes) keeps its last layer if it has the classes of the data, and else gets a
+    new one by `replace_head`. An encoder gets a linear layer on the pooled features of its tokens
+    by `add_head`.
+
+    The metrics are `accuracy` and `f1_macro`. Unless `trainer` gets another, the learning rate
+    rises to 5e-5 over a tenth of the training and falls to 0, which suits encoders that were
+    trained before, and Adam.
+
+    Args:
+        model: a model or a path.
+        data: a CSV, TSV, JSON-lines or Parquet file, a list of dicts, a table or a dataset of
+            Hugging Face.
+        tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
+            tokenizers or transformers; None: a file that lies beside the model.
+        text: the column of the texts, or both columns of pairs, as `("premise", "hypothesis")`.
+        label: the column of the classes.
+        classes: the names of all classes, in the order of their numbers; None: the classes of the
+            model, if all labels of the data are among them, or else these labels, sorted. Labels
+            may be whole numbers where classes have names.
+        validation: the share of the rows that `validation` holds out, of each class; None: none.
+        max_length: tokens of a row, at most; longer ones are cut. None: where the tokenizer cuts,
+            or else 512; at most as many as the model takes.
+        at: the features of an encoder, (rows, tokens, features) or (rows, features); None:
+            `last_hidden_state`, or the only output.
+        pool: the features of a text: "mean" of the tokens that `attention_mask` counts, "first"
+            token, or "none" where `at` has a row for each text. None: "mean" for features of
+            tokens.
+        seed: of a new layer, and of the rows that are held out.
+
+    Raises:
+        ValueError: a file that cannot be read, a column that is missing, an empty text, a label
+            that is missing or no class, no tokenizer, or inputs other than `input_ids`,
+            `attention_mask` and `token_type_ids`.
+        ImportError: the library tokenizers is not installed.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> words = Tokenizer(models.WordLevel({"?": 0, "good": 1, "bad": 2}, unk_token="?"))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> encoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (int64[N,T] input_ids) => (float[N,T,3] y) <float[3,3] e = {1,0,0,0,1,0,0,0,1}> {
+        ...     y = Gather(e, input_ids) }''')
+        >>> rows = [{"text": "a good film", "label": "yes"}, {"text": "bad", "label": "no"}] * 8
+        >>> task = og.tasks.TextLabels(encoder, rows, words)
+        >>> trainer = task.trainer(learning_rate=0.1).fit(task.data, epochs=20)
+        >>> [found["label"] for found in task.predict(trainer, ["good", "so bad"])]
+        ['yes', 'no']
+    """
+
+    remembered = ("tokenizer", "text", "label", "max_length")
+
+    def __init__(
+        self, model: Any, data: Any = None, tokenizer: Any = None, *,
+        text: str | Sequence[str] = "text", label: str = "label",
+        classes: Sequence[str] | None = None, validation: float | None = None,
+        max_length: int | None = None, at: str | None = None, pool: str | None = None,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        if isinstance(classes, str):
+            raise ValueError(f"classes={classes!r} is one text: pass the names as a list")
+        proto, home = model_of(model), home_of(model)
+        self._tokenizer = tokenizer_for(tokenizer, home)
+        width = (*inputs_of(proto).get("input_ids", ()), None, None)[1]
+        if width is not None:
+            max_length = min(max_length or width, width)
+        self._columns: dict[str, Any] = {"max_length": max_length, "text": text, "label": label}
+        stored = stored_classes(proto) or configured_classes(proto, home)
+        known = [] if all(map(_UNNAMED.fullmatch, stored)) else stored
+        rows = None if data is None else self._read_texts(data, classes, known=known)
+        self.classes = list(map(str, classes or stored)) if rows is None else rows.classes
+        if not self.classes:
+            raise ValueError("neither data nor the model says what the classes are: pass classes=")
+        self.model = _with_head(proto, known, self.classes, at, pool, seed)
+        self.loss, self.metrics = "cross_entropy", ["accuracy", "f1_macro"]
+        self.arguments: dict[str, Any] = {
+            "loss_options": {"from_logits": None},
+            "learning_rate": warmup(linear(_RATE), _WARMUP),
+        }
+        if rows is not None:
+            self.model = with_classes(self.model, self.classes)
+            self.data = rows.for_inputs(inputs_of(self.model))
+            if validation is not None:
+                held_out = _drawn_rows(rows.labels, validation, seed)
+                self.validation = self.data.subset(np.flatnonzero(held_out))
+                self.data = self.data.subset(np.flatnonzero(~held_out))
+
+    def stated(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options that were given, with the tokenizer that lay beside the model."""
+        return {"tokenizer": self._tokenizer} | options
+
+    def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
+        """Return the reader of texts for any model."""
+        how = {**self._columns, **options}
+        return classified_texts(source, self._tokenizer, classes, **how)
+
+    def read(self, path: Any) -> og.data.Reader:
+        """Return other rows for the same classes, from what `data` may be.
+
+        Raises:
+            ValueError: as for `data`, or a label that is no class.
+        """
+        return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
+
+    def predict(self, model: Any, inputs: Any) -> list[dict[str, Any]]:
+        """Return for each text, or pair, its `label`, `probability`, and `probabilities` by class.
+
+        Args:
+            model: a trained model, a path, or a `Trainer`.
+            inputs: a list of texts, or of pairs of texts; a plain text with one on each line; or
+                a source as for `data`, whose labels are not read.
+        """
+        reader = self._read_texts(inputs, self.classes, labels=False)
+        by_length = np.argsort(reader.lengths, kind="stable")
+        reader = reader.subset(by_length).for_inputs(inputs_of(self.model))
+        name = self.model.graph.output[0].name
+        predictor = Predictor(model_of(model), [name])
+        size = predictor.fixed_rows or _BATCH
+        batches = (predictor.run_rows(X)[name] for X, *_ in reader.batches(size, None, 0))
+        rows = (row for scores in batches for row in class_probabilities(scores))
+        order = by_length if reader.order is None else by_length[reader.order]
+        found: list[dict[str, Any]] = [{}] * len(order)
+        for number, shares in zip(order, rows, strict=True):
+            own = dict(zip(self.classes, map(float, shares), strict=True))
+            label = max(own, key=own.__getitem__)
+            found[number] = {"label": label, "probability": own[label], "probabilities": own}
+        return found
+
+    def write(
+        self, inputs: Any, results: Iterable[dict[str, Any]], folder: str | os.PathLike
+    ) -> list[Path]:
+        """Write `labels.csv`: the texts, their label, and the probability of each class.
+
+        `read` takes the file, and `data` may be it.
+        """
+        texts = self._read_texts(inputs, self.classes, labels=False).texts
+        text, label = self._columns["text"], self._columns["label"]
+        columns = [text] if isinstance(text, str) else [*text]
+        file = Path(folder) / "labels.csv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8", newline="") as opened:
+            table = csv.writer(opened)
+            table.writerow([*columns, label, *(f"probability_{name}" for name in self.classes)])
+            for own, found in zip(texts, results, strict=True):
+                shares = [f"{found['probabilities'][name]:.6f}" for name in self.classes]
+                table.writerow(map(safe_cell, [*own, found["label"], *shares]))
+        return [file]
+
+
+def _with_head(
+    proto: onnx.ModelProto,
+    stored: Sequence[str],
+    classes: Sequence[str],
+    at: str | None,
+    pool: str | None,
+    seed: int,
+) -> onnx.ModelProto:
+    """Return the model with one output, the scores of the classes, (rows, classes)."""
+    if pool not in (None, *_POOLS):
+        raise unknown("pool", pool, [*_POOLS, "None"])
+    outputs = outputs_of(proto)
+    if at is None and (stored or "logits" in outputs):
+        name = "logits" if "logits" in outputs else next(iter(outputs))
+        if pool is not None:
+            raise ValueError(f"pool={pool!r}: the model has scores, {name!r}; name features by at=")
+        if len(outputs[name]) != 2:
+            raise ValueError(
+                f"{name!r} has the shape {list(outputs[name])}, and scores of texts have (rows, "
+                "classes): name the features of an encoder by at="
+            )
+        if len(outputs) > 1:
+            proto = og.graph.select_model_inputs_outputs(proto, [name])
+        if [*stored] == [*classes] or (not stored and outputs[name][1] == len(classes)):
+            return proto
+        return og.replace_head(proto, classes, activation=None, seed=seed)
+    at = at or _feature_output(outputs)
+    axes = len(outputs.get(at, (None,) * 3))
+    pool = pool or ("mean" if axes == 3 else "none")
+    masked = pool == "mean" and "attention_mask" in inputs_of(proto)
+    return og.add_head(
+        proto, classes, at, pool=None if pool == "none" else pool,
+        mask="attention_mask" if masked else None, seed=seed,
+    )  # fmt: skip
+
+
+def _feature_output(outputs: dict[str, tuple[int | None, ...]]) -> str:
+    """Return the output with the features of an encoder.
+
+    Raises:
+        ValueError: several may be.
+    """
+    if _HIDDEN in outputs:
+        return _HIDDEN
+    by_axes = {axes: [n for n, d in outputs.items() if len(d) == axes] for axes in (3, 2)}
+    found = by_axes[3] or by_axes[2]
+    if len(found) != 1:
+        raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of texts")
+    return found[0]
+
+
+def _drawn_rows(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Return which rows are held out, bool (rows,): `share` of each class, drawn by `seed`.
+
+    Raises:
+        ValueError: the share is no number between 0 and 1, or of no class it is a row.
+    """
+    if isinstance(share, (bool, str)) or not 0 < share < 1:
+        raise ValueError(f"validation={share!r} must be a share of the rows, between 0 and 1")
+    order = np.random.default_rng(seed).permutation(len(labels))
+    drawn = np.zeros(len(labels), bool)
+    for number in np.unique(labels):
+        own = order[labels[order] == number]
+        drawn[own[: round(share * len(own))]] = True
+    if not drawn.any():
+        raise ValueError(f"validation={share!r} holds out no row of {len(labels)}")
+    return drawn

@@ -1,0 +1,176 @@
+"""Texts for language models."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.data.arrays import DataError
+from onnxgrad.errors import argument, named
+from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
+from onnxgrad.language.generation import generate
+from onnxgrad.language.text_readers import Texts as TextRows, texts
+from onnxgrad.tasks.base import model_of
+from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.rows_task import MappedRows, RowsTask
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.trainer import Trainer
+
+__all__ = ["Texts"]
+
+
+class Texts(RowsTask):
+    """Texts, from which a language model learns to predict each token from the ones before.
+
+    `data` are those of `og.language.texts`: records in JSON lines, Parquet or plain text.
+    `predict` goes on with prompts. A fifth of the texts is held out for `validation`, unless it is
+    said otherwise.
+
+    Args:
+        model: the folder of a language model, or its file in such a folder; or a model, with
+            `tokenizer`.
+        data: the texts to train on; None: to go on with prompts.
+        tokenizer: as of `og.language.texts`; None: that of the folder.
+        max_length, completion_only, packing: as of `og.language.texts`.
+        loss: as of `Trainer`. None: `causal_lm`, or the output `loss_output` of the model.
+        loss_options, loss_weights: as of `Trainer`.
+        loss_output: the output of the model that is its loss.
+        metrics: as of `Trainer`; None: perplexity.
+        validation: the share of the texts to hold out, or other data; 0: none.
+        seed: of the texts that are held out.
+
+    Attributes:
+        data: a reader of tokens, as `Trainer.fit` takes it.
+        validation: the same, of the texts that are held out; None without.
+
+    Raises:
+        ValueError: no text, a file that cannot be read, or no tokenizer.
+        ImportError: the library `tokenizers` is not installed.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> from tokenizers import Tokenizer, models
+        >>> words = Tokenizer(models.WordLevel({"tick": 0, "tock": 1}, unk_token="tick"))
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (int64[N,T] input_ids) => (float[N,T,2] logits) <float[2,2] w = {0.0, 1, 1, 0}>
+        ...     { logits = Gather(w, input_ids) }''')
+        >>> task = og.tasks.Texts(model, tokenizer=words)
+        >>> task.predict(model, ["tick"])[0][:9]
+        'tock tick'
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Any = None,
+        *,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        completion_only: bool | None = None,
+        packing: bool = False,
+        loss: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+        loss_output: str = "loss",
+        metrics: Any = None,
+        validation: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer if tokenizer is not None else language_folder(model)
+        super().__init__(
+            _file_of(model),
+            classes=None,
+            loss=loss,
+            loss_options=loss_options,
+            loss_weights=loss_weights,
+            loss_output=loss_output,
+            metrics=metrics,
+        )
+        self._how: dict[str, Any] = {"completion_only": completion_only, "packing": packing}
+        self._length = max_length
+        if data is not None:
+            self._begin_training(data, validation, seed)
+
+    def _open_rows(self, data: Any) -> Any:
+        """Return the reader of texts."""
+        if self._tokenizer is None:
+            raise DataError(
+                f"{data!r} holds texts: {named('model')} must be the folder of a language model, "
+                f"or {argument('tokenizer')} name the folder of its tokenizer"
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reader has them as notes
+            return texts(data, self._tokenizer, self._length, **self._how)
+
+    def _decide_loss(self, source: Any) -> None:
+        self._choose_loss("causal_lm", "each token follows from the ones before")
+
+    def _map_rows(self, source: Any, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
+        notes = []
+        if isinstance(source, TextRows):  # no stream, which nobody has counted
+            tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
+            notes = [f"{source.rows} texts of {tokens}", *source.notes]
+        objective = scored.describe(None)
+        objective.names = scored.names
+        return MappedRows(Dataset(source), source.rows, self.names.copy(), notes), objective
+
+    def _usual_metrics(self, objective: Objective) -> list[str]:
+        return ["perplexity"]
+
+    def predict(self, model: Any, inputs: Any, max_new_tokens: int = 64) -> list[str]:
+        """Return how a model goes on with each prompt, by the most probable tokens.
+
+        Args:
+            model: a trained model, the path of its file or folder, or a `Trainer`.
+            inputs: a prompt or a list of prompts, as of `og.language.generate`.
+            max_new_tokens: tokens of each result, at most.
+        """
+        prompts = [inputs] if isinstance(inputs, str) else list(inputs)
+        folder = isinstance(model, ModelFolder) or (
+            isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
+        )
+        running = model if folder or isinstance(model, Trainer) else model_of(model)
+        tokenizer = self._tokenizer
+        return list(generate(running, prompts, max_new_tokens, tokenizer=tokenizer))
+
+    def write(self, inputs: Any, results: Iterable[str], folder: str | os.PathLike) -> list[Path]:
+        """Write `texts.jsonl`, a prompt and its completion in each line.
+
+        Args:
+            inputs: as of `predict`.
+            results: what `predict` returned for them.
+            folder: is created; a file in it of that name is replaced.
+        """
+        prompts = [inputs] if isinstance(inputs, str) else list(inputs)
+        path = Path(folder, "texts.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records = zip(prompts, results, strict=True)
+        lines = [json.dumps({"prompt": p, "completion": text}) for p, text in records]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return [path]
+
+
+def language_folder(model: Any) -> ModelFolder | None:
+    """Return the folder of a language model: its path, or the path of a file in it."""
+    if isinstance(model, ModelFolder):
+        return model
+    if not isinstance(model, (str, os.PathLike)):
+        return None
+    path = Path(model)
+    if path.is_dir():
+        return load_folder(path)
+    return load_folder(path.parent, path.name) if is_folder(path.parent) else None
+
+
+def _file_of(model: Any) -> Any:
+    """Return the file of a language model in a folder, or the model as it was given."""
+    if isinstance(model, ModelFolder):
+        return model.model
+    is_folder_path = isinstance(model, (str, os.PathLike)) and Path(model).is_dir()
+    return load_folder(model).model if is_folder_path else model
