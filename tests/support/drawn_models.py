@@ -7,6 +7,9 @@ from itertools import pairwise
 import onnx
 from onnx import AttributeProto, TensorProto
 
+from onnxgrad import DerivativeOptions, onnx_derivative
+from tests.support.models import parse_model
+
 # The loss of seed document 003, with true shapes.
 SEED = """
 <ir_version: 8, opset_import: ["": 14]>
@@ -51,6 +54,10 @@ g (float[N,11] x) => (seq(float[N]) z, float y)
 }
 """
 
+MLP = """<ir_version: 9, opset_import: ["": 20]>
+    f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}>
+    { h = MatMul(x, w) t = Tanh(h) s = Softplus(t) y = Mul(t, s) }"""
+
 # names that mean something to Graphviz, to XML, or to a reader of numbers
 ODD_NAMES = ['a"b', "a\\", "new\nline", "a<b>|{c}", "&lt;", "é 字"]
 ODD_NAMES += ["node", "1", "a.b", "a_b", r"\N"]
@@ -66,3 +73,9 @@ def oddly_named_model() -> onnx.ModelProto:
     made.graph.output.add(name=ODD_NAMES[-1])
     made.graph.node[0].attribute.add(name="t", s=b'"\\', type=AttributeProto.STRING)
     return made
+
+
+def joint_gradient() -> onnx.ModelProto:
+    """Return forward and backward pass of `MLP` in one graph, whose nodes name their primals."""
+    flags = DerivativeOptions.KeepYieldOp
+    return onnx_derivative(parse_model(MLP), options=flags, note_primal=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -12,8 +11,9 @@ from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
 from onnxgrad.plot import placement
 from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.placement import Box
 from onnxgrad.plot.scene import Cell, Scene
-from onnxgrad.plot.svg import STYLE, folded_groups, hues
+from onnxgrad.plot.svg import MARKER, STYLE, folded_element, item_element
 
 _HEIGHT = 560  # pixels in a notebook
 
@@ -21,9 +21,9 @@ _HEIGHT = 560  # pixels in a notebook
 def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: str = "") -> str:
     """Return the graph of `model` as an interactive page, in one file without requests.
 
-    The picture is that of `to_svg`. It can be moved, zoomed and searched; modules, subgraphs and
-    local functions fold by a click on their titles; a box tells its attributes, dtypes, shapes and
-    the elements of small constants. It is usable with 2,000 nodes and more.
+    The picture is the one that `to_svg` draws. It can be moved, zoomed and searched; modules,
+    subgraphs and local functions fold by a click on their titles; a box tells its attributes,
+    dtypes, shapes and the elements of small constants. It is usable with 2,000 nodes and more.
 
     Args:
         model: model, serialized model or path; or a `Partition`, of which the joint graph is drawn.
@@ -42,15 +42,16 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
         >>> "<title>exponential</title>" in page, "http:" in page.replace("http://www.w3.org", "")
         (True, False)
     """
-    return _page(Scene(model), fold, title)
+    return _write_page(Scene(model), fold, title)
 
 
-def _page(scene: Scene, fold: bool | None, title: str = "") -> str:
-    data = _data(Layered(scene), folded_groups(scene, fold))
+def _write_page(scene: Scene, fold: bool | None, title: str = "") -> str:
+    """Return `view.html` with the style of `to_svg`, the title and the data."""
+    data = _page_data(Layered(scene), scene.folded_groups(fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")
     head, _, rest = page.partition("TITLE")
-    before, _, after = rest.partition("DATA")
+    before, _, after = rest.replace("MARKER", MARKER).partition("DATA")
     return f"{head}{escape(title or 'ONNX graph')}{before.replace('STYLE', STYLE)}{text}{after}"
 
 
@@ -100,42 +101,33 @@ def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> P
         <Picture of 5 items: the value of a notebook's cell, or the page `html`>
     """
     scene = Scene(model)
-    return Picture(_page(scene, fold), len(scene.items))
+    return Picture(_write_page(scene, fold), len(scene.items))
 
 
-def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
-    """Return what the page draws; `view.html` reads it."""
-    scene, hue = layered.scene, hues(layered.scene)
-    nodes = Counter(g for i in scene.items if i.kind == "node" for g in scene.path(i.id))
-    names = ("GAP", "DOWN", "PAD", "HEAD", "LINE", "LETTER")
+def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
+    """Return what `view.html` reads: boxes as elements of SVG at (0, 0), which it moves."""
+    scene, hues = layered.scene, layered.scene.gradient_hues()
+    items, groups = [], []
+    for item in scene.items:
+        width, height = placement.item_size(scene, item.id)
+        svg = item_element(item, Box(0, 0, width, height), hues.get(item.id))
+        shown = {"group": item.group, "tip": item.details}
+        items.append({"svg": svg, "w": width, "h": height, **shown})
+    for group in scene.groups:
+        width, height = placement.folded_size(scene, group.id)
+        svg, rows = folded_element(group, Box(0, 0, width, height)), layered.groups[group.id]
+        cells = {
+            "rows": [list(map(_cell_key, row)) for row in rows.rows],
+            "links": [list(map(_cell_key, pair)) for pair in rows.links],
+            "right": list(map(_cell_key, rows.right)),
+        }
+        shown = {"parent": group.parent, "title": group.title, "kind": group.kind}
+        least = placement.title_width(scene, group.id)
+        groups.append({"svg": svg, "w": width, "h": height, "least": least, **shown, **cells})
     return {
-        "sizes": {name: getattr(placement, name) for name in names},
-        "items": [
-            {
-                "kind": item.kind,
-                "title": item.title,
-                "lines": item.lines,
-                "tip": item.tip,
-                "group": item.group,
-                "marks": sorted(item.marks - {"weight"}),
-                "weight": "weight" in item.marks,
-                "width": placement.item_width(item),
-                **({"hue": hue[item.id]} if item.id in hue else {}),
-            }
-            for item in scene.items
-        ],
-        "groups": [
-            {"parent": g.parent, "title": g.title, "kind": g.kind, "nodes": nodes[g.id]}
-            for g in scene.groups
-        ],
-        "rows": [
-            {
-                "rows": [list(map(_key, row)) for row in rows.rows],
-                "links": [[_key(a), _key(b)] for a, b in rows.links],
-                "right": list(map(_key, rows.right)),
-            }
-            for rows in (layered.groups[g.id] for g in scene.groups)
-        ],
+        "sizes": {name: getattr(placement, name) for name in ("GAP", "DOWN", "PAD", "HEAD")},
+        "items": items,
+        "groups": groups,
         "arrows": [
             [arrow.source, arrow.target, arrow.text, way]
             for arrow, way in zip(scene.arrows, layered.ways, strict=True)
@@ -144,5 +136,5 @@ def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
     }
 
 
-def _key(cell: Cell) -> str:
+def _cell_key(cell: Cell) -> str:
     return f"{cell[0][0]}{cell[1]}"

@@ -1,4 +1,4 @@
-"""`summary`: a table of the layers of a model, with what they hold and what they compute."""
+"""`summary`: a table of the layers of a model, with their parameters and multiply-adds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from onnxgrad.model.read import ModelLike
 from onnxgrad.operators import VIEWS
 from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.plot.multiply_adds import Work
+from onnxgrad.plot.parts import operator_counts
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.aliases import module_of
 from onnxgrad.training.parameters.choice import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
-_OPERATORS = 3  # named in a row
 _NUMBERS = {
     "parameters": "parameters",
     "trainable": "trainable",
@@ -46,7 +46,7 @@ class LayerRow:
         shapes: shapes of the results that other layers read or the model returns; None where the
             rank is unknown.
         parameters: numbers in its weights. A weight of several layers counts in the first.
-        trainable: those of them that train.
+        trainable: numbers in its weights that train.
         multiply_adds: one for each product of two numbers in matrix products, convolutions,
             recurrent layers and attention, and one for each element a bias is added to.
         activation_bytes: bytes of all results of its nodes, without views.
@@ -77,7 +77,7 @@ class Summary(list[LayerRow]):
 
     Attributes:
         lengths: `{symbolic dimension: length}` that shapes and counts assume.
-        uncounted: what the numbers do not cover, one sentence each.
+        uncounted: operators and values that the numbers leave out, one sentence each.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -102,24 +102,23 @@ class Summary(list[LayerRow]):
             raise unknown("field", field, names)
         return sum(getattr(layer, field) for layer in self)
 
-    def _cells(self) -> list[list[str]]:
+    def _table_cells(self) -> list[list[str]]:
         rows = []
         for layer in self:
-            shapes = ", ".join(map(_shape_text, layer.shapes[:2]))
-            more = f" and {len(layer.shapes) - 2} more" if len(layer.shapes) > 2 else ""
-            texts = (layer.name, _operators(layer.operators), shapes + more)
+            operators = _join_first(operator_counts(layer.operators), 3)
+            texts = (layer.name, operators, _join_first([*map(_shape_text, layer.shapes)], 2))
             numbers = (getattr(layer, name) for name in _NUMBERS.values())
             rows.append([*map(printable, texts), *(f"{n:,}" if n else "-" for n in numbers)])
         total = ["total", "", "", *(f"{self.total(name):,}" for name in _NUMBERS.values())]
         return [["layer", "operators", "output", *_NUMBERS], *rows, total]
 
-    def _notes(self) -> list[str]:
+    def _note_lines(self) -> list[str]:
         assumed = ", ".join(f"{printable(name)}={n}" for name, n in self.lengths.items())
         notes = [f"for {assumed}"] if assumed else []
         return [*notes, *(f"not counted: {printable(text)}" for text in self.uncounted)]
 
     def __str__(self) -> str:
-        cells = self._cells()
+        cells = self._table_cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join(
@@ -129,13 +128,13 @@ class Summary(list[LayerRow]):
             for row in cells
         ]
         rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *self._notes()])
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *self._note_lines()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
-        return html_table(head, rows, self._notes())
+        head, *rows = self._table_cells()
+        return html_table(head, rows, self._note_lines())
 
 
 def summary(
@@ -150,15 +149,15 @@ def summary(
     """Return a table of the layers of `model`: shapes, parameters, multiply-adds and activations.
 
     A layer is a module, whose path PyTorch's and TensorFlow's exporters write into names or
-    metadata of its nodes; a node without one is a layer of its own. What is computed from constants
-    only is left out. Parameters are the constants that are weights by their role; running
-    statistics and constants of formulas are none.
+    metadata of its nodes, or a node outside of modules. Nodes that compute from constants only are
+    left out. Parameters are the constants that are weights by their role; running statistics and
+    constants of formulas are none.
 
     Args:
         model: model, serialized model or path; not modified.
-        lengths: `{symbolic dimension: length}`, such as `{"batch": 8}`; 1 for the others, which the
-            table states below its last row.
-        depth: joins modules whose paths begin with the same parts, so many of them; None: none.
+        lengths: `{symbolic dimension: length}`, such as `{"batch": 8}`; 1 for dimensions that it
+            leaves out, which the table states below its last row.
+        depth: joins modules whose paths have the first `depth` parts in common; None joins none.
         by_node: a row for each node.
         train, freeze: which parameters train, as in `trainable`.
 
@@ -226,7 +225,7 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
         for y in node.outputs:
             y.shape = None
     walk = infer(model)
-    fold_sizes(model.graph, walk)  # what exporters compute of lengths, in front of a Reshape
+    fold_sizes(model.graph, walk)  # sizes that exporters compute in front of a Reshape
     infer(model, walk=walk)
     return model.graph, assumed
 
@@ -244,7 +243,7 @@ def _varying_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 class _LayerCounts:
-    """Counts what the layers of a graph hold and compute."""
+    """Counts the parameters, multiply-adds and bytes of the layers of a graph."""
 
     def __init__(self, graph: ir.Graph, tensors: Iterable) -> None:
         values = graph.initializers
@@ -254,7 +253,7 @@ class _LayerCounts:
             values[name]: {name} for name in self.sizes if name in values
         }
         varying = set(_varying_nodes(graph))
-        for node in graph:  # what is computed from weights, as a transpose, stands for them
+        for node in graph:  # a value computed from weights, such as a transpose, stands for them
             found = [self.weights[x] for x in reads(node) if x in self.weights]
             if found and node not in varying:
                 self.weights |= dict.fromkeys(node.outputs, set().union(*found))
@@ -269,21 +268,18 @@ class _LayerCounts:
             read_here = {x for node in nodes for x in reads(node)}
             own = set().union(*(self.weights.get(x, set()) for x in read_here)) - seen
             seen |= own
-            rows.append(self._row(name, nodes, own))
+            rows.append(self._layer_row(name, nodes, own))
         if left := self.sizes.keys() - seen:
             unread = sum(self.sizes[name] for name in left)
             self.unsized[f"{unread:,} parameters that no layer reads"] = None
         return Summary(rows, lengths, [*self.work.uncounted, *self.unsized])
 
-    def _row(self, name: str, nodes: list[ir.Node], weights: set[str]) -> LayerRow:
+    def _layer_row(self, name: str, nodes: list[ir.Node], weights: set[str]) -> LayerRow:
         inside = set(nodes)
         results = [
-            y
-            for node in nodes
-            for y in node.outputs
+            y for node in nodes for y in node.outputs
             if y in self.outputs or any(use.node not in inside for use in y.uses())
-        ]
-        results = results or [nodes[-1].outputs[0]]
+        ] or [nodes[-1].outputs[0]]  # fmt: skip
         computed = [
             y for node in nodes if node.op_type not in VIEWS for y in node.outputs
             if y.uses() or y in self.outputs
@@ -294,12 +290,12 @@ class _LayerCounts:
             tuple(map(dims, results)),
             sum(self.sizes[w] for w in weights),
             sum(self.sizes[w] for w in weights & self.trained),
-            sum(map(self.work.of, nodes)),
-            sum(map(self._nbytes, computed)),
-            sum(map(self._nbytes, results)),
+            sum(map(self.work.count_node, nodes)),
+            sum(map(self._result_bytes, computed)),
+            sum(map(self._result_bytes, results)),
         )
 
-    def _nbytes(self, value: ir.Value) -> int:
+    def _result_bytes(self, value: ir.Value) -> int:
         shape = static(dims(value))
         if shape is None or value.dtype is None:
             self.unsized[f"bytes of {value.name!r}, whose shape or type is not known"] = None
@@ -307,10 +303,10 @@ class _LayerCounts:
         return ceil(prod(shape) * value.dtype.itemsize)
 
 
-def _operators(counts: Mapping[str, int]) -> str:
-    ordered = Counter(counts).most_common()
-    shown = ", ".join(f"{n} {op}" if n > 1 else op for op, n in ordered[:_OPERATORS])
-    return shown + (f" and {len(ordered) - _OPERATORS} more" if len(ordered) > _OPERATORS else "")
+def _join_first(texts: list[str], most: int) -> str:
+    """Return at most `most` texts, and the number of further ones."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def _shape_text(shape: Dims | None) -> str:

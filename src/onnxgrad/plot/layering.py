@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 from onnxgrad.plot.scene import ROOT, Arrow, Cell, Scene
 
-T = TypeVar("T")
 _SWEEPS = 4
 _NEAR = 8  # rows: a longer arrow bends only so far from its ends, so that bends grow as arrows do
+
+Edges = Mapping[Cell, list[tuple[Cell, int]]]  # {cell: (cell below, least number of rows between)}
 
 
 @dataclass
@@ -25,9 +25,8 @@ class Rows:
 
     Attributes:
         rows: cells of each row, from left to right.
-        links: pairs of a cell and one in a later row; those between forward and backward pass are
-            not among them.
-        right: cells of the backward pass, which stand to the right of the others.
+        links: pairs of a cell and one in a later row; no pair of forward and backward pass.
+        right: cells of the backward pass, which stand to the right of the forward pass.
     """
 
     rows: list[list[Cell]] = field(default_factory=list)
@@ -35,12 +34,23 @@ class Rows:
     right: set[Cell] = field(default_factory=set)
 
     def neighbors(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
-        """Return the cells that are linked to each one from above, and from below."""
+        """Return the cells that are linked to each cell from above, and from below."""
         above, below = defaultdict(list), defaultdict(list)
         for a, b in self.links:
             above[b].append(a)
             below[a].append(b)
         return above, below
+
+    def sort_rows(self) -> None:
+        """Order each row by the mean position of its neighbors, sweeping down and up."""
+        above, below = self.neighbors()
+        position = {cell: i for row in self.rows for i, cell in enumerate(row)}
+        for sweep in range(2 * _SWEEPS):
+            neighbors = below if sweep % 2 else above
+            for row in reversed(self.rows) if sweep % 2 else self.rows:
+                means = {cell: neighbor_mean(cell, neighbors[cell], position) for cell in row}
+                row.sort(key=lambda cell: (cell in self.right, means[cell]))
+                position.update((cell, i) for i, cell in enumerate(row))
 
 
 class Layered:
@@ -66,14 +76,14 @@ class Layered:
         self._inside: dict[Cell, list[int]] = defaultdict(list)  # the items in a cell of the root
         for item in scene.items:
             children[item.group].append(("item", item.id))
-            self._inside[scene.outermost(item.id)].append(item.id)
+            self._inside[scene.root_cell(item.id)].append(item.id)
         for g in scene.groups[1:]:
             children[g.parent].append(("group", g.id))
         lifted: dict[int, dict[tuple[Cell, Cell], list[int]]] = defaultdict(dict)
         self._passing: dict[int, dict[tuple[int, Cell, bool], list[int]]] = defaultdict(dict)
         for i, arrow in enumerate(scene.arrows):
-            paths = [scene.path(j) for j in (arrow.source, arrow.target)]
-            depth, pair = _lift(paths, arrow)
+            paths = [scene.groups_around(j) for j in (arrow.source, arrow.target)]
+            depth, pair = _lift_arrow(paths, arrow)
             if pair[0] == pair[1]:
                 continue
             lifted[paths[0][depth]].setdefault(pair, []).append(i)
@@ -85,46 +95,48 @@ class Layered:
                     key = (arrow.source, cell, bool(enters))
                     self._passing[n].setdefault(key, []).append(i)
         for n in range(len(scene.groups)):
-            self.groups[n] = self._rows(n, children[n], lifted[n])
+            self.groups[n] = self._layer_group(n, children[n], lifted[n])
 
-    def _rows(
+    def _layer_group(
         self, group: int, cells: list[Cell], pairs: dict[tuple[Cell, Cell], list[int]]
     ) -> Rows:
-        made = Rows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
-        drawn = [p for p in pairs if (p[0] in made.right) == (p[1] in made.right)]
+        """Return the rows of a group; `pairs` of its cells have the indices of their arrows."""
+        found = Rows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
+        drawn = [p for p in pairs if (p[0] in found.right) == (p[1] in found.right)]
         upward = self.scene.groups[group].kind == "backward"
-        constraints = self._constraints(drawn, cells, made.right)
-        row = _longest(cells, [(b, a, n) if upward else (a, b, n) for a, b, n in constraints])
+        constraints = self._row_constraints(drawn, cells, found.right)
+        row = _rows_by_longest_path(
+            cells, [(b, a, n) if upward else (a, b, n) for a, b, n in constraints]
+        )
         last = max(row.values(), default=-1)
         for a, b in drawn:
-            way = self._way(a, b, row)
-            made.links += list(pairwise(way))
-            self._pass(pairs[a, b], way[1:-1])
-            if a in made.right:
-                made.right.update(way)
+            top, end = sorted((a, b), key=row.__getitem__)
+            bends = self._add_bends(range(row[top] + 1, row[end]), row, pairs[a, b])
+            found.links += pairwise([top, *bends, end])
+            if a in found.right:
+                found.right.update(bends)
         for (_, cell, enters), arrows in self._passing[group].items():
-            r = row[cell]
-            passed = range(r - 1, -1, -1) if enters != upward else range(r + 1, last + 1)
-            way = [cell, *(self._bend(n, row) for n in _near_ends(passed))]
-            links = list(pairwise(way))
-            made.links += [(b, a) for a, b in links] if enters != upward else links
-            self._pass(arrows, way[1:])
-        made.rows = [[] for _ in range(last + 1)]
+            from_above = enters != upward
+            passed = range(row[cell] - 1, -1, -1) if from_above else range(row[cell] + 1, last + 1)
+            links = pairwise([cell, *self._add_bends(passed, row, arrows)])
+            found.links += [(b, a) for a, b in links] if from_above else links
+        found.rows = [[] for _ in range(last + 1)]
         for cell, r in row.items():
-            made.rows[r].append(cell)
-        made.rows = [cells for cells in made.rows if cells]
-        _order(made)
-        return made
+            found.rows[r].append(cell)
+        found.rows = [cells for cells in found.rows if cells]
+        found.sort_rows()
+        return found
 
-    def _pass(self, arrows: list[int], bends: list[Cell]) -> None:
+    def _add_bends(self, passed: range, row: dict[Cell, int], arrows: list[int]) -> list[Cell]:
+        """Add a bend of `arrows` in each row that they pass, or in the rows near their ends."""
+        near = passed if len(passed) <= 2 * _NEAR else [*passed[:_NEAR], *passed[-_NEAR:]]
+        bends = range(self._bends, self._bends + len(near))
+        self._bends += len(near)
         for arrow in arrows:
-            self.ways[arrow] += [n for _, n in bends]
-
-    def _bend(self, row: int, rows: dict[Cell, int]) -> Cell:
-        cell: Cell = ("bend", self._bends)
-        self._bends += 1
-        rows[cell] = row
-        return cell
+            self.ways[arrow] += bends
+        cells: list[Cell] = [("bend", n) for n in bends]
+        row.update(zip(cells, near, strict=True))
+        return cells
 
     def _is_backward(self, cell: Cell) -> bool:
         kind, i = cell
@@ -136,13 +148,13 @@ class Layered:
         near = self._neighbors[item.id]  # an input or output of the backward pass only
         return bool(near) and all("backward" in self.scene.items[j].marks for j in near)
 
-    def _constraints(
+    def _row_constraints(
         self, drawn: list[tuple[Cell, Cell]], cells: list[Cell], right: set[Cell]
     ) -> list[tuple[Cell, Cell, int]]:
         """Return triples (a, b, n): b is at least n rows below a.
 
         The backward pass goes up, each node not above the one that it differentiates, and above
-        what follows that one.
+        the nodes that follow that one.
         """
         if not right:
             return [(a, b, 1) for a, b in drawn]
@@ -150,30 +162,26 @@ class Layered:
         serving: dict[Cell, list[Cell]] = defaultdict(list)
         items = self.scene.items
         inside = {i: cell for cell in cells for i in self._inside[cell]}
-        of = {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
+        primal_cells = {
+            items[i].first: cell for i, cell in inside.items() if "backward" not in items[i].marks
+        }
         for cell in right:
             for i in self._inside[cell]:
-                if (primal := items[i].primal) and primal in of:
-                    serving[of[primal]].append(cell)
+                if (primal := items[i].primal) and primal in primal_cells:
+                    serving[primal_cells[primal]].append(cell)
         found += [(a, b, 0) for a, group in serving.items() for b in dict.fromkeys(group)]
         for a, b in drawn:
             if a not in right:
                 found += [(c, b, 1) for c in dict.fromkeys(serving.get(a, ()))]
         return found
 
-    def _way(self, a: Cell, b: Cell, row: dict[Cell, int]) -> list[Cell]:
-        """Return the cells from the upper to the lower of `a` and `b`, with bends between them."""
-        if row[a] > row[b]:
-            a, b = b, a
-        return [a, *(self._bend(r, row) for r in _near_ends(range(row[a] + 1, row[b]))), b]
+
+def neighbor_mean(cell: Cell, neighbors: list[Cell], position: Mapping[Cell, float]) -> float:
+    """Return the mean position of the neighbors of a cell; its position if it has none."""
+    return sum(position[n] for n in neighbors) / len(neighbors) if neighbors else position[cell]
 
 
-def _near_ends(rows: range) -> list[int]:
-    """Return the rows in which an arrow that passes `rows` bends."""
-    return [*rows] if len(rows) <= 2 * _NEAR else [*rows[:_NEAR], *rows[-_NEAR:]]
-
-
-def _lift(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
+def _lift_arrow(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
     """Return the depth of the innermost group around both ends, and the cells there with these.
 
     `paths` are the groups around each end, from the root.
@@ -188,64 +196,47 @@ def _lift(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, 
     return depth, (cells[0], cells[1])
 
 
-def _longest(cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]) -> dict[Cell, int]:
+def _rows_by_longest_path(
+    cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]
+) -> dict[Cell, int]:
     """Return the row of each cell; constraints that would close a circle are dropped."""
-    after: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
+    below: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
-        after[a].append((b, n))
-    order, kept = topological_order(cells, after)
+        below[a].append((b, n))
+    order, kept = _topological_order(cells, below)
     row = dict.fromkeys(cells, 0)
     for a in order:
         for b, n in kept[a]:
             row[b] = max(row[b], row[a] + n)
     entered = {b for edges in kept.values() for b, _ in edges}
-    for a in reversed(order):  # inputs go down to what reads them
+    for a in reversed(order):  # an input goes down to the first of its readers
         if a not in entered and kept[a]:
             row[a] = max(0, min(row[b] - n for b, n in kept[a]))
     return row
 
 
-def topological_order(
-    cells: Iterable[T], after: Mapping[T, list[tuple[T, int]]]
-) -> tuple[list[T], dict[T, list[tuple[T, int]]]]:
-    """Return the cells in topological order, and `after` without the edges that close circles."""
-    kept: dict[T, list[tuple[T, int]]] = defaultdict(list)
-    state: dict[T, int] = {}  # 1: on the path, 2: done
-    order: list[T] = []
+def _topological_order(cells: Iterable[Cell], below: Edges) -> tuple[list[Cell], Edges]:
+    """Return the cells in topological order, and `below` without the edges that close circles."""
+    kept: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
+    done: dict[Cell, bool] = {}  # False: on the path
+    order: list[Cell] = []
     for start in cells:
-        if start in state:
+        if start in done:
             continue
-        state[start] = 1
-        stack = [(start, iter(after[start]))]
+        done[start] = False
+        stack = [(start, iter(below[start]))]
         while stack:
             cell, edges = stack[-1]
             for b, n in edges:
-                if state.get(b) == 1:
-                    continue  # back to the path
+                if done.get(b) is False:
+                    continue  # the edge closes a circle
                 kept[cell].append((b, n))
-                if b not in state:
-                    state[b] = 1
-                    stack.append((b, iter(after[b])))
+                if b not in done:
+                    done[b] = False
+                    stack.append((b, iter(below[b])))
                     break
             else:
-                state[cell] = 2
+                done[cell] = True
                 order.append(cell)
                 stack.pop()
     return order[::-1], kept
-
-
-def _order(made: Rows) -> None:
-    """Order each row by the mean position of its neighbors, sweeping down and up."""
-    above, below = made.neighbors()
-    position = {cell: i for row in made.rows for i, cell in enumerate(row)}
-    for sweep in range(2 * _SWEEPS):
-        neighbors = below if sweep % 2 else above
-        for row in reversed(made.rows) if sweep % 2 else made.rows:
-            means = {
-                cell: sum(position[n] for n in near) / len(near)
-                if (near := neighbors[cell])
-                else position[cell]
-                for cell in row
-            }
-            row.sort(key=lambda cell: (cell in made.right, means[cell]))
-            position.update((cell, i) for i, cell in enumerate(row))

@@ -12,8 +12,8 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
     """Draw the losses of a training over its epochs with matplotlib, and return the axes.
 
     These are the curves that `onnxgrad train` writes: the training loss of each epoch, and the
-    validation loss if there is one. With evaluations within epochs, they are drawn over the steps;
-    those of a stack with a line for each member.
+    validation loss if there is one. With evaluations within epochs, the x axis counts steps. Of a
+    stack, there is a line for each member.
 
     Args:
         trainer: a `Trainer` or a `TrainerStack`; or a history, as a checkpoint and `History` have.
@@ -44,9 +44,9 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
         if not entries:
             continue
         losses = np.array([entry[name] for entry in entries])
-        first, *others = ax.plot([entry[axis] for entry in entries], losses, marker=".")
+        first, *members = ax.plot([entry[axis] for entry in entries], losses, marker=".")
         first.set_label(label)
-        for line in others:  # those of members, in one color
+        for line in members:  # in one color
             line.set_color(first.get_color())
     ax.set(xlabel=axis, ylabel="mean loss of a row")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -22,41 +22,37 @@ class Work:
     parameters: Collection[ir.Value]  # weights; one that is added counts as a bias
     uncounted: dict[str, None] = field(default_factory=dict)  # sentences, in order
 
-    def of(self, node: ir.Node) -> int:
+    def count_node(self, node: ir.Node) -> int:
         """Return the multiply-adds of `node` and of its subgraphs.
 
         The iterations of a Scan count, a Loop of unknown length as one, and the branch of an If
         that has more.
         """
-        inner = [sum(map(self.of, graph)) for graph in subgraphs(node)]
+        inner = [sum(map(self.count_node, graph)) for graph in subgraphs(node)]
         try:
             if inner:
-                return self._of_subgraphs(node, inner)
+                return self._count_subgraphs(node, inner)
             if (count := operator_of(node).work) is not None:
                 return count(node, _static_lengths)
             if node.op_type == "Add" and any(x in self.parameters for x in node.inputs):
                 return prod(_static_lengths(node.outputs[0]))
         except UnknownShapeError:
-            self._note_uncounted(f"{_title_of(node)}: its shapes are not static")
+            self._note_uncounted(node, "its shapes are not static")
             return 0
         if node.domain not in _STANDARD:
-            self._note_uncounted(f"{_title_of(node)}: an operator of {node.domain!r}")
+            self._note_uncounted(node, f"an operator of {node.domain!r}")
         return 0
 
-    def _of_subgraphs(self, node: ir.Node, inner: list[int]) -> int:
+    def _count_subgraphs(self, node: ir.Node, inner: list[int]) -> int:
         if node.op_type == "If" or not any(inner):
             return max(inner)
         trips = _iteration_count(node)
         if trips is None:
-            self._note_uncounted(f"{_title_of(node)}: counted once, as its length is not known")
+            self._note_uncounted(node, "counted once, as its length is not known")
         return sum(inner) * (1 if trips is None else trips)
 
-    def _note_uncounted(self, sentence: str) -> None:
-        self.uncounted[sentence] = None
-
-
-def _title_of(node: ir.Node) -> str:
-    return f"{node.op_type} (node {node.name!r})"
+    def _note_uncounted(self, node: ir.Node, reason: str) -> None:
+        self.uncounted[f"{node.op_type} (node {node.name!r}): {reason}"] = None
 
 
 def _iteration_count(node: ir.Node) -> int | None:

@@ -1,14 +1,16 @@
-"""What all pictures and texts of a model show of its nodes and values."""
+"""Names, attributes and types of nodes and values as text, for all pictures of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, NodeProto, TypeProto, ValueInfoProto, numpy_helper
 
 from onnxgrad.model.constants import standard
+from onnxgrad.training.parameters.aliases import module_of
 
 MOST_ELEMENTS = 10  # elements: longer constants show their type and shape only
 _PLAIN = (
@@ -27,8 +29,18 @@ def metadata_of(node: NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
+def module_path(node: NodeProto) -> str:
+    """Return the path of the module of a node, "" outside of modules."""
+    return module_of(node.name, metadata_of(node))
+
+
+def operator_counts(counts: Mapping[str, int]) -> list[str]:
+    """Return operators with their counts, such as "2 Relu", the most frequent first."""
+    return [f"{n} {op}" if n > 1 else op for op, n in Counter(counts).most_common()]
+
+
 def attribute_texts(node: NodeProto) -> list[str]:
-    """Return names and values of the attributes that are no graphs."""
+    """Return names and values of the attributes of a node, without graphs."""
     graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
     return [attribute_text(a) for a in node.attribute if a.type not in graphs]
 
@@ -52,12 +64,16 @@ def attribute_text(attribute: AttributeProto) -> str:
         return f"{attribute.name}={kind.lower()}"
     value = ir.serde.deserialize_attribute(attribute).value
     if not isinstance(value, (list, tuple)):
-        return f"{attribute.name}={_number(value)}"
-    shown = f"{len(value)} values" if len(value) > MOST_ELEMENTS else ", ".join(map(_number, value))
+        return f"{attribute.name}={_format_number(value)}"
+    shown = (
+        f"{len(value)} values"
+        if len(value) > MOST_ELEMENTS
+        else ", ".join(map(_format_number, value))
+    )
     return f"{attribute.name}=[{shown}]"
 
 
-def _number(value) -> str:
+def _format_number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
@@ -81,7 +97,7 @@ def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
 
 
 def tensor_text(data_type: int, dims: Iterable[int | str] | None) -> str:
-    """Return a dtype and a shape as the text of a model has them."""
+    """Return a dtype and a shape in the form of `onnx_simple_text_plot`."""
     return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
 
 

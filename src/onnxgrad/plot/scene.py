@@ -1,4 +1,4 @@
-"""What pictures of a graph show: nodes, inputs and outputs as items, in groups, with arrows."""
+"""The scene of a model, which all pictures draw: items, groups of items, and arrows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
-from onnx import (
-    AttributeProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.errors import ModelError, printable
@@ -27,9 +20,11 @@ from onnxgrad.model.notes import PRIMAL
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.plot import parts
-from onnxgrad.training.parameters.aliases import module_of
 
-_IN_BOX = 2  # constants in a box
+_CONSTANTS_IN_BOX = 2
+_MANY_NODES = 200  # in larger models, modules are folded
+_READABLE_CELLS = 100  # boxes of the picture of a larger model at first
+_GOLDEN_ANGLE = 137.508  # degrees: neighboring hues differ
 ROOT = 0
 
 Cell = tuple[str, int]  # ("item" | "group" | "bend", id)
@@ -43,20 +38,20 @@ class Item:
         id: its index in `Scene.items`.
         kind: "node", "input" or "output".
         title: the operator, or the name of the value.
-        lines: what its box shows below the title.
-        tip: what its tooltip shows.
+        lines: lines of its box below the title: constant operands of a node, type of a value.
+        details: lines of its tooltip: name, attributes, constant operands, results.
         group: index of its group.
         marks: "weight" (reads a float initializer), "saved" (the backward pass reads its result),
             "recomputed" (of the forward pass, and computed again), "backward".
-        primal: the first output of the node that it helps to differentiate; "" for others.
-        first: its own first output.
+        primal: first output of the node that this node helps to differentiate; "" if there is none.
+        first: first output of this node.
     """
 
     id: int
     kind: str
     title: str
     lines: list[str]
-    tip: list[str]
+    details: list[str]
     group: int
     marks: set[str] = field(default_factory=set)
     primal: str = ""
@@ -65,13 +60,24 @@ class Item:
 
 @dataclass
 class Group:
-    """Items that may be folded into one box: a module, a subgraph, or a local function."""
+    """Items that may be folded into one box: a module, a subgraph, or a local function.
+
+    Attributes:
+        path: ids of the groups around it, from the root, and its id.
+        nodes: number of nodes in it, also in groups inside.
+    """
 
     id: int
     parent: int
     title: str
     kind: str  # "graph", "module", "backward", "subgraph" or "function"
-    path: tuple[int, ...]  # ids of the groups around it, from the root, and its own
+    path: tuple[int, ...]
+    nodes: int = 0
+
+    @property
+    def folded_title(self) -> str:
+        """Title of the box of the folded group, with the number of nodes."""
+        return f"▸ {self.title} ({self.nodes})"
 
 
 @dataclass(frozen=True)
@@ -83,163 +89,202 @@ class Arrow:
     text: str  # name, type and shape of the value
 
 
+class _Constant(NamedTuple):
+    """Dtype and shape of a constant, and its elements if they are few."""
+
+    kind: str
+    elements: str = ""
+
+
+_Scope = ChainMap[str, Item | _Constant]  # the item that computes each value, or the constant
+
+
 class Scene:
-    """The items, groups and arrows of a model; of a `Partition`, those of its joint graph."""
+    """The items, groups and arrows of a model, or of the joint graph of a `Partition`."""
 
     def __init__(self, model: ModelLike | Partition) -> None:
         self.items: list[Item] = []
         self.groups = [Group(ROOT, -1, "", "graph", (ROOT,))]
         self.arrows: list[Arrow] = []
         saved: set[str] | None = None
-        again: set[str] = set()
+        recomputed: set[str] = set()
         if isinstance(model, Partition):
             saved = {tensor.name for tensor in model.saved}
-            again = {y for node in model.backward.graph.node for y in node.output}
+            recomputed = {y for node in model.backward.graph.node for y in node.output}
             model = model.joint
         proto = read(model, broken=True)
-        self.types = _types(proto)
+        self._types = _value_types(proto)
         self._modules: dict[tuple[int, str, bool], int] = {}
-        self._paths = _paths(proto.graph)
-        primals = {y: node for node in proto.graph.node for y in node.output[:1]}
+        self._module_titles = _module_titles(proto.graph)
         self._primal_modules = {
-            y: module_of(node.name, parts.metadata_of(node)) for y, node in primals.items()
+            y: parts.module_path(node) for node in proto.graph.node for y in node.output[:1]
         }
-        self._graph(proto.graph, ROOT, ChainMap())
+        self._add_graph(proto.graph, ROOT, ChainMap())
         for function in proto.functions:
-            inner = self._group(ROOT, f"{function.domain}.{function.name}", "function")
-            inputs = [(name, "") for name in function.input]
-            outputs = [(name, "") for name in function.output]
-            self._body(inner, inputs, {}, function.node, outputs, ChainMap())
-        self._mark(saved, again)
+            group = self._add_group(ROOT, f"{function.domain}.{function.name}", "function")
+            inputs, outputs = ([(x, "") for x in xs] for xs in (function.input, function.output))
+            self._add_body(group, inputs, {}, function.node, outputs, ChainMap())
+        self._mark_passes(saved, recomputed)
+        nodes = Counter(g for i in self.items if i.kind == "node" for g in self.groups_around(i.id))
+        for g in self.groups:
+            g.nodes = nodes[g.id]
 
-    def path(self, item: int) -> tuple[int, ...]:
-        """Return the groups around an item, from the root."""
+    def groups_around(self, item: int) -> tuple[int, ...]:
+        """Return the ids of the groups around an item, from the root."""
         return self.groups[self.items[item].group].path
 
-    def outermost(self, item: int) -> Cell:
+    def root_cell(self, item: int) -> Cell:
         """Return the cell of the root in which an item is."""
-        path = self.path(item)
+        path = self.groups_around(item)
         return ("group", path[1]) if path[1:] else ("item", item)
 
-    def _group(self, parent: int, title: str, kind: str) -> int:
+    def folded_groups(self, fold: bool | None) -> set[int]:
+        """Return the ids of the modules that are drawn as one box.
+
+        For `fold=None`, modules of a large model are unfolded, the outermost first, as long as the
+        picture stays readable.
+        """
+        modules = [g for g in self.groups if g.kind in ("module", "backward")]
+        if fold is not None:
+            return {g.id for g in modules} if fold else set()
+        if self.groups[ROOT].nodes <= _MANY_NODES:
+            return set()
+        cells = Counter([item.group for item in self.items] + [g.parent for g in self.groups])
+        folded, visible = {g.id for g in modules}, cells[ROOT]
+        for g in sorted(modules, key=lambda g: len(g.path)):
+            if g.parent not in folded and visible + cells[g.id] <= _READABLE_CELLS:
+                folded.discard(g.id)
+                visible += cells[g.id]
+        return folded
+
+    def gradient_hues(self) -> dict[int, int]:
+        """Return the hue, in degrees, of each item that is differentiated or differentiates."""
+        order = dict.fromkeys(i.primal for i in self.items if i.primal)
+        hue = {name: round(k * _GOLDEN_ANGLE) % 360 for k, name in enumerate(reversed(order))}
+        names = {i.id: i.primal if "backward" in i.marks else i.first for i in self.items}
+        return {i: hue[name] for i, name in names.items() if name in hue}
+
+    def _add_group(self, parent: int, title: str, kind: str) -> int:
         new = len(self.groups)
         path = (*self.groups[parent].path, new)
         self.groups.append(Group(new, parent, printable(title), kind, path))
         return new
 
-    def _item(self, kind: str, title: str, group: int, lines: list[str], tip: list[str]) -> Item:
-        below, told = list(map(printable, lines)), list(map(printable, tip))
-        item = Item(len(self.items), kind, printable(title), below, told, group)
+    def _add_item(self, kind: str, title: str, group: int, line: str, details: list[str]) -> Item:
+        lines, details = ([printable(t) for t in texts if t] for texts in ([line], details))
+        item = Item(len(self.items), kind, printable(title), lines, details, group)
         self.items.append(item)
         return item
 
-    def _graph(self, graph: GraphProto, group: int, scope: ChainMap[str, object]) -> list[Item]:
-        constants: dict[str, list[str]] = {t.name: _tensor(t) for t in graph.initializer}
+    def _add_graph(self, graph: GraphProto, group: int, scope: _Scope) -> list[Item]:
+        """Add the items of a graph, and return its outputs."""
+        constants = {t.name: _read_constant(t) for t in graph.initializer}
         for sparse in graph.sparse_initializer:
-            text = tensor_type(sparse.values.data_type, sparse.dims)
-            constants[sparse.values.name] = [f"sparse {text}", ""]
+            text = _tensor_type(sparse.values.data_type, sparse.dims)
+            constants[sparse.values.name] = _Constant(f"sparse {text}")
         inputs = [(x.name, _stated_type(x)) for x in graph.input if x.name not in constants]
         outputs = [(y.name, _stated_type(y)) for y in graph.output]
-        return self._body(group, inputs, constants, graph.node, outputs, scope)
+        return self._add_body(group, inputs, constants, graph.node, outputs, scope)
 
-    def _body(
+    def _add_body(
         self,
         group: int,
         inputs: list[tuple[str, str]],
-        constants: dict[str, list[str]],
+        constants: dict[str, _Constant],
         nodes: Iterable[NodeProto],
         outputs: list[tuple[str, str]],
-        scope: ChainMap[str, object],
+        scope: _Scope,
     ) -> list[Item]:
-        """Add the items of a graph; return its outputs.
-
-        `scope` has the item that computes each value, or dtype, shape and elements of a constant.
-        """
+        """Add the items of a graph or function, and return its outputs."""
         scope.update(constants)
         for name, text in inputs:
-            scope[name] = self._item("input", name, group, [text], [name, text])
-        nodes = [node for node in nodes if not _is_constant(node, scope)]
-        made = [self._node(node, group, scope) for node in nodes]
-        for node, item in zip(nodes, made, strict=True):
+            scope[name] = self._add_item("input", name, group, text, [name, text])
+        nodes = [node for node in nodes if not _note_constant(node, scope)]
+        items = [self._add_node(node, group) for node in nodes]
+        for node, item in zip(nodes, items, strict=True):
             scope.update((y, item) for y in node.output if y)
-        for node, item in zip(nodes, made, strict=True):
-            self._connect(node, item, group, scope)
+        for node, item in zip(nodes, items, strict=True):
+            self._connect_node(node, item, scope)
         ends = []
         for name, text in outputs:
-            end = self._item("output", name, group, [self.types.get(name, text)], [name, text])
-            self._read(name, end, scope)
-            ends.append(end)
+            text = self._types.get(name, text)
+            ends.append(self._add_item("output", name, group, text, [name, text]))
+            self._connect_value(name, ends[-1], scope)
         return ends
 
-    def _node(self, node: NodeProto, group: int, scope: ChainMap[str, object]) -> Item:
-        notes = parts.metadata_of(node)
-        primal = notes.get(PRIMAL, "")
-        path = self._primal_modules.get(primal, "") if primal else module_of(node.name, notes)
-        home = self._module(group, path, bool(primal)) if group == ROOT else group
+    def _add_node(self, node: NodeProto, group: int) -> Item:
+        primal = parts.metadata_of(node).get(PRIMAL, "")
+        if group == ROOT:
+            module = self._primal_modules.get(primal, "") if primal else parts.module_path(node)
+            group = self._module_group(module, bool(primal))
         title = parts.operator_name(node)
-        tip = [title, node.name, *parts.attribute_texts(node)]
-        item = self._item("node", title, home, [], [line for line in tip if line])
+        details = [title, node.name, *parts.attribute_texts(node)]
+        item = self._add_item("node", title, group, "", details)
         item.primal, item.first = primal, node.output[0] if node.output else ""
         if primal:
             item.marks.add("backward")
-            item.tip.append(f"gradient of the node of {printable(primal)}")
+            item.details.append(f"gradient of the node of {printable(primal)}")
         return item
 
-    def _module(self, group: int, path: str, backward: bool) -> int:
-        """Return the group of a module, inside of those that `_paths` says are groups."""
-        for i, part in enumerate(self._paths.get(path, ())):
+    def _module_group(self, module: str, backward: bool) -> int:
+        """Return the innermost group of a module, and add the groups around it that are missing."""
+        group = ROOT
+        for i, part in enumerate(self._module_titles.get(module, ())):
             key = (group, part, backward)
             if key not in self._modules:
                 title = f"{part} (backward)" if backward and i == 0 else part
-                self._modules[key] = self._group(group, title, "backward" if backward else "module")
+                kind = "backward" if backward else "module"
+                self._modules[key] = self._add_group(group, title, kind)
             group = self._modules[key]
         return group
 
-    def _connect(
-        self, node: NodeProto, item: Item, group: int, scope: ChainMap[str, object]
-    ) -> None:
-        """Draw the arrows of the operands of `node`, and the items of its subgraphs."""
+    def _connect_node(self, node: NodeProto, item: Item, scope: _Scope) -> None:
+        """Add the arrows of the operands of `node`, and the items of its subgraphs."""
         for x in filter(None, node.input):
-            self._read(x, item, scope)
-        for y in filter(None, node.output):
-            item.tip.append(printable(f"-> {self._value_text(y)}"))
+            self._connect_value(x, item, scope)
+        item.details += [printable(f"-> {self._typed_name(y)}") for y in node.output if y]
         for name, graph in parts.graphs_of(node):
             if graph.node or graph.output:
-                inner = self._group(item.group, f"{node.op_type}: {name}", "subgraph")
-                ends = self._graph(graph, inner, scope.new_child())
+                inner = self._add_group(item.group, f"{node.op_type}: {name}", "subgraph")
+                ends = self._add_graph(graph, inner, scope.new_child())
                 self.arrows += [Arrow(end.id, item.id, end.title) for end in ends]
 
-    def _read(self, name: str, reader: Item, scope: ChainMap[str, object]) -> None:
+    def _connect_value(self, name: str, reader: Item, scope: _Scope) -> None:
+        """Add the arrow of a value to its reader, or note a constant in the reader's box."""
         source = scope.get(name)
         if isinstance(source, Item):
-            self.arrows.append(Arrow(source.id, reader.id, printable(self._value_text(name))))
+            self.arrows.append(Arrow(source.id, reader.id, printable(self._typed_name(name))))
             return
         if source is None:  # no node computes it: broken models are drawn, too
-            reader.tip.append(printable(f"{name}: not computed by any node"))
+            reader.details.append(printable(f"{name}: not computed by any node"))
             return
-        assert isinstance(source, list)
         kind, elements = source
-        reader.tip.append(printable(f"{name} {kind}{elements and ' = '}{elements}"))
+        reader.details.append(printable(f"{name} {kind}{elements and ' = '}{elements}"))
         if kind.startswith(("float", "double", "bfloat")) and not elements:
             reader.marks.add("weight")
-        if len(reader.lines) < _IN_BOX:
+        if len(reader.lines) < _CONSTANTS_IN_BOX:
             short = f"= {elements}" if elements and len(elements) < 24 else kind
-            reader.lines.append(printable(f"{_end(name)} {short}"))
+            end = name if len(name) <= 18 else f"...{name[-15:]}"  # the end of a name says most
+            reader.lines.append(printable(f"{end} {short}"))
 
-    def _value_text(self, name: str) -> str:
-        return f"{name} {self.types.get(name, '')}".strip()
+    def _typed_name(self, name: str) -> str:
+        return f"{name} {self._types.get(name, '')}".strip()
 
-    def _mark(self, saved: set[str] | None, again: set[str]) -> None:
-        """Mark what follows a node of the backward pass, and what that pass reads of the other."""
-        behind = defaultdict(list)
+    def _mark_passes(self, saved: set[str] | None, recomputed: set[str]) -> None:
+        """Mark the nodes of the backward pass, and the forward nodes whose results it reads.
+
+        `saved` are the values that a `Partition` saves (None: all that the backward pass reads),
+        `recomputed` the values that its backward model computes.
+        """
+        readers = defaultdict(list)
         for arrow in self.arrows:
-            behind[arrow.source].append(arrow.target)
+            readers[arrow.source].append(arrow.target)
         starts = [i.id for i in self.items if "backward" in i.marks or i.title.endswith("YieldOp")]
-        waiting = [j for i in starts for j in behind[i]]
+        waiting = [j for i in starts for j in readers[i]]
         for i in waiting:  # the loop appends to it
             if "backward" not in self.items[i].marks and self.items[i].kind == "node":
                 self.items[i].marks.add("backward")
-                waiting += behind[i]
+                waiting += readers[i]
         if not starts:
             return
         for arrow in self.arrows:
@@ -250,42 +295,34 @@ class Scene:
             name = arrow.text.partition(" ")[0]
             if saved is None or name in saved:
                 source.marks.add("saved")
-            elif source.first in again:
-                source.marks.add("recomputed")
         for item in self.items:
-            if item.kind == "node" and "backward" not in item.marks and item.first in again:
+            if item.kind == "node" and "backward" not in item.marks and item.first in recomputed:
                 item.marks.add("recomputed")
 
 
-def _is_constant(node: NodeProto, scope: ChainMap[str, object]) -> bool:
-    """Return whether `node` is shown as a constant of its readers; then `scope` has its value."""
-    constant: object = None
-    if not node.output:
+def _note_constant(node: NodeProto, scope: _Scope) -> bool:
+    """Return whether `node` is drawn as a constant of its readers; then `scope` gets its value."""
+    constant: Item | _Constant | None = None
+    if not node.output or node.domain:
         return False
-    if node.op_type == "Constant" and not node.domain and len(node.attribute) == 1:
-        attribute = node.attribute[0]
-        is_tensor = attribute.type == AttributeProto.TENSOR
-        constant = _tensor(attribute.t) if is_tensor else [parts.attribute_text(attribute), ""]
-    elif node.op_type == "Identity" and not node.domain and node.input:
-        constant = scope.get(node.input[0])  # exporters name a shared weight again
-    if not isinstance(constant, list):
+    if node.op_type == "Constant" and len(node.attribute) == 1:
+        [a] = node.attribute
+        constant = _read_constant(a.t) if a.HasField("t") else _Constant(parts.attribute_text(a))
+    elif node.op_type == "Identity" and node.input:
+        constant = scope.get(node.input[0])  # exporters give a shared weight a second name
+    if not isinstance(constant, _Constant):
         return False
     scope[node.output[0]] = constant
     return True
 
 
-def _end(name: str) -> str:
-    """Return the last part of a name, which says most."""
-    return name if len(name) <= 18 else f"...{name[-15:]}"
+def _module_titles(graph: GraphProto) -> dict[str, list[str]]:
+    """Return `{path of a module: titles of the groups around its nodes}`.
 
-
-def _paths(graph: GraphProto) -> dict[str, list[str]]:
-    """Return `{path of a module: the titles of the groups around its nodes}`.
-
-    A group has at least two nodes, and a part that has one group only is joined with it.
+    A group has at least two nodes. Parts of a path that hold the same nodes are one group.
     """
     sizes: Counter[tuple[str, ...]] = Counter()
-    whole = [tuple(module_of(node.name, parts.metadata_of(node)).split(".")) for node in graph.node]
+    whole = [tuple(parts.module_path(node).split(".")) for node in graph.node]
     for path in whole:
         sizes.update(path[:i] for i in range(1, len(path) + 1))
     found = {}
@@ -303,8 +340,8 @@ def _paths(graph: GraphProto) -> dict[str, list[str]]:
     return found
 
 
-def _types(proto: ModelProto) -> dict[str, str]:
-    """Return `{value: dtype and shape}`: inferred, or those of the file if it is broken."""
+def _value_types(proto: ModelProto) -> dict[str, str]:
+    """Return `{value: dtype and shape}`, inferred; of a broken model, as the file states them."""
     graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
     stated = {v.name: _stated_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)}
     try:
@@ -318,22 +355,22 @@ def _types(proto: ModelProto) -> dict[str, str]:
         for y in node.outputs:
             if y.dtype is not None:
                 shape = None if y.shape is None else list(y.shape)
-                stated[str(y.name)] = tensor_type(int(y.dtype), shape)
+                stated[str(y.name)] = _tensor_type(int(y.dtype), shape)
     return stated
 
 
-def tensor_type(data_type: int, shape: Iterable | None) -> str:
+def _tensor_type(data_type: int, shape: Iterable | None) -> str:
     """Return a dtype and a shape as text, such as "float32[N, 2]"."""
     dims = "?" if shape is None else ", ".join(str(d) for d in shape)
     return f"{parts.dtype_name(data_type)}[{dims.replace('None', '?')}]"
 
 
 def _stated_type(value: ValueInfoProto) -> str:
-    return parts.type_text(value, tensor_type)
+    return parts.type_text(value, _tensor_type)
 
 
-def _tensor(tensor: TensorProto) -> list[str]:
-    kind = tensor_type(tensor.data_type, tensor.dims)
+def _read_constant(tensor: TensorProto) -> _Constant:
+    kind = _tensor_type(tensor.data_type, tensor.dims)
     if prod(tensor.dims) > parts.MOST_ELEMENTS or external.is_external(tensor):
-        return [kind, ""]
-    return [kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split())]
+        return _Constant(kind)
+    return _Constant(kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split()))

@@ -8,22 +8,14 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import prod
 
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.plot import parts
-from onnxgrad.training.parameters.aliases import module_of
 
-_COLORS = [  # of the first group
+_COLORS = [  # pattern of a line, and the color of its first group
     (re.compile(r" *(opset|function|return)\b"), "2"),  # dim
     (re.compile(r" *(input):"), "34"),  # blue
     (re.compile(r" *(output):"), "32"),  # green
@@ -45,9 +37,9 @@ def onnx_simple_text_plot(
     Args:
         model: model, serialized model or path.
         indent: False starts all nodes of a graph in the same column.
-        depth: nodes in a row that are of one module, by the first parts of its path, so many, are
-            one line with their count, their operators and the values that others read. Exporters
-            write the paths into names or metadata of nodes. None: a line for each node.
+        depth: how many parts of the path of a module count. Consecutive nodes of one module are
+            one line, with their number, their operators and the values that other lines read.
+            Exporters write the paths into names or metadata of nodes. None: a line for each node.
         color: whether to color operators and kinds of lines, by the codes of ANSI terminals.
 
     Raises:
@@ -70,12 +62,12 @@ def onnx_simple_text_plot(
     if depth is not None and depth < 1:
         raise ValueError(f"depth must be at least 1, not {depth}")
     proto = read(model)
-    lines = [*_opsets(proto), *_graph(proto.graph, indent, depth=depth)]
+    lines = [*_opset_lines(proto), *_graph_lines(proto.graph, indent, depth=depth)]
     for function in proto.functions:
         lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
-        lines += _nodes(function.node, indent, "  ")
+        lines += _node_lines(function.node, indent, "  ")
         lines.append(f"  return {', '.join(function.output)}")
-    return "\n".join(_color(printable(line)) if color else printable(line) for line in lines)
+    return "\n".join(_color_line(printable(line)) if color else printable(line) for line in lines)
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
@@ -98,49 +90,54 @@ def onnx_text_plot_io(model: ModelLike) -> str:
         output: name='y' type=dtype('float32') shape=('N',)
     """
     proto = read(model)
-    constants = [_tensor(t) for t in proto.graph.initializer]
-    inputs, outputs = _values("input", proto.graph.input), _values("output", proto.graph.output)
-    lines = [*_opsets(proto), *inputs, *constants, *outputs]
+    constants = [_constant_line(t) for t in proto.graph.initializer]
+    inputs, outputs = (
+        _value_lines("input", proto.graph.input),
+        _value_lines("output", proto.graph.output),
+    )
+    lines = [*_opset_lines(proto), *inputs, *constants, *outputs]
     return "\n".join(map(printable, lines))
 
 
-def _opsets(proto: ModelProto) -> list[str]:
+def _opset_lines(proto: ModelProto) -> list[str]:
     return [f"opset: domain={o.domain!r} version={o.version}" for o in proto.opset_import]
 
 
-def _graph(
+def _graph_lines(
     graph: GraphProto, indent: bool, margin: str = "", depth: int | None = None
 ) -> Iterator[str]:
-    yield from _values(f"{margin}input", graph.input)
+    yield from _value_lines(f"{margin}input", graph.input)
     for tensor in graph.initializer:
-        line = margin + _tensor(tensor)
+        line = margin + _constant_line(tensor)
         if prod(tensor.dims) <= parts.MOST_ELEMENTS:
             line += " -- " + " ".join(repr(numpy_helper.to_array(tensor).ravel()).split())
         yield line
-    yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
-    yield from _values(f"{margin}output", graph.output)
+    yield from (
+        _node_lines(graph.node, indent, margin) if depth is None else _module_lines(graph, depth)
+    )
+    yield from _value_lines(f"{margin}output", graph.output)
 
 
-def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
+def _node_lines(nodes, indent: bool, margin: str) -> Iterator[str]:
     depth: dict[str, int] = {}
     for node in nodes:
         steps = min((depth[name] + 1 for name in node.input if name in depth), default=0)
         depth.update(dict.fromkeys(node.output, steps))
         here = margin + "  " * min(steps, _DEEPEST) * indent
-        yield here + _node(node)
+        arguments = ", ".join([*node.input, *parts.attribute_texts(node)])
+        yield f"{here}{parts.operator_name(node)}({arguments}) -> {', '.join(node.output)}"
         for name, graph in parts.graphs_of(node):
             yield f"{here}  {name}:"
-            yield from _graph(graph, indent, f"{here}    ")
+            yield from _graph_lines(graph, indent, f"{here}    ")
 
 
-def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
-    """Yield a line for each run of nodes of one module, and for each node of none."""
+def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
+    """Yield a line for each run of nodes of one module, and for each node outside of modules."""
 
-    def module(node: NodeProto) -> str:
-        path = module_of(node.name, parts.metadata_of(node))
-        return ".".join(path.split(".")[:depth])
+    def module_start(node: NodeProto) -> str:
+        return ".".join(parts.module_path(node).split(".")[:depth])
 
-    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module)]
+    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module_start)]
     readers: dict[str, set[int]] = defaultdict(set)  # runs that read each value
     for i, (_, nodes) in enumerate(runs):
         for node in all_nodes(nodes):
@@ -149,17 +146,16 @@ def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
     returned = {y.name for y in graph.output}
     for i, (path, nodes) in enumerate(runs):
         if not path:
-            yield from _nodes(nodes, False, "")
+            yield from _node_lines(nodes, False, "")
             continue
-        counts = Counter(node.op_type for node in nodes).most_common()
-        operators = ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts)
+        operators = ", ".join(parts.operator_counts(Counter(node.op_type for node in nodes)))
         results = [y for node in nodes for y in node.output if y in returned or readers[y] - {i}]
         count = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
         yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
 
 
-def _color(line: str) -> str:
-    """Return `line` with the colors of its kind: that of a value, a module or an operator."""
+def _color_line(line: str) -> str:
+    """Return `line` with its first group of `_COLORS` in the color of its kind."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
             a, b = match.span(1)
@@ -167,16 +163,11 @@ def _color(line: str) -> str:
     return line
 
 
-def _node(node: NodeProto) -> str:
-    arguments = [*node.input, *parts.attribute_texts(node)]
-    return f"{parts.operator_name(node)}({', '.join(arguments)}) -> {', '.join(node.output)}"
-
-
-def _tensor(tensor: TensorProto) -> str:
+def _constant_line(tensor: TensorProto) -> str:
     return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
 
 
-def _values(what: str, values: Iterable[ValueInfoProto]) -> Iterator[str]:
+def _value_lines(what: str, values: Iterable[ValueInfoProto]) -> Iterator[str]:
     for value in values:
         kind, tensor = value.type.WhichOneof("value"), value.type.tensor_type
         text = parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))

@@ -1,4 +1,4 @@
-"""`write_card`: what is known of a trained model, as a model card."""
+"""`write_card`: a model card of a trained model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ from onnxgrad.training.callbacks.trackers import parameters_of
 from onnxgrad.training.diagnose import Kept, end_reason
 
 CARD = "README.md"
-UNKNOWN = "unknown"
+UNKNOWN, _UNKNOWN_SENTENCE = "unknown", "Unknown."
 _SHOWN = 20  # weights by name; epochs in the table of results
+_VALIDATION = "validation_"
 _NO_RESULT = ("step", "epoch", "learning_rate", "loss_scale", "skipped_steps")
+_INTRODUCTION = (
+    "Trained with onnxgrad. What this card does not know, it calls unknown: the author of the "
+    "model can add it."
+)
 
 
 def write_card(
@@ -39,21 +44,21 @@ def write_card(
     tags: Iterable[str] = (),
     overwrite: bool = True,
 ) -> Path:
-    """Write what is known of a trained model as a model card: Markdown, with YAML at its head.
+    """Write a model card of a trained model: Markdown, with YAML at its head.
 
-    The form is that of the cards of Hugging Face (Mitchell et al. 2019, arXiv:1810.03993): license
-    and metrics for programs, then the base, the data with their rows and a digest, the arguments of
-    training, the results of the history, versions and machine. What is not known is said to be
-    unknown; nothing is made up.
+    The form is the one of Hugging Face (Mitchell et al. 2019, arXiv:1810.03993): license and
+    metrics for programs, then the base, the data with their rows and a digest, the arguments of
+    training, the results of the history, versions and machine. The card calls unknown each fact
+    that neither the trainer nor the arguments state.
 
     Args:
         trainer: a `Trainer` after `fit`.
         path: the file, or a folder, which gets `README.md`.
-        name: of the model; None: that of its graph.
+        name: of the model; None: the name of its graph.
         license: an identifier such as "mit" or "apache-2.0".
         base: the file of the model that was trained, whose name and SHA-256 digest are written.
-        data: what the data are, in words.
-        use: what the model is for, and its limits, in words.
+        data: a description of the data, in words.
+        use: the purpose of the model, and its limits, in words.
         tags: more tags beside "onnx" and "onnxgrad".
         overwrite: whether a file of this name is replaced.
 
@@ -78,56 +83,48 @@ def write_card(
         ...     print(card.name, card.read_text().splitlines()[:2])
         README.md ['---', 'license: "mit"']
     """
-    _check(trainer)
-    target = Path(path) / CARD if Path(path).is_dir() else Path(path)
-    check_writable(target, overwrite, [] if base is None else [base])
-    title = f"# {_text(name or trainer._job.proto.graph.name or UNKNOWN)}"
-    parts = [_head(trainer, license, tags), title, _INTRODUCTION]
-    parts += _sections(trainer, base, {"license": license, "data": data, "use": use})
-    with replacing(target) as file:
-        file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return target
-
-
-def _check(trainer: Any) -> None:
-    """Raise for a trainer of which there is no card."""
     if trainer._job.members is not None:
         raise ValueError("write_card describes one model, and a stack has several members")
     if not trainer.state.history:
         raise NotFittedError("nothing was trained yet: call fit first")
+    target = Path(path) / CARD if Path(path).is_dir() else Path(path)
+    check_writable(target, overwrite, [] if base is None else [base])
+    title = name or trainer._job.proto.graph.name or UNKNOWN
+    recorded_data = (trainer.state.identity or {}).get("data")
+    sections = [
+        _yaml_metadata(trainer.state.history, license, tags),
+        f"# {_escape_cell(title)}",
+        _INTRODUCTION,
+        f"## Use and limits\n\n{use or _UNKNOWN_SENTENCE}",
+        f"## License\n\n{license or _UNKNOWN_SENTENCE}",
+        f"## Base model\n\n{_fact_table(_base_facts(trainer._job.proto, base))}",
+        f"## Data\n\n{data or _UNKNOWN_SENTENCE}\n\n{_fact_table(_data_facts(recorded_data))}",
+        f"## Training\n\n{_fact_table(_training_facts(trainer))}",
+        f"## Results\n\n{_result_table(trainer.state.history)}",
+        f"## Versions and machine\n\n{_fact_table(environment())}",
+    ]
+    with replacing(target) as file:
+        file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return target
 
 
-_INTRODUCTION = (
-    "Trained with onnxgrad. What this card does not know, it calls unknown: the author of the "
-    "model can add it."
-)
-
-
-def _head(trainer: Any, license: str | None, tags: Iterable[str]) -> str:
-    """Return the metadata, in YAML, whose strings are those of JSON."""
+def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Iterable[str]) -> str:
+    """Return the metadata in YAML, whose strings are written as in JSON."""
     lines = [f"license: {json.dumps(license or UNKNOWN)}", 'library_name: "onnx"', "tags:"]
     lines += [f"- {json.dumps(str(tag))}" for tag in dict.fromkeys(["onnx", "onnxgrad", *tags])]
-    names = [
-        n.removeprefix("validation_") for n in trainer.state.history[-1] if n in _measured(trainer)
-    ]
-    if names:
-        lines += ["metrics:", *(f"- {json.dumps(n)}" for n in dict.fromkeys(names))]
+    metrics = [n for n in history[-1] if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
+    if metrics:
+        lines += ["metrics:", *(f"- {json.dumps(n.removeprefix(_VALIDATION))}" for n in metrics)]
     return "\n".join(["---", *lines, "---"])
 
 
-def _measured(trainer: Any) -> list[str]:
-    """Return the names of the metrics of validation data, without the loss."""
-    names = dict.fromkeys(n for entry in trainer.state.history for n in entry)
-    return [n for n in names if n.startswith("validation_") and n != "validation_loss"]
-
-
-def _sections(
-    trainer: Any, base: str | os.PathLike | None, words: Mapping[str, str | None]
-) -> list[str]:
-    """Return the sections behind the introduction."""
+def _training_facts(trainer: Any) -> dict[str, Any]:
+    """Return the length and the arguments of the training, and the names of some weights."""
     state, identity = trainer.state, trainer.state.identity or {}
-    kept = Kept.of(state)
-    training = {
+    kept, names = Kept.of(state), list(trainer.trained)
+    count = sum(int(np.prod(w.shape)) for w in state.weights.values())
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return {
         "epochs": state.epoch,
         "steps": state.step,
         "weights are those of step": kept.step,
@@ -135,92 +132,67 @@ def _sections(
         "rows of a batch": identity.get("batch_size", UNKNOWN),
         "shuffled": identity.get("shuffle", UNKNOWN),
         "ended because": end_reason(trainer) or UNKNOWN,
-        **_trained(trainer),
-        **json_value(parameters_of(trainer)),
-    }
-    return [
-        f"## Use and limits\n\n{_words(words['use'])}",
-        f"## License\n\n{_words(words['license'])}",
-        "## Base model\n\n" + _table(("", ""), _base(trainer._job.proto, base)),
-        f"## Data\n\n{_words(words['data'])}\n\n" + _table(("", ""), _data(identity.get("data"))),
-        "## Training\n\n" + _table(("", ""), training.items()),
-        "## Results\n\n" + _results(state.history),
-        "## Versions and machine\n\n" + _table(("", ""), environment().items()),
-    ]
-
-
-def _trained(trainer: Any) -> dict[str, Any]:
-    """Return how many weights train, and the names of some."""
-    names = list(trainer.trained)
-    count = sum(int(np.prod(w.shape)) for w in trainer.state.weights.values())
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return {
         "trained weights": f"{len(names)}, of {count:,} elements",
         "their names": ", ".join(names[:_SHOWN]) + more,
+        **json_value(parameters_of(trainer)),
     }
 
 
-def _base(proto: ModelProto, base: str | os.PathLike | None) -> list[tuple[str, Any]]:
-    """Return what is known of the model that was trained."""
-    file: list[tuple[str, Any]] = [("file", UNKNOWN), ("SHA-256", UNKNOWN)]
+def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
+    """Return file, digest, graph and producer of the model that was trained."""
+    file, digest = UNKNOWN, UNKNOWN
     if base is not None:
         with open(base, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        file = [("file", Path(base).name), ("SHA-256", digest)]
-    opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in proto.opset_import)
-    return [
-        *file,
-        ("graph", proto.graph.name or UNKNOWN),
-        ("producer", f"{proto.producer_name} {proto.producer_version}".strip() or UNKNOWN),
-        ("opsets", opsets),
-        ("nodes", len(proto.graph.node)),
-    ]
+            file, digest = Path(base).name, hashlib.file_digest(opened, "sha256").hexdigest()
+    return {
+        "file": file,
+        "SHA-256": digest,
+        "graph": proto.graph.name or UNKNOWN,
+        "producer": f"{proto.producer_name} {proto.producer_version}".strip() or UNKNOWN,
+        "opsets": ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in proto.opset_import),
+        "nodes": len(proto.graph.node),
+    }
 
 
-def _data(description: Any) -> list[tuple[str, Any]]:
-    """Return what the training says of its data: rows, shapes and a digest."""
+def _data_facts(description: Any) -> dict[str, Any]:
+    """Return rows, digest and shapes of the data, by the identity of the training."""
     known = dict(description) if isinstance(description, Mapping) else {}
-    rows = [("rows", known.pop("rows", UNKNOWN)), ("digest", known.pop("digest", UNKNOWN))]
+    facts = {"rows": known.pop("rows", UNKNOWN), "digest": known.pop("digest", UNKNOWN)}
     if isinstance(known.get("inputs"), Mapping):
         for name, entry in known.pop("inputs").items():
             shaped = isinstance(entry, Mapping) and {"dtype", "shape"} <= {*entry}
-            shown = f"{entry['dtype']} {entry['shape']}" if shaped else entry
-            rows.append((f"input {name}", shown))
-    return rows + [(key, value) for key, value in known.items()]
+            facts[f"input {name}"] = f"{entry['dtype']} {entry['shape']}" if shaped else entry
+    return facts | known
 
 
-def _results(history: list[dict[str, Any]]) -> str:
+def _result_table(history: list[dict[str, Any]]) -> str:
     """Return a table of the numbers of the history, of the last evaluations if there are many."""
     names = dict.fromkeys(n for entry in history for n, v in entry.items() if isinstance(v, Real))
-    measured = [n for n in names if n not in _NO_RESULT]
-    shown = history[-_SHOWN:]
-    cut = f"The last {_SHOWN} of {len(history)} records.\n\n" if len(history) > _SHOWN else ""
-    missing = (
-        ""
-        if any(n.startswith("validation_") for n in measured)
-        else ("No validation data were given: how the model does on other rows is unknown.\n\n")
+    columns = ["epoch", "step", *(n for n in names if n not in _NO_RESULT)]
+    remarks = []
+    if not any(n.startswith(_VALIDATION) for n in columns):
+        remarks = ["No validation data were given: how the model does on other rows is unknown."]
+    if len(history) > _SHOWN:
+        remarks.append(f"The last {_SHOWN} of {len(history)} records.")
+    rows = [[entry.get(n, "") for n in columns] for entry in history[-_SHOWN:]]
+    return "\n\n".join([*remarks, _markdown_table(columns, rows)])
+
+
+def _fact_table(facts: Mapping[str, Any]) -> str:
+    return _markdown_table(["", ""], facts.items())
+
+
+def _markdown_table(names: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    return "\n".join(
+        f"| {' | '.join(map(_escape_cell, line))} |"
+        for line in (names, ["---"] * len(names), *rows)
     )
-    rows = [[entry.get(n, "") for n in ("epoch", "step", *measured)] for entry in shown]
-    return missing + cut + _table(("epoch", "step", *measured), rows)
 
 
-def _table(names: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a table of Markdown."""
-    names = list(names)
-    lines = [names, ["---"] * len(names), *([_number(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(map(_text, line))} |" for line in lines)
-
-
-def _number(value: Any) -> Any:
-    return f"{value:.5g}" if isinstance(value, float) else value
-
-
-def _words(text: str | None) -> str:
-    return text or UNKNOWN.capitalize() + "."
-
-
-def _text(value: Any) -> str:
+def _escape_cell(value: Any) -> str:
     """Return a value on one line, whose characters mean nothing in a table of Markdown."""
+    if isinstance(value, float):
+        value = f"{value:.5g}"
     text = printable(json.dumps(value) if isinstance(value, (dict, list)) else value)
     for character in ("\\", "|", "<", "*", "_", "`", "["):
         text = text.replace(character, f"\\{character}")

@@ -25,9 +25,9 @@ def environment() -> dict[str, str]:
     found |= {name: version(name) for name in names if _is_installed(name)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
-    found["processor"] = _processor()
+    found["processor"] = _processor_field("model name") or platform.processor() or "unknown"
     found["cores"] = str(cores)
-    if (total := _memory()) is not None:
+    if (total := _installed_memory()) is not None:
         found["memory"] = f"{total / 2**30:.1f} GiB"
     return found
 
@@ -68,12 +68,8 @@ def peak_memory() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _processor() -> str:
-    return _processor_field("model name") or platform.processor() or "unknown"
-
-
 def _processor_field(*names: str) -> str:
-    """Return the first field of /proc/cpuinfo that has one of these names; "" if there is none."""
+    """Return the first field of /proc/cpuinfo with one of these names; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -82,7 +78,7 @@ def _processor_field(*names: str) -> str:
     return next((value.strip() for name, _, value in fields if name.strip() in names), "")
 
 
-def _memory() -> int | None:
+def _installed_memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

@@ -1,14 +1,15 @@
-"""Figures of a report, as SVG in the text of the page: their colors are those of the page."""
+"""Figures of a report, as SVG in the text of the page, in the colors of the page."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 SERIES = 6  # colors of lines
@@ -18,7 +19,7 @@ _LOG = 100  # ratio of the largest to the smallest value from which an axis is l
 _STRETCH = 3  # how many times as long as for most values an axis may be for all
 _MARKED = 10  # points of a line outside of the axis that are marked
 _ROOM = 0.08  # of an axis beyond most values
-_WIDTH, _HEIGHT = 100, 32  # of small figures
+_WIDTH, _HEIGHT, _MARGIN = 100, 32, 2  # of small figures
 
 Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 
@@ -37,11 +38,11 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
     """Return lines over steps. Values that are not finite are left out.
 
     With `log`, the axis of values is logarithmic if these are of several orders of magnitude. Where
-    a few values, such as those of the first epoch, would flatten the others, the axis ends before
-    them; marks and the note of the chart say so.
+    a few values, as in the first epoch, would flatten the line, the axis ends before them; marks
+    and the note of the chart say so.
     """
-    figure, axes = _axes("step")
-    kept = [(name, *_finite(x, y)) for name, x, y in series]
+    figure, axes = _new_axes("step")
+    kept = [(name, *_finite_points(x, y)) for name, x, y in series]
     every = [v for _, _, y in kept for v in y]
     for color, (_, x, y) in zip(_LINES, kept, strict=False):
         axes.plot(x, y, color=color, linewidth=1.6, marker="." if len(x) <= 40 else None)
@@ -55,7 +56,7 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
         if most is not None:
             note = _end_axis(axes, kept, most, logarithmic)
     names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
-    return Chart(title, _svg(figure, title), names, note)
+    return Chart(title, _svg_element(figure, title), names, note)
 
 
 def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[float, float] | None]:
@@ -63,7 +64,7 @@ def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[floa
 
     The range is None if all values fit: an axis for all is less than `_STRETCH` times as long.
     """
-    every, most = [v for y in lines for v in y], [v for y in lines for v in _most(y)]
+    every, most = [v for y in lines for v in y], [v for y in lines for v in _usual_values(y)]
     log = log and min(every) > 0 and max(every) / min(every) >= _LOG
     measure = math.log10 if log else float
     inner = measure(max(most)) - measure(min(most))
@@ -72,15 +73,15 @@ def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[floa
     return log and max(most) / min(most) >= _LOG, (min(most), max(most))
 
 
-def _most(values: Sequence[float]) -> list[float]:
-    """Return the values without those of the first tenth, and the extreme ones of many."""
+def _usual_values(values: Sequence[float]) -> list[float]:
+    """Return the values after the first tenth, without the extreme ones of many."""
     rest = sorted(values[max(1, len(values) // 10) :] or values)
     extreme = len(rest) // 50
     return rest[extreme : len(rest) - extreme]
 
 
 def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool) -> str:
-    """End the axis of values a little beyond `most`, mark what is outside, and return a note."""
+    """End the axis of values a little beyond `most`, mark points outside, and return a note."""
     low, high = map(math.log10, most) if log else most
     low, high = low - _ROOM * (high - low), high + _ROOM * (high - low)
     low, high = (10**low, 10**high) if log else (low, high)
@@ -105,83 +106,83 @@ def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log
 
 def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
     """Return predictions over labels, with the line where they are equal."""
-    figure, axes = _axes("label", "prediction")
-    x, y = _finite([p[0] for p in pairs], [p[1] for p in pairs])
+    figure, axes = _new_axes("label", "prediction")
+    x, y = _finite_points([p[0] for p in pairs], [p[1] for p in pairs])
     if x:
         ends = [min([*x, *y]), max([*x, *y])]
         axes.plot(ends, ends, color=_GRID, linewidth=1.2)
     size = 4 if len(x) > 100 else 9
     axes.plot(x, y, ".", color=_LINES[0], markersize=size, alpha=0.6)
-    return Chart(title, _svg(figure, title), [])
+    return Chart(title, _svg_element(figure, title), [])
 
 
 def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
     """Return a histogram with its axes."""
-    figure, axes = _axes(xlabel, "count")
-    counts, edges = list(histogram["counts"]), _edges(histogram)
-    if counts:
-        axes.stairs(counts, edges, fill=True, color=_LINES[0], alpha=0.7)
-    return Chart(title, _svg(figure, title), [])
+    figure, axes = _new_axes(xlabel, "count")
+    if histogram["counts"]:
+        edges = _bin_edges(histogram)
+        axes.stairs(histogram["counts"], edges, fill=True, color=_LINES[0], alpha=0.7)
+    return Chart(title, _svg_element(figure, title), [])
 
 
-def spark(values: Sequence[float | None], color: int = 0) -> Markup:
-    """Return a small line without axes, cut where a few values would flatten the others."""
+def spark(values: Sequence[float | None]) -> Markup:
+    """Return a small line without axes, cut where a few values would flatten the others.
+
+    The y axis is from the smallest to the largest value; a constant is in the middle.
+    """
     finite = [v for v in values if v is not None and math.isfinite(v)]
     most = scale([finite], False)[1] if finite else None
     if most is not None:
         low, high = most
         values = [v if v is None or math.isnan(v) else min(max(v, low), high) for v in values]
-    line = Markup('<polyline points="{}" class="c{}"/>').format(
-        points(values, _WIDTH, _HEIGHT), color
-    )
-    return _small(line)
+    pairs = [(i, v) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
+    low, high = min((v for _, v in pairs), default=0), max((v for _, v in pairs), default=0)
+    last, inner = max(1, len(values) - 1), _HEIGHT - 2 * _MARGIN
+    shares = [0.5 if high == low else 1 - (v - low) / (high - low) for _, v in pairs]
+    xs = [_WIDTH * i / last for i, _ in pairs]
+    return _small_figure({0: zip(xs, [_MARGIN + inner * share for share in shares], strict=True)})
 
 
 def before_and_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Markup:
     """Return the densities of two histograms on one axis, each with the area 1."""
-    drawn = [(i, h) for i, h in enumerate((before, after)) if h and h["counts"]]
+    drawn = {i: h for i, h in enumerate((before, after)) if h and h["counts"]}
     if not drawn:
         return Markup("")
-    low = min(h["low"] for _, h in drawn)
-    high = max(h["high"] for _, h in drawn)
-    scale = _WIDTH / ((high - low) or 1.0)
-    densities = {i: _densities(h) for i, h in drawn}
-    top = max(max(d) for d in densities.values()) or 1.0
-    lines = Markup("")
-    for i, h in drawn:
-        steps = [f"{(h['low'] - low) * scale:.2f},{_HEIGHT}"]
-        edges = _edges(h)
-        for a, b, d in zip(edges[:-1], edges[1:], densities[i], strict=True):
-            y = _HEIGHT - (_HEIGHT - 2) * d / top
-            steps += [f"{(a - low) * scale:.2f},{y:.2f}", f"{(b - low) * scale:.2f},{y:.2f}"]
-        steps.append(f"{(h['high'] - low) * scale:.2f},{_HEIGHT}")
-        lines += Markup('<polyline points="{}" class="c{}"/>').format(" ".join(steps), i)
-    return _small(lines)
+    low, high = min(h["low"] for h in drawn.values()), max(h["high"] for h in drawn.values())
+    densities = {}
+    for i, h in drawn.items():
+        width = (h["high"] - h["low"]) / len(h["counts"]) or 1.0  # a constant is one bar
+        densities[i] = np.divide(h["counts"], sum(h["counts"])) / width
+    top = max(d.max() for d in densities.values()) or 1.0
+    lines = {}
+    for i, h in drawn.items():
+        xs = (np.repeat(_bin_edges(h), 2) - low) * _WIDTH / ((high - low) or 1.0)
+        ys = np.concatenate([[0], np.repeat(densities[i], 2), [0]]) / top
+        lines[i] = zip(xs, _HEIGHT - (_HEIGHT - _MARGIN) * ys, strict=True)
+    return _small_figure(lines)
 
 
-def _densities(histogram: Mapping[str, Any]) -> list[float]:
-    """Return the heights of a histogram of area 1; that of a constant is one bar."""
-    counts = histogram["counts"]
-    width = (histogram["high"] - histogram["low"]) / len(counts)
-    return [c / sum(counts) / (width or 1.0) for c in counts]
-
-
-def _edges(histogram: Mapping[str, Any]) -> list[float]:
+def _bin_edges(histogram: Mapping[str, Any]) -> np.ndarray:
     low, high, n = histogram["low"], histogram["high"], len(histogram["counts"])
-    return [low + (high - low) * i / n for i in range(n + 1)] if n else []
+    return low + (high - low) * np.arange(n + 1) / max(n, 1)
 
 
-def _small(content: Markup) -> Markup:
+def _small_figure(lines: Mapping[int, Iterable[tuple[float, float]]]) -> Markup:
+    """Return a small figure of lines, `{number of the color: points}`."""
     frame = '<svg class="small" viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">'
-    return Markup(frame).format(_WIDTH, _HEIGHT) + content + Markup("</svg>")
+    drawn = Markup(frame).format(_WIDTH, _HEIGHT)
+    for color, points in lines.items():
+        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        drawn += Markup('<polyline points="{}" class="c{}"/>').format(text, color)
+    return drawn + Markup("</svg>")
 
 
-def _finite(x: Sequence[Any], y: Sequence[Any]) -> tuple[list[float], list[float]]:
+def _finite_points(x: Sequence[Any], y: Sequence[Any]) -> tuple[list[float], list[float]]:
     pairs = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
     return [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
 
 
-def _axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
+def _new_axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
     # not pyplot, which would keep the figure and start a window system
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -194,49 +195,28 @@ def _axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, which="both", length=0, labelsize=9)
-    axes.patch.set_visible(False)
-    figure.patch.set_visible(False)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    for part in (axes.patch, figure.patch, axes.spines[:]):
+        part.set_visible(False)
     return figure, axes
 
 
-def _svg(figure: Any, title: str) -> Markup:
+def _svg_element(figure: Any, title: str) -> Markup:
     """Return a figure as an element of HTML, with the colors of the page."""
     from matplotlib import rc_context
 
     out = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "onnxgrad"}):
-        figure.savefig(out, format="svg", metadata=nothing)
+        figure.savefig(out, format="svg", metadata=no_metadata)
     text = out.getvalue()
     text = text[text.index("<svg") :]
     colors = {_INK: "currentColor", _GRID: "var(--grid)"}
     colors |= {line: f"var(--c{i})" for i, line in enumerate(_LINES)}
     for color, variable in colors.items():
         text = text.replace(color, variable)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r' (width|height)="[^"]*"', "", text, count=2)  # of the whole figure
     # nothing refers to these names, and figures share them
     text = re.sub(r' id="[a-z2.]+_\d+"', "", text)
     return Markup(text).replace(
         Markup("<svg "), Markup('<svg role="img" aria-label="{}" ').format(title), 1
     )
-
-
-def points(values: Sequence[float | None], width: float, height: float, margin: float = 2.0) -> str:
-    """Return the `points` of a polyline of SVG through the finite values, from left to right.
-
-    The y axis is from the smallest to the largest value; a constant is in the middle.
-    """
-    pairs = [(i, v) for i, v in enumerate(values) if v is not None and math.isfinite(v)]
-    if not pairs:
-        return ""
-    low, high = min(v for _, v in pairs), max(v for _, v in pairs)
-    scale, last = (high - low) or 1.0, max(1, len(values) - 1)
-    inner = height - 2 * margin
-
-    def y(value: float) -> float:
-        return margin + inner * (0.5 if high == low else 1 - (value - low) / scale)
-
-    return " ".join(f"{width * i / last:.2f},{y(v):.2f}" for i, v in pairs)

@@ -1,4 +1,4 @@
-"""What a recorder measures of weights: norms, and histograms."""
+"""Measures of weights that a recorder takes: norms and histograms."""
 
 from __future__ import annotations
 

@@ -15,26 +15,11 @@ from onnxgrad.report import sections
 from onnxgrad.report.run import load_run
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
 
 PAGE = "report.html"
-_KEYS = (  # of a run; those that are missing were not recorded
-    *(
-        "source",
-        "begun",
-        "seconds",
-        "stop_reason",
-        "reason",
-        "kept",
-        "peak_memory",
-        "epochs",
-        "step",
-        "history",
-    ),
-    *("steps", "norms", "weights", "before", "after", "examined", "operators", "model", "about"),
-    "samples",
-    *("parameters", "environments", "classes"),
-)
+_KEYS = """source begun seconds stop_reason reason kept peak_memory epochs step history steps norms
+weights before after examined operators model about samples parameters environments classes"""
 _RECORD = (
     "`onnxgrad train --record FOLDER`, or `onnxgrad.callbacks.Recorder(FOLDER)` among the callbacks"
 )
@@ -43,12 +28,12 @@ _RECORD = (
 def write_report(
     run: str | os.PathLike, output: str | os.PathLike | None = None, *, overwrite: bool = True
 ) -> Path:
-    """Write what a training recorded as one page of HTML, which needs no network and no script.
+    """Write the records of a training as one page of HTML, which needs no network and no script.
 
     The page shows curves of the loss, of metrics and of the learning rate; norms of gradients and
     updates, and histograms before and after for each weight; confusions or residuals, and the rows
     with the largest loss; the time and memory of each operator; the model, the versions and the
-    machine. Of what was not recorded, it says so, and how to record it.
+    machine. Where a part was not recorded, the page says so, and how to record it.
 
     Args:
         run: the folder of a `Recorder`; a history in CSV or JSON, as `History` writes it; the
@@ -90,50 +75,45 @@ def write_report(
 
 def page(run: Mapping[str, Any], name: str) -> str:
     """Return the page of a run that `load_run` read."""
-    run = {**dict.fromkeys(_KEYS), **run}
+    run = {**dict.fromkeys(_KEYS.split()), **run}
     norms, cards = sections.norms(run)
-    weights = run.get("weights") or {}
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            name=name,
-            tiles=sections.tiles(run),
-            charts=sections.charts(run),
-            norms=norms,
-            cards=cards,
-            hidden=len(weights) - len(cards),
-            outputs=sections.outputs(run),
-            worst=sections.worst(run),
-            operators=sections.operators(run),
-            absent={"examined": "", "operators": "", "samples": "", **(run.get("absent") or {})},
-            record=_RECORD,
-        )
+    return _page_template().render(
+        run=run,
+        name=name,
+        tiles=sections.tiles(run),
+        charts=sections.charts(run),
+        norms=norms,
+        cards=cards,
+        hidden=len(run["weights"] or {}) - len(cards),
+        outputs=sections.outputs(run),
+        worst=sections.worst(run),
+        operators=sections.operators(run),
+        absent={"examined": "", "operators": "", "samples": "", **(run.get("absent") or {})},
+        record=_RECORD,
     )
 
 
 @cache
-def _environment() -> Environment:
-    """Return the templates; they escape every text, which comes from files."""
+def _page_template() -> Template:
+    """Return the template of the page, which escapes every text, as texts come from files."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("onnxgrad.report", "templates")
-    made = Environment(
+    environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {
-        "num": _number,
-        "score": _score,
-        "bytes": _bytes,
-        "time": _time,
+    environment.filters |= {
+        "num": _format_number,
+        "score": _format_score,
+        "bytes": _format_bytes,
+        "time": _format_time,
         "safe_text": printable_lines,
     }
-    return made
+    return environment.get_template("page.html")
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
     if not math.isfinite(value):
@@ -141,13 +121,13 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _score(value: Any) -> str:
-    """Return a number in the form of `_number`, a float of one digit with two more: 1.00."""
-    text = _number(value)
+def _format_score(value: Any) -> str:
+    """Return a number as `_format_number` does, or an integral float with two decimals: 1.00."""
+    text = _format_number(value)
     return f"{value:.2f}" if isinstance(value, float) and text.strip("-").isdigit() else text
 
 
-def _bytes(value: float) -> str:
+def _format_bytes(value: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.3g} {unit}"
@@ -155,7 +135,7 @@ def _bytes(value: float) -> str:
     return f"{value:.3g} GiB"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)

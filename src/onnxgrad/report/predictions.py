@@ -1,8 +1,7 @@
-"""What a trained model predicts: confusions, residuals, and the rows with the largest loss."""
+"""Predictions of a trained model: confusions, residuals, and the rows with the largest loss."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.metric_batch import Batch
 from onnxgrad.report.measures import histogram
 from onnxgrad.report.row_files import describe_row
@@ -23,23 +23,34 @@ WORST = 20  # rows
 POINTS = 1000  # of a scatter of predictions
 COLUMNS = 8  # numbers of a row whose residuals are kept
 _MOST_ELEMENTS = 6  # elements of a label or a prediction
-_NAME = "report"  # of the metric in messages of what does not fit
+_NAME = "report"  # the metric that error messages name
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass
-class _Classes:
-    """Counts of pairs of a class and the predicted one."""
+class _Output:
+    """An output of the model, as its loss and metrics read it."""
 
     info: LossInfo
     axis: int  # of the rows in the output of the model
+
+    def compare(self, prediction: np.ndarray, label: np.ndarray) -> tuple[PredictionInfo, Batch]:
+        """Return predictions and labels as metrics get them."""
+        about = prediction_info(self.info, prediction, self.axis)
+        return about, Batch(_NAME, about, prediction, label)
+
+
+@dataclass
+class _Classes(_Output):
+    """Counts of pairs of a class and the predicted class."""
+
     counts: Counter = field(default_factory=Counter)
     classes: int = 2
 
-    def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        about = prediction_info(self.info, prediction, self.axis)
-        rows = Batch(_NAME, about, prediction, label).class_rows()
+    def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
+        about, batch = self.compare(prediction, label)
+        rows = batch.class_rows()
         self.classes = rows.scores.shape[1] if rows.scores.ndim == 2 else 2
         pairs = rows.true * self.classes + rows.predicted(about)
         for pair, count in zip(*np.unique(pairs, return_counts=True), strict=True):
@@ -51,19 +62,16 @@ class _Classes:
 
 
 @dataclass
-class _Numbers:
+class _Numbers(_Output):
     """Predictions and labels of a regression."""
 
-    info: LossInfo
-    axis: int  # of the rows in the output of the model
     predictions: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
     wide: int = 0
 
-    def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        info = prediction_info(self.info, prediction, self.axis)
-        shown, wanted, counts = Batch(_NAME, info, prediction, label).number_rows()
-        if counts is not None:  # the others are no labels
+    def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
+        shown, wanted, counts = self.compare(prediction, label)[1].number_rows()
+        if counts is not None:  # elements that do not count are no labels
             wanted = np.where(counts, wanted, np.nan)
         if shown.shape[1] > COLUMNS:
             self.wide = shown.shape[1]
@@ -93,121 +101,125 @@ class _Numbers:
         return {"kind": "numbers", "columns": columns, "rows": len(shown)}
 
 
-@dataclass
-class Examination:
-    """The predictions of a trained model for validation data, or for those that it trained on."""
+def examine_predictions(
+    trainer: Any, seconds: float, numbers: np.ndarray | None = None, first: int = 0
+) -> dict[str, Any]:
+    """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
 
-    trainer: Any
-    seconds: float  # for losses of single rows
-    numbers: np.ndarray | None = None  # of the rows, where they are not their positions
-    first: int = 0  # the number of the first row
+    They are of the validation data or, without any, of the training data.
 
-    def run(self) -> dict[str, Any]:
-        """Return what is found, as values for JSON."""
-        call = self.trainer._call
-        if call.sharing is not None:
-            raise ValueError("several processes trained the model, and each has some of the rows")
-        source, name = self._source(call)
-        evaluator = call.evaluator
-        values = call.job.values_to_evaluate(self.trainer.state)
-        one = evaluator.described
-        parts = {
-            label: (_Numbers if info.classes is None and info.threshold is None else _Classes)(
-                info, evaluator.row_axis(str(info.prediction), label)
-            )
-            for label, info in one.labels.items()
-        }
-        single = not one.states and evaluator.fields.fixed_rows in (None, 1)
-        worst: list[Any] = []
-        count = losses = 0
-        deadline = time.monotonic() + self.seconds
-        for arrays, predictions in evaluator.examine(values, source):
-            for label, part in parts.items():
-                part.add(*_pair(part.info, predictions, arrays[label]))
-            whole = evaluator.fields.row_axes.without_rows(arrays)
-            rows = next(len(array) for name, array in arrays.items() if name not in whole)
-            for i in range(rows if single and losses == count else 0):
-                if time.monotonic() > deadline:
-                    break
-                losses += 1
-                loss = evaluator.row_loss(values, arrays, i)
-                if math.isfinite(loss):
-                    shown = [_row_values(p, predictions, arrays[n], i) for n, p in parts.items()]
-                    _keep(worst, (loss, -(count + i), shown))
-            count += rows
-        worst.sort(key=lambda entry: entry[:2], reverse=True)
-        return {
-            "data": name,
-            "rows": count,
-            "losses_of": losses,
-            "first": self.first,
-            "outputs": [{"name": p.info.prediction, **p.result()} for p in parts.values()],
-            "worst": [
-                {
-                    "row": self._number(-i, source),
-                    "loss": loss,
-                    "values": shown,
-                    **self._file(-i, source),
-                }
-                for loss, i, shown in worst
-            ],
-        }
-
-    def _source(self, call: Any) -> tuple[BatchSource, str]:
-        if call.validated is not None:
-            return call.validated, "validation"
-        source = None if call.loop is None else call.loop.source
-        if isinstance(source, ArraySource):
-            return source, "training"
-        raise ValueError("there are no validation data, and those of training are not in memory")
-
-    def _number(self, row: int, source: BatchSource) -> int:
-        numbers = getattr(source, "numbers", None) if self.numbers is None else self.numbers
-        return self.first + (row if numbers is None else int(numbers[row]))
-
-    def _file(self, row: int, source: BatchSource) -> dict[str, str]:
-        """Return the name and the picture of the file of a row, where rows are files."""
-        if not isinstance(source, ReaderSource):
-            return {}
-        return describe_row(
-            source.reader, row if source.numbers is None else int(source.numbers[row])
+    Args:
+        trainer: a `Trainer` whose training has ended.
+        seconds: how long to compute losses of single rows, at most.
+        numbers: numbers of the rows; None: their positions.
+        first: number of the first row.
+    """
+    call = trainer._call
+    if call.sharing is not None:
+        raise ValueError("several processes trained the model, and each has some of the rows")
+    source, name = _examined_data(call)
+    evaluator = call.evaluator
+    values = call.job.values_to_evaluate(trainer.state)
+    one = evaluator.described
+    outputs = {
+        label: (_Classes if _has_classes(info) else _Numbers)(
+            info, evaluator.row_axis(str(info.prediction), label)
         )
+        for label, info in one.labels.items()
+    }
+    single = not one.states and evaluator.fields.fixed_rows in (None, 1)
+    worst: list[Any] = []
+    count = losses = 0
+    numbers = getattr(source, "numbers", None) if numbers is None else numbers
+    deadline = time.monotonic() + seconds
+    for arrays, predictions in evaluator.examine(values, source):
+        for label, output in outputs.items():
+            output.add_rows(*_aligned_pair(output.info, predictions, arrays[label]))
+        whole = evaluator.fields.row_axes.without_rows(arrays)
+        rows = next(len(array) for name, array in arrays.items() if name not in whole)
+        for i in range(rows if single and losses == count else 0):
+            if time.monotonic() > deadline:
+                break
+            losses += 1
+            loss = evaluator.row_loss(values, arrays, i)
+            if math.isfinite(loss):
+                shown = [_row_values(o, predictions, arrays[n], i) for n, o in outputs.items()]
+                worst.append((loss, -(count + i), shown))
+        worst = sorted(worst, key=lambda entry: entry[:2], reverse=True)[:WORST]
+        count += rows
+    return {
+        "data": name,
+        "rows": count,
+        "losses_of": losses,
+        "first": first,
+        "outputs": [{"name": o.info.prediction, **o.result()} for o in outputs.values()],
+        "worst": [
+            {
+                "row": first + _row_number(-i, numbers),
+                "loss": loss,
+                "values": shown,
+                **_row_file(-i, source),
+            }
+            for loss, i, shown in worst
+        ],
+    }
 
 
-def _keep(worst: list[Any], entry: tuple[float, int, Any]) -> None:
-    """Add an entry to the heap of those with the largest loss."""
-    if len(worst) < WORST:
-        heapq.heappush(worst, entry)
-    elif entry[:2] > worst[0][:2]:
-        heapq.heapreplace(worst, entry)
+def _examined_data(call: Any) -> tuple[BatchSource, str]:
+    """Return the validation data, or the training data if they are in memory, and their kind."""
+    if call.validated is not None:
+        return call.validated, "validation"
+    source = None if call.loop is None else call.loop.source
+    if isinstance(source, ArraySource):
+        return source, "training"
+    raise ValueError("there are no validation data, and the training data are not in memory")
 
 
-def _pair(info: LossInfo, predictions: Arrays, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return predictions and labels, as metrics get them."""
+def _row_number(row: int, numbers: np.ndarray | None) -> int:
+    return row if numbers is None else int(numbers[row])
+
+
+def _row_file(row: int, source: BatchSource) -> dict[str, str]:
+    """Return the name and the picture of the file of a row, where rows are files."""
+    if not isinstance(source, ReaderSource):
+        return {}
+    return describe_row(source.reader, _row_number(row, source.numbers))
+
+
+def _has_classes(info: LossInfo) -> bool:
+    return info.classes is not None or info.threshold is not None
+
+
+def _aligned_pair(
+    info: LossInfo, predictions: Arrays, label: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return predictions and labels, shifted by a step where the loss predicts the next token."""
     assert info.prediction is not None
     shown = predictions[info.prediction]
     return (shown[:, :-1], label[:, 1:]) if info.shift else (shown, label)
 
 
 def _row_values(
-    part: _Classes | _Numbers, predictions: Arrays, label: np.ndarray, row: int
+    output: _Output, predictions: Arrays, label: np.ndarray, row: int
 ) -> dict[str, Any]:
     """Return the label and the prediction of a row: class numbers, or some of the elements."""
-    info = part.info
-    prediction, wanted = _pair(info, predictions, label)
+    prediction, wanted = _aligned_pair(output.info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
     prediction, wanted = prediction[row : row + 1], wanted[row : row + 1]
-    if info.classes is None and info.threshold is None:
-        return {"label": _first(wanted), "prediction": _first(prediction)}
-    about = prediction_info(info, prediction, part.axis)
-    rows = Batch(_NAME, about, prediction, wanted).class_rows()
-    shown = {"label": _first(rows.true), "prediction": _first(rows.predicted(about))}
+    if not _has_classes(output.info):
+        return {"label": _first_elements(wanted), "prediction": _first_elements(prediction)}
+    about, batch = output.compare(prediction, wanted)
+    rows = batch.class_rows()
+    shown = {
+        "label": _first_elements(rows.true),
+        "prediction": _first_elements(rows.predicted(about)),
+    }
     scores = rows.scores.max(axis=1) if rows.scores.ndim == 2 else rows.scores
-    return {**shown, "score": _first(scores), "classes": True}
+    return {**shown, "score": _first_elements(scores), "classes": True}
 
 
-def _first(array: np.ndarray) -> list[Any]:
+def _first_elements(array: np.ndarray) -> list[Any]:
     """Return the first elements, and an ellipsis if there are more."""
     flat = np.asarray(array).ravel()
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":

@@ -1,4 +1,4 @@
-"""The callback that records what a report of a training shows."""
+"""`Recorder`, the callback that writes the values of a report of a training."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
 from onnxgrad.report.measures import change, description, histograms, norm, thin
-from onnxgrad.report.predictions import Examination
+from onnxgrad.report.predictions import examine_predictions
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
@@ -33,7 +32,6 @@ from onnxgrad.training.diagnose import Kept, end_reason, sample_step
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 _STEPS = 1000  # points of the loss by step: then neighbors are joined
 _LINES = 400  # of the text of the model
-_LOSSES = 4096  # of steps: beyond, neighbors are joined
 
 
 class Recorder(Callback):
@@ -43,7 +41,7 @@ class Recorder(Callback):
     histograms of the weights before and after, the model as text, versions and the machine. When
     training has ended, it also gets confusions or residuals of the predictions for the validation
     data (without any, for the training data, if they are in memory), the rows with the largest
-    loss, with small copies of those that are images in files, and the time and memory of each
+    loss, with small copies of their images if rows are files, and the time and memory of each
     operator.
 
     The weights are the same, bit for bit, as without it. It costs a copy of the weights, which it
@@ -61,10 +59,10 @@ class Recorder(Callback):
         seconds: how long to compute losses of single rows, at most; 0: none.
         profile: number of steps to profile at the end; 0: none.
         classes: names of the classes, in their order.
-        about: what to show of how it was begun, such as `{"command": "make train"}`.
+        about: facts on the start of the training, such as `{"command": "make train"}`.
         row_numbers: numbers of the rows of the validation data; None: their positions.
-        prompts: texts or chats that a trained language model goes on with.
-        tokenizer: for these, as for `texts`.
+        prompts: texts or chats that a trained language model continues.
+        tokenizer: of the prompts, as for `texts`.
 
     Raises:
         OSError: when training begins, if the file cannot be written.
@@ -103,7 +101,7 @@ class Recorder(Callback):
         prompts: Sequence[Any] = (),
         tokenizer: Any = None,
     ) -> None:
-        self.folder_written = Path(folder)  # `folder` is that of checkpoints
+        self.folder_written = Path(folder)  # `folder` is an attribute of checkpoints
         self.every_steps, self.gradient_norms = every_steps, gradient_norms
         self.seconds, self.profile = seconds, profile
         self.classes, self.about, self.row_numbers = classes, dict(about or {}), row_numbers
@@ -118,12 +116,12 @@ class Recorder(Callback):
     # -- events -------------------------------------------------------------------------------
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record what is there before the first step."""
+        """Record weights, model, arguments and machine before the first step."""
         self.folder_written.mkdir(parents=True, exist_ok=True)
         target_of(self.path)
         entry, machine = self.entry(state), environment()
         self._weights = dict(state.weights)
-        self._since, self._losses = state.step, StepLosses()
+        self._since, self._sum, self._rows = state.step, 0.0, 0
         self._clock, self._before = time.perf_counter(), entry.get("seconds", 0.0)
         if "begun" not in entry:
             entry |= {
@@ -145,28 +143,30 @@ class Recorder(Callback):
             entry["environments"].append({"step": state.step, "machine": machine})
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin the sum of the losses of an epoch."""
-        self._losses.begin()
+        """Begin the sums of losses and rows of an epoch at zero, as `trainer.progress` does."""
+        self._sum, self._rows = 0.0, 0
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record the mean loss since the last call, and norms where they are due."""
-        if new := self._losses.add(trainer.progress):
-            loss, rows = new
+        loss, rows = trainer.progress.loss, trainer.progress.rows
+        if rows > self._rows and math.isfinite(loss):
+            mean = (loss * rows - self._sum) / (rows - self._rows)
             steps = self.entry(state)["steps"]
-            steps.append([state.step, rows, loss, state.learning_rate])
+            steps.append([state.step, rows - self._rows, mean, state.learning_rate])
             _join_neighbors(steps)
+            self._sum, self._rows = loss * rows, rows
         if self.every_steps is not None and state.step % self.every_steps == 0:
-            self._measure(trainer, state)
+            self._record_norms(trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the file."""
-        self._write(state)
+        self._write_file(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record norms, and write the file."""
         if self.every_steps is None:
-            self._measure(trainer, state)
-        self._write(state)
+            self._record_norms(trainer, state)
+        self._write_file(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the trained model, and write the file."""
@@ -181,20 +181,24 @@ class Recorder(Callback):
             "step": state.step,
         }
         absent: dict[str, str] = {}
+        parts = {"examined": self._examine_predictions, "operators": self._profile_operators}
         if state.stop_reason in (*UNFINISHED, "not finite"):
-            absent = dict.fromkeys(
-                ("examined", "operators"), f"the training broke off ({state.stop_reason})"
-            )
-        else:
-            _try("examined", self._examine, trainer, ended, absent)
-            _try("operators", self._operators, trainer, ended, absent)
-            if self.prompts:
-                _try("samples", self._generate, trainer, ended, absent)
-        self._write(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
+            absent = dict.fromkeys(parts, f"the training broke off ({state.stop_reason})")
+            parts = {}
+        elif self.prompts:
+            parts["samples"] = self._continue_prompts
+        for name, record_part in parts.items():
+            try:
+                ended[name] = record_part(trainer)
+            except Exception as e:  # the training has not failed
+                absent[name] = first_line(e)
+                if not isinstance(e, ValueError):
+                    logger.warning("Recorder: %s: %s", name, absent[name])
+        self._write_file(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
 
-    # -- what is recorded ---------------------------------------------------------------------
+    # -- parts of the record ------------------------------------------------------------------
 
-    def _measure(self, trainer: Any, state: Any) -> None:
+    def _record_norms(self, trainer: Any, state: Any) -> None:
         """Record the norms of this step, once."""
         entry = self.entry(state)
         entry["calls"] = calls = entry.get("calls", 0) + 1
@@ -215,15 +219,15 @@ class Recorder(Callback):
         self._weights, self._since = dict(new), state.step
         entry["stride"] = thin(records, entry["stride"])
 
-    def _examine(self, trainer: Any) -> dict[str, Any]:
-        return Examination(trainer, self.seconds, self.row_numbers, self.first_row).run()
+    def _examine_predictions(self, trainer: Any) -> Any:
+        return examine_predictions(trainer, self.seconds, self.row_numbers, self.first_row)
 
-    def _generate(self, trainer: Any) -> list[list[str]]:
-        """Return the prompts, and how the trained model goes on with them."""
+    def _continue_prompts(self, trainer: Any) -> Any:
+        """Return pairs of a prompt and the text with which the trained model continues it."""
         new = generate(trainer, self.prompts, tokenizer=self.tokenizer)
         return [[str(prompt), text] for prompt, text in zip(self.prompts, new, strict=True)]
 
-    def _operators(self, trainer: Any) -> dict[str, Any]:
+    def _profile_operators(self, trainer: Any) -> Any:
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
             raise ValueError("the recorder was told so: profile=0")
@@ -237,29 +241,13 @@ class Recorder(Callback):
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
 
-    def _write(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
+    def _write_file(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
         entry = self.entry(state)
         entry["seconds"] = self._before + time.perf_counter() - self._clock
         written = {**entry, "history": state.history, **(ended or {})}
         text = json.dumps(json_value(written), allow_nan=False)
         with replacing(self.path) as file:
             file.write_text(text, encoding="utf-8")
-
-
-def _try(
-    name: str,
-    call: Callable[[Any], Any],
-    trainer: Any,
-    found: dict[str, Any],
-    absent: dict[str, str],
-) -> None:
-    """Add what a function returns; where it fails, add why: the training has not failed."""
-    try:
-        found[name] = call(trainer)
-    except Exception as e:
-        absent[name] = first_line(e)
-        if not isinstance(e, ValueError):
-            logger.warning("Recorder: %s: %s", name, absent[name])
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
@@ -286,35 +274,3 @@ def _summary_of(proto: ModelProto) -> dict[str, Any]:
         "text": lines[:_LINES],
         "lines": len(lines),
     }
-
-
-class StepLosses:
-    """The mean losses of rows between the calls of `on_step_end`."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin an epoch, whose sums begin at zero."""
-        self._sum, self._rows = 0.0, 0
-
-    def add(self, progress: Any) -> tuple[float, int] | None:
-        """Return the mean loss and the rows since the last call; None without any."""
-        if progress.rows <= self._rows or not math.isfinite(progress.loss):
-            return None
-        total, rows = progress.loss * progress.rows, progress.rows - self._rows
-        loss = (total - self._sum) / rows
-        self._sum, self._rows = total, progress.rows
-        self.values.append(loss)
-        if len(self.values) > _LOSSES:
-            self.values = binned(self.values, _LOSSES // 2)
-        return loss, rows
-
-
-def binned(values: Sequence[float], most: int) -> list[float]:
-    """Return the values, or at most `most` means of neighbors."""
-    if len(values) <= most:
-        return list(values)
-    edges = [round(i * len(values) / most) for i in range(most + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]

@@ -18,7 +18,7 @@ _LOSSLESS = 32 * 32  # pixels, up to which PNG is as small as JPEG
 def describe_row(reader: Any, row: int) -> dict[str, str]:
     """Return `file`, relative to the folder of the reader, and `picture`, a data URI.
 
-    Empty for a reader without `files`; no picture of what is not an image, or cannot be read.
+    Empty for a reader without `files`; without `picture` if the file is no readable image.
     """
     files = getattr(reader, "files", None)
     if not isinstance(files, list) or not is_path(files[row]):

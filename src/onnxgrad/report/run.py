@@ -1,4 +1,4 @@
-"""What is known of a training: from the folder of a `Recorder`, a history or a checkpoint."""
+"""The records of a training, from the folder of a `Recorder`, a history or a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ Run = dict[str, Any]
 
 
 def load_run(path: str | os.PathLike) -> Run:
-    """Return what was recorded; keys that are missing were not. `source` says what was read.
+    """Return the records of a training; `source` is "run", "history" or "checkpoint".
+
+    Parts that were not recorded have no key.
 
     Args:
         path: the folder of a `Recorder` or its `run.json`; a history in CSV or JSON; the folder of
             checkpoints or one of them, of which the newest is read.
 
     Raises:
-        FileNotFoundError: there is nothing of these.
+        FileNotFoundError: there is no such folder or file.
         ValueError: the file is damaged, or of another kind.
     """
     path = Path(path)
     if path.is_dir():
-        return _of_folder(path)
+        return _load_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: name the folder or the log of a training")
     if path.suffix == ".csv":
-        return {"source": "history", "history": _of_csv(path)}
+        return {"source": "history", "history": _read_csv(path)}
     if path.suffix != ".json":
         raise ValueError(
             f"{path} is no run: name the folder of --record, a history (.csv or .json), or the "
@@ -51,7 +53,7 @@ def load_run(path: str | os.PathLike) -> Run:
     raise ValueError(f"{path} is neither a history nor in the format {FORMAT}")
 
 
-def _of_folder(folder: Path) -> Run:
+def _load_folder(folder: Path) -> Run:
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
     found = newest(folder, saving.read)
@@ -71,27 +73,27 @@ def _of_folder(folder: Path) -> Run:
         if entry.get("format") == FORMAT:
             run = entry | run
         elif "records" in entry and isinstance(entry["records"], list):
-            run.setdefault("norms", [_of_norms(record) for record in entry["records"]])
+            run.setdefault("norms", [_from_norms_record(record) for record in entry["records"]])
     return run
 
 
-def _of_norms(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of the callback `Norms`, which knows no updates."""
+def _from_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of the callback `Norms`; it has no norms of updates."""
     gradient, weight = (record.get(f"{kind}_norms", {}) for kind in ("gradient", "weight"))
     return {"step": record["step"], "gradient": gradient, "weight": weight, "update": {}}
 
 
-def _of_csv(path: Path) -> list[dict[str, Any]]:
+def _read_csv(path: Path) -> list[dict[str, Any]]:
     """Return the records of a history, without the empty cells."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if "step" not in (reader.fieldnames or ()):
             raise ValueError(f"{path} is no history: it has no column 'step'")
         rows = list(reader)
-    return [{str(n): _number(v) for n, v in row.items() if v not in (None, "")} for row in rows]
+    return [{str(n): _parse_cell(v) for n, v in row.items() if v not in (None, "")} for row in rows]
 
 
-def _number(text: Any) -> Any:
+def _parse_cell(text: Any) -> Any:
     try:
         return float(text)
     except (TypeError, ValueError):

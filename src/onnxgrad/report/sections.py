@@ -1,4 +1,4 @@
-"""The parts of a report: what is recorded, as values that the page shows."""
+"""The parts of a report: records of a training as values that the page shows."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ Run = Mapping[str, Any]
 def tiles(run: Run) -> list[tuple[str, Any, str]]:
     """Return the most important numbers: a title, a value, and a remark.
 
-    Losses and metrics are those of the weights that are kept, if it is known which ones these are.
+    Losses and metrics belong to the kept weights, if the record says which weights were kept.
     """
     history, step = run.get("history") or [], (run.get("kept") or {}).get("step")
     kept: Mapping[str, Any] = next((r for r in history if r["step"] == step), {})
     shown: list[tuple[str, Any, str]] = []
-    for name, title in (("loss", "loss"), (f"{_VALIDATION}loss", "validation loss")):
+    losses = {"loss": "loss", f"{_VALIDATION}loss": "validation loss"}
+    for name in [*losses, *_metric_names(history)]:
         records = [r for r in history if _is_number(r.get(name))]
-        if records:
+        if not records:
+            continue
+        record = kept if kept in records else records[-1]
+        remark = f"at step {record['step']:g}"
+        if name in losses:
             best = min(records, key=lambda r: r[name])
             remark = f"lowest {best[name]:.4g} at step {best['step']:g}"
-            shown.append((title, (kept if kept in records else records[-1])[name], remark))
-    for name in _metrics(history):
-        records = [r for r in history if _is_number(r.get(name))]
-        record = kept if kept in records else records[-1]
-        shown.append((_title(name), record[name], f"at step {record['step']:g}"))
+        shown.append((losses.get(name, _title_of(name)), record[name], remark))
     for title, key, column in (("epochs", "epochs", "epoch"), ("steps", "step", "step")):
-        count = run.get(key) or _last(history, column)
+        count: Any = run.get(key) or (history[-1].get(column) if history else None)
         shown.append((title, int(count) if _is_number(count) else None, ""))
     return shown
 
@@ -47,18 +48,20 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
 def charts(run: Run) -> list[figures.Chart]:
     """Return the curves of the history, and the loss by step."""
     history, steps = run.get("history") or [], run.get("steps") or []
+
+    def curve(name: str, label: str = "") -> figures.Series:
+        records = [r for r in history if _is_number(r.get(name))]
+        return label or name, [r["step"] for r in records], [r[name] for r in records]
+
     others = [n for n in _numbers_in(history) if not n.startswith(_VALIDATION) and n not in _KNOWN]
-    losses = [("training", "loss"), ("validation", f"{_VALIDATION}loss")]
     rated = [s for s in steps if s[3] is not None]
-    rates = [s[0] for s in rated], [s[3] for s in rated]
-    if not rated:
-        rates = _series(history, "learning_rate")
-    curves = [
-        ("loss", [(title, *_series(history, name)) for title, name in losses]),
+    rates = ("learning rate", [s[0] for s in rated], [s[3] for s in rated])
+    curves: list[tuple[str, list[figures.Series]]] = [
+        ("loss", [curve("loss", "training"), curve(f"{_VALIDATION}loss", "validation")]),
         ("loss by step", [("loss", [s[0] for s in steps], [s[2] for s in steps])]),
-        *((_title(name), [(name, *_series(history, name))]) for name in _metrics(history)),
-        ("learning rate", [("learning rate", *rates)]),
-        *((_title(name), [(name, *_series(history, name))]) for name in others),
+        *((_title_of(name), [curve(name)]) for name in _metric_names(history)),
+        ("learning rate", [rates if rated else curve("learning_rate", "learning rate")]),
+        *((_title_of(name), [curve(name)]) for name in others),
     ]
     recorded = [(title, [one for one in series if len(one[1])]) for title, series in curves]
     return [figures.curves(t, series, t != "learning rate") for t, series in recorded if series]
@@ -101,11 +104,10 @@ def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
 
 def outputs(run: Run) -> list[dict[str, Any]]:
     """Return the confusions or the residuals of each output."""
-    examined = run.get("examined") or {}
     shown = []
-    for output in examined.get("outputs", ()):
+    for output in (run.get("examined") or {}).get("outputs", ()):
         if output["kind"] == "classes":
-            shown.append(_confusions(output, run.get("classes")))
+            output = _confusion_table(output, run.get("classes"))
         elif output["kind"] == "numbers":
             drawn = []
             for i, column in enumerate(output["columns"]):
@@ -113,9 +115,8 @@ def outputs(run: Run) -> list[dict[str, Any]]:
                 drawn.append(figures.scatter(f"predictions{number}", column["points"]))
                 title = f"residuals{number}"
                 drawn.append(figures.bars(title, column["residuals"], "prediction − label"))
-            shown.append({**output, "charts": drawn})
-        else:
-            shown.append(output)
+            output = {**output, "charts": drawn}
+        shown.append(output)
     return shown
 
 
@@ -126,7 +127,7 @@ def worst(run: Run) -> list[dict[str, Any]]:
         values = []
         for value in row["values"]:
             names = classes if value.get("classes") else None
-            texts = (_texts(value.get(k), None if k == "score" else names) for k in keys)
+            texts = (_join_values(value.get(k), None if k == "score" else names) for k in keys)
             values.append(dict(zip(keys, texts, strict=True)))
         columns = [keys if "score" in value else keys[:2] for value in row["values"]]
         picture = row.get("picture")
@@ -144,8 +145,8 @@ def operators(run: Run) -> list[dict[str, Any]]:
     return [{**dict(zip(keys, row, strict=True)), "share": row[2] / total} for row in rows]
 
 
-def _confusions(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return a matrix of counts, or of many classes the most frequent confusions."""
+def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
+    """Return a matrix of counts, or the most frequent confusions if there are many classes."""
     count, pairs = output["classes"], output["confusion"]
     total = sum(n for _, _, n in pairs)
     hits = sum(n for a, b, n in pairs if a == b)
@@ -168,7 +169,7 @@ def _confusions(output: Mapping[str, Any], classes: Sequence[str] | None) -> dic
     return shown
 
 
-def _texts(values: Any, names: Sequence[str] | None) -> str:
+def _join_values(values: Any, names: Sequence[str] | None) -> str:
     if values is None:
         return "–"
     return ", ".join(
@@ -177,7 +178,7 @@ def _texts(values: Any, names: Sequence[str] | None) -> str:
     )
 
 
-def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+def _metric_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
     names = _numbers_in(history)
     return [n for n in names if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
 
@@ -187,17 +188,8 @@ def _numbers_in(history: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v)))
 
 
-def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    records = [r for r in history if _is_number(r.get(name))]
-    return [r["step"] for r in records], [r[name] for r in records]
-
-
-def _title(name: str) -> str:
+def _title_of(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return history[-1].get(name) if history else None
 
 
 def _is_number(value: Any) -> bool:
