@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 import onnxgrad as og
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import ComputedLoss
-from onnxgrad.training.objective import Objective, Plan, build_objective
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.recipe import Recipe, build_objective
 from tests.support.models import parse_model
 
 
@@ -117,4 +118,4 @@ def objective_with_loss(
     model: onnx.ModelProto, weights: Sequence[str], loss: str = "loss", row_weight: str = "weight"
 ) -> Objective:
     """Return the objective of a model whose output `loss` is the loss."""
-    return build_objective(Plan(Job(model, weights), ComputedLoss(loss, row_weight)))
+    return build_objective(Recipe(Job(model, weights, ComputedLoss(loss, row_weight))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -18,8 +18,8 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
-from onnxgrad.training.objective import Objective, build_objective
-from onnxgrad.training.recipe import Recipe
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import DRAW, RATE, STEP
 from onnxgrad.training.step.weight_groups import numpy_dtype
@@ -161,8 +161,8 @@ def _evaluation(
 ) -> tuple[ModelProto, list[str]]:
     """Return the model of the loss and of predictions in inference form, and their names."""
     job = recipe.job
-    plan = recipe.plan.for_model(inference_form(job.proto), [*job.trained, *buffers])
-    one = build_objective(replace(plan, beside=tuple(additional)), training=False)
+    inference = recipe.for_model(inference_form(job.proto), [*job.trained, *buffers])
+    one = build_objective(inference, training=False, beside=additional)
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],
@@ -170,18 +170,17 @@ def _evaluation(
     )
     graph, op = one.model.graph, Emit(one.model.graph)
     as_constants(graph, [w for w in one.weights if w.name in step.unreached])
-    returned = one.predictions | one.beside
-    if LOSS in returned:
+    if LOSS in one.predictions:
         raise ValueError(f"the output {LOSS!r} of the model is not the loss: rename that output")
     outputs = {LOSS: op.copy_of(one.mean(op, one.reported))}
-    outputs |= {name: op.copy_of(v) for name, v in returned.items()}
+    outputs |= {name: op.copy_of(v) for name, v in one.predictions.items()}
     read = [w for w in one.weights if w.name not in step.unreached]
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
     replace_calls(op, one.model)
     _rename(op, outputs)
     tidy(one.model)
-    return _proto(graph), list(returned)
+    return _proto(graph), list(one.predictions)
 
 
 def _proto(graph: ir.Graph) -> ModelProto:

@@ -91,7 +91,7 @@ class EstimatorFit(Fit):
         self.before = vars(estimator).get("_state") if estimator.warm_start else None
         names = estimator._weight_names(announce=True)
         warn_of_stale_statistics(file)
-        weighted = data.weighted or (held_out is not None and held_out.weighted)
+        weighted = max(d.weight_axes for d in (data, held_out) if d is not None) > 0
         job = Job(
             estimator._model_to_train(self.before),
             names,
@@ -106,7 +106,7 @@ class EstimatorFit(Fit):
             state.rng = np.random.default_rng(estimator.random_state)
         else:
             state, columns = self.before.copy(), self.before.names
-        recipe, size = Recipe(job, state, {}, int(weighted)), estimator.batch_size
+        recipe, size = Recipe(job, state, weight_axes=int(weighted)), estimator.batch_size
         super().__init__(self, recipe, columns, data, size, held_out, further=True)
         self.file = file
 
@@ -119,7 +119,7 @@ class EstimatorFit(Fit):
     @cached_property
     def evaluator(self) -> Evaluator:
         """Evaluates the model of the file, also where its nodes are in training mode."""
-        return Evaluator(self.recipe.plan.for_model(self.job.proto, self.step.weights))
+        return Evaluator(self.recipe.for_model(self.job.proto, self.step.weights))
 
     def _training_fields(self, objective: Objective) -> Fields:
         """Return the inputs that check the data, of a model of which a step can be built."""

@@ -29,7 +29,7 @@ from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.job import Job
-from onnxgrad.training.objective import Plan, build_objective
+from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.weight_groups import numpy_dtype
@@ -141,7 +141,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Arguments and errors are as for `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
-        evaluator = self._trained_evaluator(RowLosses, data.weighted)
+        evaluator = self._trained_evaluator(RowLosses, data.weight_axes > 0)
         (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
         return losses
 
@@ -173,8 +173,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return what evaluates the trained model."""
 
         def build() -> Evaluator:
-            job = Job(self.get_trained_onnx(), device=Device.of(self.device))
-            return kind(Plan(job, self._loss_of_job(weighted), weighted))
+            loss, device = self._loss_of_job(weighted), Device.of(self.device)
+            job = Job(self.get_trained_onnx(), loss=loss, device=device)
+            return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
         return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
@@ -303,7 +304,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return the graphs of `save_onnx_graph`, of the weights to train."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
         losses, (rate, optimizer) = self._loss_of_job(False, names), self._rate_and_optimizer()
-        objective = build_objective(Plan(Job(proto, names), losses))
+        objective = build_objective(Recipe(Job(proto, names, losses)))
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
         shape = ("N", "k") if shape is None else ("N", *shape[1:])

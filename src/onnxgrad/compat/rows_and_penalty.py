@@ -94,6 +94,6 @@ class RowLosses(Evaluator):
     def objective(self) -> Objective:
         """Return the objective, whose prediction is the losses of the rows."""
         one = super().objective()
-        assert isinstance(self.plan.loss, RowsAndPenalty)
-        assert self.plan.loss.losses is not None
-        return replace(one, predictions={"losses": self.plan.loss.losses})
+        assert isinstance(self.recipe.loss, RowsAndPenalty)
+        assert self.recipe.loss.losses is not None
+        return replace(one, predictions={"losses": self.recipe.loss.losses})

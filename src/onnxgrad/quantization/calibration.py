@@ -9,11 +9,11 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.data.columns import read_names
 from onnxgrad.data.indices import tables
 from onnxgrad.losses.objectives import Written
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.objective import Objective
 
@@ -28,9 +28,7 @@ def feeds(proto: ModelProto, data: Any, batch_size: int, rows: int) -> Iterator[
     """
     model = prepare(proto, batch=BATCH)  # which tells symbols of one name apart
     graph, inputs = model.graph, list(model.graph.inputs)
-    objective = Objective(
-        model, inputs, [], Written(), {}, tables(graph, inputs), read_names(proto), {}
-    )
+    objective = Objective(Job(proto), model, inputs, [], Written(), {}, tables(graph, inputs))
     fields = Fields(objective)
     fields.left_out = _LABELS
     size = fields.fixed_rows or min(batch_size, rows)

@@ -20,9 +20,9 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import evaluate
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
-from onnxgrad.training.objective import Objective, build_objective
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import select_metrics
-from onnxgrad.training.recipe import Recipe
+from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.remembered import LOSS
 from onnxgrad.training.state import TrainState
 
@@ -43,7 +43,7 @@ class ModelWithLoss:
     def describe(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
         recipe = Recipe.of(self.job, TrainState(), Dataset(None, y))
-        return build_objective(recipe.plan, training=False)
+        return build_objective(recipe, training=False)
 
     def numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
@@ -58,7 +58,8 @@ class ModelWithLoss:
         """Return the loss and the metrics."""
         own = select_metrics(metrics)
         job = replace(self.job, metrics=own, device=Device.of(device).check())
-        return evaluate(job, TrainState(), self.names, data, batch_size, shown="evaluating")
+        recipe = Recipe.of(job, TrainState(), data)
+        return evaluate(recipe, self.names, data, batch_size, "evaluating")
 
 
 def noted_loss(proto: ModelProto) -> dict[str, Any]:

@@ -25,6 +25,7 @@ JOINED_BYTES = 1 << 21  # of the batches of several epochs, which stay in the ca
 PREFETCHED = 2  # slices that wait for the session
 
 Budget = Callable[[int], int]
+Slices = Generator[Slice, None, None]
 
 
 class BatchSource:
@@ -65,9 +66,7 @@ class BatchSource:
         for piece in self.epoch(None, 0, lambda batch: 1):
             yield piece.arrays
 
-    def epoch(
-        self, rng: np.random.Generator | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch; closing the generator ends a thread that reads ahead.
 
         Args:
@@ -140,9 +139,7 @@ class ArraySource(BatchSource):
         arrays = self.row_axes.as_declared(self.arrays)
         return describe_arrays("arrays", arrays) | {"rows": self.rows}
 
-    def epoch(
-        self, rng: np.random.Generator | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch."""
         rows, size = self.rows, self.batch_size
         order = self._row_order(rng)
@@ -150,10 +147,9 @@ class ArraySource(BatchSource):
         most = max(1, int(SLICE_BYTES / self._nbytes))
         while start < rows:
             length = min(size, rows - start)
-            wanted = min(budget(start // size), most)
-            batches = max(1, min(wanted, (rows - start) // length))
+            batches = max(1, min(budget(start // size), most, (rows - start) // length))
             taken = slice(start, start + batches * length)
-            start += batches * length
+            start = taken.stop
             in_place = rng is None and self.part == WHOLE  # slices are views
             yield self._slice_of_rows(order[taken], length, taken if in_place else None)
 
@@ -243,7 +239,7 @@ class ReaderSource(BatchSource):
     def __init__(
         self, reader: Reader, fields: Fields, batch_size: int, prefetch: int = PREFETCHED
     ) -> None:
-        self.reader, self.fields = fitted(reader, fields), fields
+        self.reader, self.fields = adapt_reader(reader, fields), fields
         self.arguments = reader.arguments
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, self.reader.count_batches(self.batch_size)
@@ -269,9 +265,7 @@ class ReaderSource(BatchSource):
         """What the reader says of its data, and the arguments with which it was made."""
         return self.reader.describe() | {"arguments": dict(self.arguments)}
 
-    def epoch(
-        self, rng: np.random.Generator | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch."""
         seed = None
         if rng is not None and self.reader.shuffles:
@@ -294,13 +288,10 @@ class ReaderSource(BatchSource):
                 )
             self.batches, self.rows = counts
 
-    def _read_slices(
-        self, seed: int | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def _read_slices(self, seed: int | None, skip: int, budget: Budget) -> Slices:
         """Yield slices of batches of equal shapes."""
         number, most, shapes = skip, 1, None
-        held: list[dict[str, np.ndarray]] = []
-        begins: list[bool] = []
+        held: list[tuple[dict[str, np.ndarray], bool]] = []
         rows, begin = 0, False
         for item in self._read_batches(seed, skip):
             if item is None:
@@ -312,27 +303,30 @@ class ReaderSource(BatchSource):
                 raise ValueError(f"batch {number}: {e}") from e
             if self.reader.reuses:
                 arrays = {name: array.copy() for name, array in arrays.items()}
-            if held and shapes != {n: a.shape for n, a in arrays.items()}:
-                yield self._stack_batches(held, rows, begins)
-                held, begins = [], []
-            if self.fields.divides and count != (self.fields.fixed_rows or count):
-                yield from self._in_fixed_batches(arrays, count, begin)
+            new_shapes = {name: a.shape for name, a in arrays.items()}
+            if held and shapes != new_shapes:
+                yield self._stack_batches(held, rows)
+                held = []
+            size = self.fields.fixed_rows or count
+            if self.fields.divides and count != size:  # the model takes its batches only
+                for start in range(0, count, size):
+                    part = self.fields.row_axes.take_rows(arrays, slice(start, start + size))
+                    yield self._stack_batches([(part, begin and not start)], size)
                 begin = False
                 continue
             if not held:
-                shapes, rows = {n: a.shape for n, a in arrays.items()}, count
-                size = max(1, sum(a.nbytes for a in arrays.values()))
+                shapes, rows = new_shapes, count
+                nbytes = max(1, sum(a.nbytes for a in arrays.values()))
                 together = 1 if self.reader.late_labels else budget(number)
-                most = max(1, min(together, SLICE_BYTES // size))
-            held.append(arrays)
-            begins.append(begin)
+                most = max(1, min(together, SLICE_BYTES // nbytes))
+            held.append((arrays, begin))
             begin = False
             number += 1
             if len(held) >= most:
-                yield self._stack_batches(held, rows, begins)
-                held, begins = [], []
+                yield self._stack_batches(held, rows)
+                held = []
         if held:
-            yield self._stack_batches(held, rows, begins)
+            yield self._stack_batches(held, rows)
 
     def _read_batches(self, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of the reader; late labels are computed here, and not ahead."""
@@ -344,19 +338,11 @@ class ReaderSource(BatchSource):
             for item in ahead:
                 yield item if item is None else (item[0], label(*item[:2]), *item[2:])
 
-    def _in_fixed_batches(
-        self, arrays: Mapping[str, np.ndarray], rows: int, begins: bool
-    ) -> Iterator[Slice]:
-        """Yield the rows of a batch in the batches that the model takes."""
-        size = self.fields.fixed_rows or rows
-        for start in range(0, rows, size):
-            part = self.fields.row_axes.take_rows(arrays, slice(start, start + size))
-            yield self._stack_batches([part], size, [begins and not start])
-
     def _stack_batches(
-        self, batches: list[dict[str, np.ndarray]], rows: int, begins: list[bool]
+        self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int
     ) -> Slice:
-        """Return batches of equal shapes as a slice; `begins`: which of them begin a sequence."""
+        """Return batches of equal shapes as a slice, each with whether it begins a sequence."""
+        batches, begins = zip(*held, strict=True)
         if len(batches) == 1:
             arrays = {name: a[None] for name, a in batches[0].items()}
         else:
@@ -365,23 +351,16 @@ class ReaderSource(BatchSource):
         return Slice(arrays, len(batches), rows, self.fields.row_axes, begins=begin)
 
 
-def fitted(reader: Reader, fields: Fields) -> Reader:
+def adapt_reader(reader: Reader, fields: Fields) -> Reader:
     """Return a reader for the shapes and dtypes of inputs; these learn the names of its classes.
 
     Raises:
         DataError: it has other classes than the model, or numbers them in another order.
     """
-    _check_classes(reader, fields)
-    own = {name: fields.fields[name] for name in fields.features}
-    fitting = reader.for_inputs({name: field.shape for name, field in own.items()})
-    return fitting.for_dtypes({name: field.dtype for name, field in own.items()})
-
-
-def _check_classes(reader: Reader, fields: Fields) -> None:
-    names = fields.names
+    names, labels = fields.names, getattr(reader, "labels", None)
     own, known = list(reader.class_names), list(map(str, names.classes))
-    labels, count = getattr(reader, "labels", None), _count_classes(fields)
-    if labels is not None and count is not None and len(labels):
+    count = fields.fields[fields.labels[0]].classes if len(fields.labels) == 1 else None
+    if labels is not None and isinstance(count, int) and len(labels):
         check_class_count(own, labels, count)
     if own and known and own != known:
         raise DataError(
@@ -390,9 +369,6 @@ def _check_classes(reader: Reader, fields: Fields) -> None:
         )
     names.classes = names.classes or own
     fields.numbered = bool(own)
-
-
-def _count_classes(fields: Fields) -> int | None:
-    """Return how many classes the only label has, if that is known."""
-    field = fields.fields[fields.labels[0]] if len(fields.labels) == 1 else None
-    return field.classes if field is not None and isinstance(field.classes, int) else None
+    features = {name: fields.fields[name] for name in fields.features}
+    adapted = reader.for_inputs({name: field.shape for name, field in features.items()})
+    return adapted.for_dtypes({name: field.dtype for name, field in features.items()})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,13 +37,6 @@ from onnxgrad.training.batches import (
     Split,
 )
 from onnxgrad.training.fields import Fields
-
-
-class Given(NamedTuple):
-    """The names of the inputs that data have, none for a single array, and whether of labels."""
-
-    names: frozenset[str]
-    labeled: bool
 
 
 @dataclass(frozen=True)
@@ -94,25 +87,26 @@ class Dataset:
         X, y, weight = self.X, self.y, self.sample_weight
         if type(X) is np.ndarray:
             return None
-        if _is_path(X) or is_arrow_dataset(X) or _are_paths(X):
-            return arrow_dataset(
-                X, y=_column_list(y, "y"), sample_weight=_column_list(weight, "sample_weight")
-            )
-        if is_hugging_face(X):
+        listed = isinstance(X, (list, tuple)) and len(X) > 0
+        are_paths = all(isinstance(x, (str, os.PathLike)) for x in (X if listed else [X]))
+        if are_paths or is_arrow_dataset(X) or is_hugging_face(X):
+            columns = _column_list(y, "y"), _column_list(weight, "sample_weight")
+            if not is_hugging_face(X):
+                return arrow_dataset(X, *columns)
             form = HuggingFaceStream if is_hugging_face_stream(X) else HuggingFaceRows
-            return form(X, _column_list(y, "y"), _column_list(weight, "sample_weight"))
-        own: Reader | None = None
+            return form(X, *columns)
+        own: Reader
         if isinstance(X, Reader):
             own = X
         elif is_stream(X):
             own = Streamed(X)
         elif is_map_style(X):
             own = Samples(X)
-        elif self._on_disk and not isinstance(y, str):
-            return DiskArrays(X, y, weight)
-        if own is not None and y is not None:
+        else:
+            return DiskArrays(X, y, weight) if self._on_disk and not isinstance(y, str) else None
+        if y is not None:
             raise ValueError(f"a {type(X).__name__} brings its labels: pass {argument('y', None)}")
-        if own is not None and weight is not None:
+        if weight is not None:
             raise ValueError(f"a {type(X).__name__} brings its sample weights: pass None")
         return own
 
@@ -128,7 +122,11 @@ class Dataset:
     @cached_property
     def stream(self) -> Reader | None:
         """What `X` is read by, batch by batch; None for arrays, in memory or on disk."""
-        return (self.reader or self._new_batches()) if self.batched else None
+        if not self.batched:
+            return None
+        if self.reader is None and (self.y is not None or self.sample_weight is not None):
+            return NamedBatches(self.X, self.y, self.sample_weight)
+        return self.reader or Batches(self.X)
 
     @cached_property
     def first(self) -> tuple[Any, Any, Any]:
@@ -137,15 +135,7 @@ class Dataset:
         They are None where reading the first batch would lose it; labels and weights that are
         among the columns of a table or a dict are not taken out of it.
         """
-        batch = self.by_name if self.stream is None else self.stream.peek()
-        parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
-        X, y, weight, *_ = [*parts, None, None, None]
-        return X, y, weight
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the data have sample weights, or batches that may have some."""
-        return self.sample_weight is not None or self.batched
+        return _three_parts(self.by_name if self.stream is None else self.stream.peek())
 
     @property
     def weight_axes(self) -> int:
@@ -158,20 +148,20 @@ class Dataset:
         return 1 + (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1))
 
     @cached_property
-    def given(self) -> Given | None:
-        """Which inputs the data have; None if that is not known before they are read."""
+    def given(self) -> frozenset[str] | None:
+        """The names of the inputs that the data have, `LABEL` among them if they have labels.
+
+        A single array of features has no name. None if they are not known before data are read.
+        """
         reader = self.reader or self.stream
-        if reader is None:
-            X, y, _ = self.by_name
-            names = _names_in(X)
-            return Given(names | _names_in(y), y is not None or LABEL in names)
-        first = reader.first()
+        first = self.by_name if reader is None else reader.first()
         if first is None:
             return None
-        parts = first if isinstance(first, (tuple, list)) else [first]
-        names = frozenset().union(*map(_names_in, parts[:2]))
-        padded = {"attention_mask"} if reader.pads else set()  # for which ones would be wrong
-        return Given(names | padded, LABEL in names or any(p is not None for p in parts[1:2]))
+        X, y, _ = _three_parts(first)
+        names = frozenset([*names_in(X), *names_in(y)])
+        # a mask of ones would be wrong for rows that a reader pads
+        padded = {"attention_mask"} if reader is not None and reader.pads else set()
+        return names | padded | (set() if y is None else {LABEL})
 
     @property
     def columns(self) -> list[str] | None:
@@ -187,12 +177,7 @@ class Dataset:
         """
         return split_columns(self.X, self.y, self.sample_weight)
 
-    def source(
-        self,
-        fields: Fields,
-        batch_size: int,
-        prefetch: int = PREFETCHED,
-    ) -> BatchSource:
+    def source(self, fields: Fields, batch_size: int, prefetch: int = PREFETCHED) -> BatchSource:
         """Return the source of batches.
 
         Args:
@@ -203,19 +188,18 @@ class Dataset:
         Raises:
             ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
         """
-        reader, row_axes = self.reader, fields.row_axes
+        reader, row_axes = self.reader or self.stream, fields.row_axes
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
-        if reader is None and self.stream is not None:
-            in_memory = isinstance(self.X, (list, tuple))
-            return ReaderSource(self.stream, fields, batch_size, 0 if in_memory else prefetch)
-        on_disk = isinstance(reader, DiskArrays)  # which cuts rows of the first axis only
-        if reader is not None and not (on_disk and (row_axes.batch_axes or row_axes.moved)):
+        if isinstance(reader, DiskArrays) and (row_axes.batch_axes or row_axes.moved):
+            reader = None  # it cuts rows of the first axis only
+        if reader is not None:
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
                 fields.check_rows(reader.rows)
                 fields.check_batch(batch_size)
-            return ReaderSource(reader, fields, batch_size, prefetch)
+            in_memory = self.reader is None and isinstance(self.X, (list, tuple))
+            return ReaderSource(reader, fields, batch_size, 0 if in_memory else prefetch)
         arrays = row_axes.rows_first(fields.arrays(*self.by_name))
         source = ArraySource(arrays, row_axes.without_rows(arrays), row_axes, batch_size)
         if source.batch_size < source.rows:
@@ -224,11 +208,6 @@ class Dataset:
             raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
         fields.check_batch(source.batch_size)
         return source
-
-    def _new_batches(self) -> Batches:
-        if self.y is None and self.sample_weight is None:
-            return Batches(self.X)
-        return NamedBatches(self.X, self.y, self.sample_weight)
 
 
 class NamedBatches(Batches):
@@ -262,8 +241,12 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     def named_part(key: str, value: Any) -> Any:
         if isinstance(value, Mapping) and columns is not None:
             return {name: named_part(f"{key}[{name!r}]", part) for name, part in value.items()}
-        if not isinstance(value, str) and (columns is None or not _names_any(value, X, columns)):
-            return value
+        if not isinstance(value, str):
+            if columns is None or not _is_named(value):
+                return value
+            rows = len(X[columns[0]]) if columns else 0
+            if len(value) == rows and {*value}.isdisjoint(columns):  # texts that are labels
+                return value
         names = columns_of[key] = _column_list(value, key) or []
         if columns is None:
             raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
@@ -285,12 +268,11 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     return {name: X[name] for name in rest} if isinstance(X, Mapping) else Part(X, rest), *parts
 
 
-def _names_any(value: Any, X: Any, columns: Sequence[str]) -> bool:
-    """Return whether a value names columns: it is a list of text, and no label for each row."""
-    if not _is_named(value):
-        return False
-    first = X[columns[0]] if columns else ()
-    return len(value) != len(first) or not {*value}.isdisjoint(columns)
+def _three_parts(batch: Any) -> tuple[Any, Any, Any]:
+    """Return the features, labels and sample weights of a batch, None where it has none."""
+    parts = [*batch] if isinstance(batch, (tuple, list)) else [batch]
+    X, y, weight, *_ = [*parts, None, None, None]
+    return X, y, weight
 
 
 def array_shape(array: Any) -> tuple[int, ...] | None:
@@ -328,7 +310,8 @@ def held_out_data(validation: Any) -> Dataset | float | Split | None:
     """
     if validation is None or isinstance(validation, Split):
         return validation
-    if isinstance(validation, Number) or type(validation) is np.bool_ or _is_scalar(validation):
+    is_scalar = isinstance(validation, np.ndarray) and validation.ndim == 0
+    if is_scalar or isinstance(validation, (Number, np.bool_)):
         share = np.asarray(validation)
         if share.dtype.kind != "f" or not 0 < share < 1:
             raise ValueError(
@@ -346,27 +329,16 @@ def held_out_data(validation: Any) -> Dataset | float | Split | None:
     return as_dataset(validation)
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 0
-
-
-def _names_in(X: Any) -> frozenset[str]:
+def names_in(X: Any) -> list[Any]:
     """Return the names of the arrays of a dict, or of the columns of a table; none of an array."""
-    return frozenset(X if isinstance(X, Mapping) else column_names(X) or ())
-
-
-def _is_path(X: Any) -> bool:
-    return isinstance(X, (str, os.PathLike))
-
-
-def _are_paths(X: Any) -> bool:
-    return isinstance(X, (list, tuple)) and bool(X) and all(map(_is_path, X))
+    return [*X] if isinstance(X, Mapping) else column_names(X) or []
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(n, str) for n in value)
-    )
+    """Return whether a value is a name of a column, or a list of names."""
+    names = [value] if isinstance(value, str) else value
+    listed = isinstance(names, (list, tuple)) and len(names) > 0
+    return listed and all(isinstance(name, str) for name in names)
 
 
 def _column_list(value: Any, key: str) -> list[str] | None:

@@ -426,4 +426,4 @@ def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
 
 def _is_shared(recipe: Any, loop: Any) -> bool:
     """Return whether this process lacks slots, or statistics of all rows."""
-    return bool(loop.runner.step.owners) or recipe.plan.across is not None
+    return bool(loop.runner.step.owners) or recipe.across is not None

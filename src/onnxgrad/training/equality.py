@@ -43,7 +43,7 @@ def describe(value: Any, here: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {str(key): again(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [again(v) for v in value]
+        return [*map(again, value)]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, ModelProto):
@@ -135,12 +135,10 @@ def _contained_items(values: Mapping[str, Any]) -> list[Any]:
     """Return the values and the elements of lists and dicts among them, in one list."""
     items: list[Any] = []
     for value in values.values():
-        if not isinstance(value, (dict, list)):
-            items.append(value)
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             items += [dict, len(value), *value, *value.values()]
         else:
-            items += [list, len(value), *value]
+            items += [list, len(value), *value] if isinstance(value, list) else [value]
     return items
 
 
@@ -171,12 +169,9 @@ def _describe_function(function: Any, here: bool) -> Any:
 
 def _code_text(code: types.CodeType) -> str:
     """Return bytecode, names and constants as text, with the functions that the body defines."""
-    constants = []
-    for c in code.co_consts:
-        if isinstance(c, types.CodeType):
-            constants.append(_code_text(c))
-        else:  # the order of a set differs between processes
-            constants.append(repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c))
+    # the order of a set differs between processes
+    ordered = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in code.co_consts]
+    constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in ordered]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 

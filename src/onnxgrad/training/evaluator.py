@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names
@@ -26,17 +25,15 @@ from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
 from onnxgrad.training.batches import BatchSource, ReaderSource
-from onnxgrad.training.class_weights import WeightedClasses
+from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.job import Job
 from onnxgrad.training.modes import inference_form
-from onnxgrad.training.objective import Objective, Plan, build_objective
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
 from onnxgrad.training.progress import Totals
-from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.state import TrainState
+from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import evaluated_members
 
@@ -46,93 +43,80 @@ _SMALL = 1e5  # multiply-adds of a row; with fewer, a call costs as much as hund
 _NUMBERS = 1 << 12  # that such a row reads and predicts, at most
 _FREED = 8  # of a file that takes one row: such are often large
 _MANY = 32  # rows for which threads are worth it where there are more
-Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
-
-
-class Running(NamedTuple):
-    """A session, and the names of its inputs."""
-
-    session: ort.InferenceSession
-    names: list[str]
-
-    def __call__(self, arrays: Arrays) -> list[np.ndarray]:
-        """Return the outputs for the arrays of these names."""
-        return self.session.run(None, {name: arrays[name] for name in self.names})
+# the data of a batch, the sums and then the counts of its losses, the predictions by output
+Results = tuple[dict[str, np.ndarray], list[np.ndarray], dict[str, np.ndarray]]
+Judges = list[list[OutputMetrics]]  # of the outputs of each model
 
 
 class Evaluator:
     """Evaluates a model in its inference form; weights and running statistics are inputs.
 
     Args:
-        plan: the loss, and a job with the model in its inference form and the names of the weights
-            and statistics that are passed to every call. The members of a stack are evaluated in
-            one graph: weights and statistics have an axis of members first, and so have losses,
-            metrics and predictions.
+        recipe: the loss, and a job with the model in its inference form and the names of the
+            weights and statistics that are passed to every call. The members of a stack are
+            evaluated in one graph: weights and statistics have an axis of members first, and so
+            have losses, metrics and predictions.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.device, self.members = plan, plan.job.device, plan.job.members
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.job, self.members = recipe, recipe.job, recipe.job.members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
-        self._sessions: dict[tuple[str, bool], Running] = {}  # shared by copies
+        # what computes some outputs, shared by copies
+        self._sessions: dict[tuple[str, bool], Callable[[Arrays], list[np.ndarray]]] = {}
 
     def with_names(self, names: Names) -> Self:
         """Return a copy for one call, of which columns of tables have these names."""
-        self.fields, self._work_per_row, self._dtypes_of_halves, self._is_small  # noqa: B018  # what copies share
+        self._is_small, self._dtypes_of_halves  # noqa: B018  # what copies share
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
         new.fields.names = names
         return new
 
-    def of_one(self) -> Objective:
-        """Return the objective of one model, without dropout and with the stored statistics."""
-        return build_objective(self.plan, training=False)
-
     def objective(self) -> Objective:
         """Return the objective, of all members of a stack."""
-        one = self.of_one()
+        one = build_objective(self.recipe, training=False)
         return one if self.members is None else evaluated_members(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
         """An objective of one model, of which only the description is used."""
-        return self.of_one()
+        return build_objective(self.recipe, training=False)
 
     @cached_property
     def fields(self) -> Fields:
         """The inputs of data."""
-        fields = Fields(self.described, self.plan.job.batch_axes)
+        fields = Fields(self.described, self.job.batch_axes)
         fields.divides = True
         return fields
 
     @property
     def rows(self) -> int:
         """How many rows a call of the runtime has, if nobody says."""
-        if self.described.freed:
-            return (
-                self.described.freed if self.plan.job.carry else max(_FREED, self.described.freed)
-            )
+        if freed := self.described.freed:
+            return freed if self.job.carry else max(_FREED, freed)
         return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
 
     @cached_property
     def _is_small(self) -> bool:
         """Whether a row takes so little that calls of many rows are faster."""
         one, symbol = self.described, self.fields.row_axes.symbol
-        numbers = 0
-        for v in (*one.data, *one.predictions.values()):
-            shape = dims(v)
-            own = None if shape is None else static(tuple(1 if d == symbol else d for d in shape))
-            numbers += _NUMBERS + 1 if own is None else prod(own)
-        return self._work_per_row <= _SMALL and numbers <= _NUMBERS and not self.plan.job.carry
+        shapes = [dims(v) for v in (*one.data, *one.predictions.values())]
+        known = [static(tuple(1 if d == symbol else d for d in s)) for s in shapes if s is not None]
+        sizes = [math.inf if shape is None else math.prod(shape) for shape in known]
+        numbers = sum(sizes) if None not in shapes else math.inf
+        return self._work_per_row <= _SMALL and numbers <= _NUMBERS and not self.job.carry
 
     @cached_property
     def _work_per_row(self) -> float:
         """The multiply-adds of a row."""
         return work(self.described.model.graph) * (self.members or 1)
 
-    def _session_for(self, name: str, rows: int) -> Running:
+    def _session_for(self, name: str, rows: int) -> Callable[[Arrays], list[np.ndarray]]:
         """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.
+
+        It is a function of the weights and the data by name.
 
         A few rows may not be worth the threads that many are. Predictions that nothing reads may
         be many more numbers than the losses need.
@@ -150,9 +134,10 @@ class Evaluator:
             if not losses:  # labels are not read
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
             multiply_adds = 0.0 if few else self._work_per_row * _MANY
-            to_native(graph, Target.of(self.device, multiply_adds, self.rows))
-            built = session(to_proto(one.model), self.device, multiply_adds)
-            self._sessions[key] = Running(built, [x.name for x in built.get_inputs()])
+            to_native(graph, Target.of(self.job.device, multiply_adds, self.rows))
+            built = session(to_proto(one.model), self.job.device, multiply_adds)
+            read = [x.name for x in built.get_inputs()]
+            self._sessions[key] = lambda arrays: built.run(None, {n: arrays[n] for n in read})
         return self._sessions[key]
 
     @escaping()
@@ -168,29 +153,25 @@ class Evaluator:
         The processes of a `group` compute the predictions of a part of the rows each, and send them
         to all others.
         """
-        one = self.described
-        parts = len(one.written.sums)
-        totals = Totals.of(tuple(one.written.factors), {}, self.members)
-        judging = self._new_metrics(metrics or {})
-        self.failed = None
-        batches = self._batch_results("all" if any(judging) else "losses", values, source, parts)
-        for arrays, results in batches if group is None else self._results_of_group(batches, group):
-            totals.add(*self._loss_terms(results, parts), 0)
-            self._update_metrics(
-                judging, arrays, results[2 * parts :], np.isfinite(totals.sums).all(axis=0)
-            )
-        everything = {"loss": totals.mean}
+        totals, judging, self.failed = self._new_totals(), self._new_metrics(metrics or {}), None
+        batches = self._batch_results("all" if any(judging) else "losses", values, source, True)
+        for batch in batches if group is None else self._results_of_group(batches, group):
+            self._add_batch(totals, judging, batch)
         scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
-        if self.members is None:
-            return everything | scores[0]
-        return everything | {name: np.array([own[name] for own in scores]) for name in scores[0]}
+        if self.members is not None:
+            scores = [{name: np.array([own[name] for own in scores]) for name in scores[0]}]
+        return {"loss": totals.mean, **scores[0]}
 
-    def _loss_terms(self, results: list[np.ndarray], parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
-        shape = () if self.members is None else (self.members,)
-        numbers = [np.asarray(y, np.float64).reshape(-1) for y in results[: 2 * parts]]
+    def _new_totals(self) -> Totals:
+        """Return the sums of the losses of no batch."""
+        return Totals.of(tuple(self.described.written.factors), {}, self.members)
+
+    def _add_losses(self, totals: Totals, losses: list[np.ndarray], rows: int = 0) -> None:
+        """Add the sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
+        shape, parts = () if self.members is None else (self.members,), len(losses) // 2
+        numbers = [np.asarray(y, np.float64).reshape(-1) for y in losses]
         columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
-        return np.stack(columns[:parts])[None], np.stack(columns[parts:])[None]
+        totals.add(np.stack(columns[:parts])[None], np.stack(columns[parts:])[None], rows)
 
     @escaping()
     def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
@@ -203,12 +184,7 @@ class Evaluator:
         one, judging = self.described, self._new_metrics(metrics)
         if source.in_memory:
             with closing(self._batch_results("all", values, source)) as results:
-                arrays, outputs = next(results)
-            parts = len(one.written.sums)
-            sums, _ = self._loss_terms(outputs, parts)
-            self._update_metrics(
-                judging, arrays, outputs[2 * parts :], np.isfinite(sums[0]).all(axis=0)
-            )
+                self._add_batch(self._new_totals(), judging, next(results))
             return
         for judge in judging[0]:
             info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
@@ -217,42 +193,42 @@ class Evaluator:
                 empty = np.empty([d if isinstance(d, int) else 0 for d in shape])
                 judge.begin(np.moveaxis(empty, judge.axis, 0))
 
-    def _new_metrics(self, metrics: ByOutput) -> list[list[OutputMetrics]]:
+    def _new_metrics(self, metrics: ByOutput) -> Judges:
         """Return the metrics of the outputs of each model."""
-        labels = self.described.labels
-        return [
-            metrics_of_outputs(labels, metrics, self.row_axis) for _ in range(self.members or 1)
-        ]
+        arguments = self.described.labels, metrics, self.row_axis
+        return [metrics_of_outputs(*arguments) for _ in range(self.members or 1)]
 
-    def _update_metrics(
-        self, judging: list[list[OutputMetrics]], arrays: Arrays, outputs: list, finite: np.ndarray
-    ) -> None:
-        """Let the metrics of each model take a batch; `finite`: whether its losses are so far."""
-        one = self.described
-        weight = None if one.row_weight is None else arrays.get(one.row_weight)
+    def _add_batch(self, totals: Totals, judging: Judges, batch: Results) -> None:
+        """Add the losses of a batch, and let the metrics of each model take it."""
+        arrays, losses, predictions = batch
+        self._add_losses(totals, losses)
+        finite = np.isfinite(totals.sums).all(axis=0)  # whether losses are so far
+        weight = arrays.get(self.described.row_weight or "")
         if weight is not None and (weight == 1).all():
             weight = None  # as of batches that have none, for metrics that take none
         for k, (own, fine) in enumerate(zip(judging, np.ravel(finite).tolist(), strict=True)):
-            read = outputs if self.members is None else [y[k] for y in outputs]
+            read = {n: y if self.members is None else y[k] for n, y in predictions.items()}
             for judge in own:
-                judge.update(dict(zip(one.predictions, read, strict=False)), arrays, weight, fine)
+                judge.update(read, arrays, weight, fine)
 
     def _results_of_group(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the batches of all processes: the labels and weights, and the outputs."""
         one = self.described
-        for arrays, results in batches:
+        for arrays, *results in batches:
             named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
-            yield from (b for b in group.gather((named, results) if arrays else None) if b)
+            yield from (b for b in group.gather((named, *results) if arrays else None) if b)
 
     def cause(self, values: Arrays) -> str:
         """Return a clause that says why the loss is not finite; `values` are of one model."""
-        proto, names = self.plan.job.proto, self.plan.job.trained
-        outputs = self.plan.loss.outputs(proto)
-        file = constants.replace(proto, {name: values[name] for name in names})
+        proto = self.job.proto
+        outputs = self.recipe.loss.outputs(proto)
+        file = constants.replace(proto, {name: values[name] for name in self.job.trained})
 
         def losses() -> ModelProto:
-            new = self.of_one()
-            return new.compute(*new.reported)
+            new = build_objective(self.recipe, training=False)
+            new.model.graph.outputs[:] = new.reported
+            tidy(new.model)
+            return to_proto(new.model)
 
         return cause_in_evaluation(file, outputs, losses, values, self.failed)
 
@@ -262,32 +238,28 @@ class Evaluator:
     ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
         """Yield the data of every batch, and the predictions by output, with the rows first."""
         one = self.described
-        first = 2 * len(one.written.sums)
         labels = {str(info.prediction): label for label, info in one.labels.items()}
         axes = {name: self.row_axis(name, labels.get(name)) for name in one.predictions}
-        for arrays, results in self._batch_results("all", values, source):
-            pairs = zip(one.predictions, results[first:], strict=False)
-            predictions = {n: np.moveaxis(y, axes[n], 0) if axes[n] else y for n, y in pairs}
-            yield arrays, predictions
+        for arrays, _, found in self._batch_results("all", values, source):
+            yield arrays, {n: np.moveaxis(y, axes[n], 0) for n, y in found.items()}
 
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
         running, axes = self._session_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
-        parts = len(self.described.written.sums)
-        results = running({**values, **fed})
-        totals = Totals.of(tuple(self.described.written.factors), {})
-        totals.add(*self._loss_terms(results, parts), 1)
+        totals = self._new_totals()
+        self._add_losses(totals, running({**values, **fed})[: 2 * len(totals.factors)], 1)
         return totals.mean
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
-        parts = [results for _, results in self._batch_results("predictions", values, source)]
+        parts = [found for *_, found in self._batch_results("predictions", values, source)]
         predictions, axis = {}, int(self.members is not None)  # axes of members
-        for i, name in enumerate(self.described.predictions):
-            every = [part[i] if part[i].ndim > axis else part[i][..., None] for part in parts]
+        for name in self.described.predictions:
+            found = [part[name] for part in parts]
+            every = [y if y.ndim > axis else y[..., None] for y in found]
             whole = _join_rows(name, every, self.row_axis(name) + axis, source)
             dtype = self._dtypes_of_halves.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
@@ -296,7 +268,7 @@ class Evaluator:
     @cached_property
     def _dtypes_of_halves(self) -> dict[str, np.dtype]:
         """The dtypes of the outputs that are declared to have 16 bits."""
-        stated = {y.name: y.type.tensor_type.elem_type for y in self.plan.job.proto.graph.output}
+        stated = {y.name: y.type.tensor_type.elem_type for y in self.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:
@@ -308,15 +280,15 @@ class Evaluator:
         return 0 if label is None else axes.moved.get(label, 0)
 
     def _batch_results(
-        self, name: str, values: Arrays, source: BatchSource, parts: int = 0
+        self, name: str, values: Arrays, source: BatchSource, notes: bool = False
     ) -> Generator[Results, None, None]:
         """Yield every batch, with the rows first, and the outputs for it.
 
-        States go from batch to batch. A batch whose rows do not count is empty. The first `parts`
-        outputs are losses: the first batch in which they are not finite is noted.
+        States go from batch to batch. A batch whose rows do not count is empty. If it `notes`, the
+        first batch whose losses are not finite is `failed`.
         """
-        carried: dict[str, np.ndarray] = {}
-        running = None
+        carried, running = dict[str, np.ndarray](), None
+        parts = 0 if name == "predictions" else 2 * len(self.described.written.sums)
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched_batches(source)):
             arrays = piece.one_batch()
@@ -334,20 +306,19 @@ class Evaluator:
                 if self.has_computed_labels and (misfit := self.label_misfit(fed)):
                     raise ValueError(misfit) from e
                 raise
-            if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
+            losses, end = results[:parts], len(results) - len(states)
+            if notes and self.failed is None and not all(np.isfinite(y).all() for y in losses):
                 (self.failed,) = piece.each(number)
-            carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
-            yield arrays if piece.counted else {}, results
+            carried = dict(zip(states, results[end:], strict=True))
+            found = dict(zip(self.described.predictions, results[parts:end], strict=False))
+            yield arrays if piece.counted else {}, losses, found
 
     @property
     def has_computed_labels(self) -> bool:
         """Whether the model computes a length of a label, or the number of its classes."""
         one = self.described
-        labels = [(dims(x), one.labels[x.name]) for x in one.data if x.name in one.labels]
-        return any(
-            isinstance(info.classes, str) or shape is None or None in shape[1:]
-            for shape, info in labels
-        )
+        labels = [(one.labels[x.name], dims(x)) for x in one.data if x.name in one.labels]
+        return any(isinstance(of.classes, str) or s is None or None in s[1:] for of, s in labels)
 
     def label_misfit(self, fed: Arrays) -> str | None:
         """Return which label does not fit its prediction, with a remedy; None if all fit.
@@ -373,10 +344,7 @@ class Evaluator:
         from rich.progress import Progress
 
         console = Console(stderr=True)
-        if not console.is_terminal:
-            yield from slices
-            return
-        with Progress(console=console, transient=True) as bar:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(self.shown, total=source.rows)
             for piece in slices:
                 yield piece
@@ -401,15 +369,14 @@ def _join_rows(
             "differ in length: predict those of one length at a time, or all rows in one batch: "
             f"{argument('batch_size')}<number of rows>"
         )
-    whole, order = np.concatenate(parts, axis), None
-    if isinstance(source, ReaderSource):
-        order = source.numbers
+    whole = np.concatenate(parts, axis)
+    order = source.numbers if isinstance(source, ReaderSource) else None
     return whole if order is None else whole.take(np.argsort(order), axis)
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
     """Raise `ValueError` for balanced class weights before `fit`, or rows not on the first axis."""
-    needed = WeightedClasses.of(recipe.job.class_weight, recipe.job.loss).balanced is not None
+    needed = balanced_outputs(recipe.job.class_weight, recipe.job.loss) is not None
     if needed and recipe.balanced is None:
         raise ValueError(
             f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
@@ -445,7 +412,7 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
     def build() -> Evaluator:
         proto = inference_form(job.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
-        return Evaluator(recipe.plan.for_model(proto, read))
+        return Evaluator(recipe.for_model(proto, read))
 
     key = "labeled" if recipe.labels else "unlabeled"
     kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
@@ -453,18 +420,12 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
 
 
 def evaluate(
-    job: Job,
-    state: TrainState,
-    names: Names,
-    data: Dataset,
-    batch_size: int | None,
-    shown: str | None = None,
+    recipe: Recipe, names: Names, data: Dataset, batch_size: int | None, shown: str | None
 ) -> dict[str, Any]:
     """Return the loss and the metrics of data.
 
     Args:
-        job: the arguments of a trainer.
-        state: the state with the weights.
+        recipe: the recipe for these data, with the arguments of a trainer and the weights.
         names: the names of the columns of tables.
         data: the data.
         batch_size: rows of one call of the runtime; None: 256, 1,024 of a model that computes
@@ -472,9 +433,8 @@ def evaluate(
             model, its rows, and a single row where states go from one to the next.
         shown: the title of a progress bar; None for none.
     """
-    recipe = Recipe.of(job, state, data)
-    evaluator, values = evaluator_of(recipe, names.copy()), job.values_to_evaluate(state)
-    evaluator.shown = shown
+    job, evaluator = recipe.job, evaluator_of(recipe, names.copy())
+    evaluator.shown, values = shown, job.values_to_evaluate(recipe.state)
     check_weights(recipe, data, evaluator.described, evaluator.fields)
     source = data.source(evaluator.fields, batch_size or evaluator.rows)
     results = evaluator.evaluate(values, source, job.metrics)
@@ -488,16 +448,10 @@ def evaluate(
 
 
 def predict(
-    job: Job,
-    state: TrainState,
-    names: Names,
-    data: Dataset,
-    batch_size: int | None,
-    shown: str | None = None,
+    recipe: Recipe, names: Names, data: Dataset, batch_size: int | None, shown: str | None
 ) -> dict[str, np.ndarray]:
     """Return the predictions for data, by output; see `evaluate` for the arguments."""
-    recipe = Recipe.of(job, state, data)
     evaluator = evaluator_of(recipe, names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
     source = data.source(fields, batch_size or evaluator.rows)
-    return evaluator.predict(job.values_to_evaluate(state), source)
+    return evaluator.predict(recipe.job.values_to_evaluate(recipe.state), source)

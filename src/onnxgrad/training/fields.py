@@ -60,18 +60,16 @@ class Fields:
         self.fields = {}
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
-            limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
-            limits["is_weight"] = name == self.weight
+            limits: dict[str, Any] = {"is_weight": name == self.weight, "is_label": name in labels}
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
-                limits |= {"ignores_nan": of.ignore_nan, "is_label": True}
-            shape = shapes[name]
-            if name == self.weight and shape is None:
-                shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
-            self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+                limits["ignores_nan"] = of.ignore_nan
+            if name == self.weight and shapes[name] is None:
+                shapes[name] = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
+            tables = objective.tables.get(name, ())
+            self.fields[name] = Field(name, x.dtype.numpy(), shapes[name], tables=tables, **limits)
         self.one_value: str | None = objective.model.graph.meta.get(marks.ONE_VALUE_NODE)
         self.parts_of: Callable[[int], int] = lambda rows: 1  # of a batch, each normalized alone
-        shapes = {name: field.shape for name, field in self.fields.items()}
         axes = dict(batch_axes or {})
         called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
         self.row_axes = RowAxes(shapes, self.features, self.label, axes, called)
@@ -138,7 +136,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._check_arrays(self.by_input(X, y, sample_weight), list(self.fields))[0]
+        return self._check_arrays(self.by_input(X, y, sample_weight))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Return what `arrays` checks, by input name.
@@ -182,42 +180,36 @@ class Fields:
             return {self.labels[0]: y}
         raise ValueError(f"the model has several labels: pass y as a dict of {self.labels}")
 
-    def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
-        for name in data:
-            if name not in names:
-                raise unknown("input", name, names)
-        missing = [name for name in names if name not in data and name != self.weight]
-        if missing:
-            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
-
     def _check_arrays(
-        self, data: Mapping[str, Any], names: list[str], whole: bool = False
+        self, data: Mapping[str, Any], whole: bool = False
     ) -> tuple[dict[str, np.ndarray], int]:
-        """Return the checked arrays of the inputs `names`, and the number of rows.
+        """Return the checked arrays of the inputs, and the number of rows.
 
         A `whole` batch goes into the model uncut: rows are where the declared shapes say so.
         """
-        self._check_names(data, names)
+        if wrong := next((name for name in data if name not in self.fields), None):
+            raise unknown("input", wrong, [*self.fields])
+        if missing := [n for n in self.fields if n not in data and n != self.weight]:
+            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
         numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._spread_weights(numbers[self.weight], numbers)
         if whole:
-            axes = {n: self.row_axes.stated(n) for n in names}
+            axes = {n: self.row_axes.stated(n) for n in self.fields}
         else:
             axes = self.row_axes.axes_of({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
-        rows = self._count_as_it_is(arrays, axes) if whole else count_rows(arrays, axes)
-        if self.weight in names and self.weight not in arrays:
+        rows = self._count_whole(arrays, axes) if whole else count_rows(arrays, axes)
+        if self.weight is not None and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
             ones, axis = self._spread_weights(np.ones(rows), {}), axes[self.weight]
             arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
         if not whole:
             self.check_rows(rows)
-        arrays = {name: arrays[name] for name in names}
+        arrays = {name: arrays[name] for name in self.fields}
         self._check_axes(arrays)
-        for name in names:
-            cells = self.fields[name].cells(data.get(name))
-            self.fields[name].check_indices(arrays, axes[name], cells)
+        for name, field in self.fields.items():
+            field.check_indices(arrays, axes[name], field.cells(data.get(name)))
         return arrays, rows
 
     def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -274,16 +266,18 @@ class Fields:
             label: whether `X` may have the labels.
             weight: whether it may have the sample weights.
         """
-        names, columns_of = column_names(X), {}
+        names, columns_of = column_names(X), dict[str, list[str]]()
         if isinstance(X, Mapping):
             X = self._by_field(X)
             names = list(X)
         if names is not None:
-            columns_of = self._label_columns(names) if label else {}
+            labels, target = self.labels if label else [], self.names.target
+            columns_of = {name: [name] for name in labels if name in names}
+            if not columns_of and len(labels) == 1 and target and {*target} <= {*names}:
+                columns_of = {labels[0]: target}  # which were the labels of the training
             if columns_of and weight and self.weight in names:
                 columns_of[self.weight] = [self.weight]
-            own = {name for columns in columns_of.values() for name in columns}
-            own |= {*self.features}.union(*self.names.columns.values())
+            own = {*self.features}.union(*columns_of.values(), *self.names.columns.values())
             gone = self.left_out.union(self.names.target, self.names.weight) - own
             if isinstance(X, Mapping):
                 kept = {name: X[name] for name in names if name not in gone}
@@ -301,32 +295,14 @@ class Fields:
                 f"the model has several inputs: pass a dict of {self.features}, or a table with "
                 "columns of these names"
             )
-        return self._split_table(X, names, columns_of)
-
-    def _label_columns(self, names: list[str]) -> dict[str, list[str]]:
-        """Return the columns of labels in a table: by their names, or as in the training."""
-        named = {name: [name] for name in self.labels if name in names}
-        target = self.names.target
-        if not named and len(self.labels) == 1 and target and {*target} <= {*names}:
-            return {self.labels[0]: target}
-        return named
-
-    def _split_table(
-        self, X: Any, names: list[str], columns_of: Mapping[str, list[str]]
-    ) -> dict[str, Any]:
-        """Return the columns of a table by input; `columns_of`: columns of labels and weights."""
-        of_labels = [name for columns in columns_of.values() for name in columns]
+        of_labels = set[str]().union(*columns_of.values())
         rest = [name for name in names if name not in of_labels]
-        own = [name for name in self.features if name in rest]
-        arrays = [name for name in own if getattr(X[name], "ndim", 1) > 1]
+        arrays = [n for n in self.features if n in rest and getattr(X[n], "ndim", 1) > 1]
         by_input = {**columns_of, **self.names.by_input(rest, self.features, arrays)}
-        used = {name for columns in by_input.values() for name in columns}
+        used = set[str]().union(*by_input.values())
         if unused := [name for name in names if name not in used]:
             raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
-        return {
-            name: X[name] if columns == [name] else Part(X, columns)
-            for name, columns in by_input.items()
-        }
+        return {n: X[n] if columns == [n] else Part(X, columns) for n, columns in by_input.items()}
 
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of one batch of an iterable, and its number of rows.
@@ -340,20 +316,18 @@ class Fields:
         Raises:
             ValueError: as `arrays`.
         """
-        if isinstance(item, Mapping):
-            given = self._by_name(item, not self.left_out, not self.left_out)
-            arrays, rows = self._check_arrays(self._in_order(given), list(self.fields), whole=True)
-            if self.one_value is not None:
-                self.check_batch(rows)
-            return self.row_axes.rows_first(arrays), rows
-        parts = item if isinstance(item, (tuple, list)) else [item]
-        if len(parts) > 3:
-            raise ValueError(
-                f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
-            )
-        data = self.by_input(*parts[: 1 if self.left_out else 3])
-        arrays, rows = self._check_arrays(data, list(self.fields))
-        self.check_batch(rows)
+        if whole := isinstance(item, Mapping):
+            data = self._in_order(self._by_name(item, not self.left_out, not self.left_out))
+        else:
+            parts = item if isinstance(item, (tuple, list)) else [item]
+            if len(parts) > 3:
+                raise ValueError(
+                    f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
+                )
+            data = self.by_input(*parts[: 1 if self.left_out else 3])
+        arrays, rows = self._check_arrays(data, whole)
+        if not whole or self.one_value is not None:
+            self.check_batch(rows)
         return self.row_axes.rows_first(arrays), rows
 
     def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
@@ -364,7 +338,7 @@ class Fields:
             data = class_numbers(data, self.names.classes, name, *ignored)
         return own.numbers(data)
 
-    def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+    def _count_whole(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return the number of rows of a batch that goes into the model uncut."""
         for name in self.labels:
             if not arrays[name].size:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.feeds import caches
@@ -31,27 +31,20 @@ def fillable(proto: ModelProto, language: bool = False) -> frozenset[str]:
     inputs = {x.name: x for x in proto.graph.input}
     if not inputs.keys() & {*_TOKENS}:
         return frozenset()
-    grow = {name for name in caches(proto) if _has_open_past(inputs[name])}
+    axes = {name: list(x.type.tensor_type.shape.dim) for name, x in inputs.items()}
+    pasts = {
+        name: axes[name][past] for name in caches(proto) if (past := _PAST.get(len(axes[name])))
+    }
+    grow = {name for name, past in pasts.items() if not past.HasField("dim_value")}
     if not grow and not language:
         return frozenset()
     beside = {MASK, POSITIONS, BRANCH} & inputs.keys()
-    return frozenset(grow | {n for n in beside if n == BRANCH or _declared_rank(inputs[n]) == 2})
+    return frozenset(grow | {n for n in beside if n == BRANCH or len(axes[n]) == 2})
 
 
 def is_cache(name: str) -> bool:
     """Return whether an input of `fillable` is a cache."""
     return name not in (MASK, POSITIONS, BRANCH)
-
-
-def _declared_rank(x: ValueInfoProto) -> int:
-    """Return the number of axes that an input declares."""
-    return len(x.type.tensor_type.shape.dim)
-
-
-def _has_open_past(x: ValueInfoProto) -> bool:
-    """Return whether a cache has a past of symbolic length, which may be empty."""
-    axis = _PAST.get(_declared_rank(x))
-    return axis is not None and not x.type.tensor_type.shape.dim[axis].HasField("dim_value")
 
 
 def fill(model: ir.Model, names: Collection[str]) -> None:

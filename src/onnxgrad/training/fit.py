@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from onnxgrad.schedules.rates import OfMembers, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.class_weights import WeightedClasses
+from onnxgrad.training.class_weights import balance, balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_fit, find_failed_step
 from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
@@ -74,7 +75,8 @@ class Fit:
         further: bool = False,
     ) -> None:
         self.trainer, self.recipe, self.further = trainer, recipe, further
-        self.job, self.sharing, self.file = recipe.job, recipe.sharing, recipe.job.file
+        self.job, self.sharing = recipe.job, recipe.sharing
+        self.file = self.job.proto if self.job.digest is None else None
         self.state = recipe.state  # before the call
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         self.names = names.copy()
@@ -85,17 +87,17 @@ class Fit:
 
     def balance(self) -> None:
         """Let the recipe have the weights that balance the classes of the rows to train on."""
-        weighted = WeightedClasses.of(self.job.class_weight, self.job.loss)
-        if weighted.balanced is None or self.further:
+        outputs = balanced_outputs(self.job.class_weight, self.job.loss)
+        if outputs is None or self.further:
             return
-        plain = self.recipe.balanced_by(None)
+        plain = replace(self.recipe, balanced=None)
         described = evaluator_of(plain, self.names)
         source = self._source_of(self.data, described.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
-        weights = weighted.balance(source, described.described.labels)
-        self.recipe = self.recipe.balanced_by(weights)
+        weights = balance(source, described.described.labels, outputs)
+        self.recipe = replace(self.recipe, balanced=weights)
         vars(self).pop("evaluator", None)  # which has other weights
 
     @cached_property
@@ -180,7 +182,7 @@ class Fit:
     def _explain_end(self, loop: Loop) -> str:
         """Return why the loop ended."""
         job, failed = self.job, partial(find_failed_step, self.recipe, loop, self.file)
-        read = self.recipe.plan.loss.outputs(job.proto)
+        read = self.recipe.loss.outputs(job.proto)
         values = job.values_to_evaluate(loop.state)
         if job.members is not None:  # none has a finite loss: the first is as good as others
             values = {name: array[0] for name, array in values.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from onnxgrad.training.sharing import Sharing
 _SHOWN = 200  # characters of a value in a message
 
 
-class Identity(Mapping[str, Any]):
+class Identity(UserDict[str, Any]):
     """The description of some values and of a model, whose digest is computed when it is read.
 
     Most trainings write no checkpoint, and the digest takes longer than to load the model. A known
@@ -29,24 +30,15 @@ class Identity(Mapping[str, Any]):
         self.model, self.values_but_model = model, describe(values)
 
     @cached_property
-    def _all_values(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
         """The description, with the digest of the model."""
         return {"model": describe(self.model), **self.values_but_model}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._all_values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all_values)
-
-    def __len__(self) -> int:
-        return len(self._all_values)
 
     def __deepcopy__(self, memo: Any) -> Identity:
         return self  # never modified
 
     def __reduce__(self) -> Any:
-        return dict, (self._all_values,)
+        return dict, (self.data,)
 
 
 def identity_of(
@@ -61,6 +53,8 @@ def identity_of(
     It holds the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
     the entries of callbacks in a checkpoint depend, and the metrics that are monitored.
     """
+    monitored = [name for rate in job.learning_rates for name in rate.monitors]
+    monitored += [getattr(callback, "monitor", None) or "" for callback in job.callbacks.all]
     return Identity(
         job.digest or job.proto,
         job.compared
@@ -75,20 +69,13 @@ def identity_of(
                 for c in job.callbacks.all
                 if c.compared_arguments
             },
-            "monitored metrics": _monitored_metrics(job),
+            "monitored metrics": {
+                m.name: options_of(m)
+                for m in job.every_metric
+                if any(name.endswith(m.name) for name in monitored)
+            },
         },
     )
-
-
-def _monitored_metrics(job: Job) -> dict[str, Any]:
-    """Return the arguments of the metrics that a callback or a schedule monitors, by name."""
-    monitored = [name for rate in job.learning_rates for name in rate.monitors]
-    monitored += [getattr(callback, "monitor", None) or "" for callback in job.callbacks.all]
-    return {
-        m.name: options_of(m)
-        for m in job.every_metric
-        if any(name.endswith(m.name) for name in monitored)
-    }
 
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
@@ -98,16 +85,12 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
     """
     now = json.loads(json.dumps(dict(now)))  # as a checkpoint holds it
     both = saved.get("callbacks", {}).keys() & now["callbacks"].keys()
-    differing = {
-        path: values
-        for path, values in _find_differences(saved, now).items()
-        if not path.startswith("callbacks.") or path.split(".")[1] in both
-    }
-    if differing:
-        lines = [
-            f"{key}: {_short_repr(old)} in the checkpoint, {_short_repr(new)} now"
-            for key, (old, new) in differing.items()
-        ]
+    lines = [
+        f"{key}: {_short_repr(old)} in the checkpoint, {_short_repr(new)} now"
+        for key, (old, new) in _find_differences(saved, now).items()
+        if not key.startswith("callbacks.") or key.split(".")[1] in both
+    ]
+    if lines:
         raise ValueError(
             f"the checkpoint {path} is of another training. {'; '.join(lines)}. Pass the same "
             f"arguments, or {named('start anew without resume')}"

@@ -7,13 +7,14 @@ on it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.recompute import RECOMPUTE
@@ -21,6 +22,7 @@ from onnxgrad.checks import check_choice, check_count, check_positive
 from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.errors import named, unknown
+from onnxgrad.graph.precision import HALVES
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
@@ -42,7 +44,6 @@ from onnxgrad.training.precision import (
     PRECISIONS,
     Dtypes,
     for_file,
-    narrow_dtypes,
     resolved,
     rounded,
     rounding,
@@ -153,13 +154,14 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {n: ARGUMENTS[n].check(n, value) for n, value in given.items() if n in ARGUMENTS}
 
 
-def fields_where(**wanted: bool) -> list[str]:
-    """Return the fields of a `Job` whose arguments are `in_step`, or not `free`."""
-    fields: dict[str, None] = {}
-    for argument in ARGUMENTS.values():
-        if all(bool(getattr(argument, name)) == value for name, value in wanted.items()):
-            fields |= dict.fromkeys(argument.fields.split())
-    return list(fields)
+def _fields_of(arguments: Iterable[Argument]) -> list[str]:
+    """Return the fields of a `Job` that follow from some arguments."""
+    return list(dict.fromkeys(name for one in arguments for name in one.fields.split()))
+
+
+_IN_STEP = _fields_of(argument for argument in ARGUMENTS.values() if argument.in_step)
+_COMPARED = _fields_of(argument for argument in ARGUMENTS.values() if not argument.free)
+_OF_MEMBERS = ("members", "optimizers", "learning_rates")
 
 
 def usual_rate(optimizer: Optimizer) -> float:
@@ -204,10 +206,6 @@ def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-_IN_STEP, _COMPARED = fields_where(in_step=True), fields_where(free=False)
-_OF_MEMBERS = ("members", "optimizers", "learning_rates")
-
-
 @dataclass(frozen=True, eq=False)
 class Job:
     """A model, the weights of it that train, and the checked arguments of the training.
@@ -224,8 +222,6 @@ class Job:
         metrics: by output.
         classes: the names of the classes, given or of the file.
         members: of a stack, the number of its models; None for one model.
-        constants: names of the constants of the model.
-        narrow: the dtypes of constants that have 16 bits in the file.
         digest: of the whole model, if `proto` lacks large weights.
         built: sessions and graphs of this job, until a loss or another argument is modified.
     """
@@ -255,8 +251,6 @@ class Job:
     straight_through: bool = False
     classes: Sequence[Any] = ()
     members: int | None = None
-    constants: Set[str] = frozenset()
-    narrow: Dtypes = field(default_factory=dict)
     digest: str | None = None
     built: BuildCache = field(default_factory=BuildCache)
 
@@ -271,9 +265,18 @@ class Job:
         return self.learning_rates[0]
 
     @property
-    def file(self) -> ModelProto | None:
-        """The model with its own weights; None if only their trained values are in memory."""
-        return self.proto if self.digest is None else None
+    def constants(self) -> dict[str, ir.DataType]:
+        """The dtypes of the constants of the model, by name."""
+        return self.built.get("constants", lambda: id(self.proto), self._read_constants)
+
+    def _read_constants(self) -> dict[str, ir.DataType]:
+        refs = constants.constant_refs(self.proto)
+        return {ref.name: ir.DataType(ref.read().data_type) for ref in refs}
+
+    @property
+    def narrow(self) -> Dtypes:
+        """The dtypes of the constants that have 16 bits in the file."""
+        return {name: kind.numpy() for name, kind in self.constants.items() if kind in HALVES}
 
     @property
     def moved(self) -> set[str]:
@@ -311,9 +314,9 @@ class Job:
         values = {name: getattr(self, name) for name in _IN_STEP}
         return id(self.proto), self.built.fingerprint(values)
 
-    def anew(self, **changes: Any) -> Job:
-        """Return a job with other arguments and nothing built."""
-        return replace(self, **changes, built=BuildCache())
+    def anew(self) -> Job:
+        """Return an equal job with nothing built."""
+        return replace(self, built=BuildCache())
 
     # -- the values of a state --------------------------------------------------------------
 
@@ -329,8 +332,9 @@ class Job:
         of a stack have an axis of members first. Where the file has 16 bits, values are rounded to
         these.
         """
-        values = rounded(self._values_in_training(state), self.narrow)
-        return {n: self.in_training(a) if n in self.narrow else a for n, a in values.items()}
+        values, narrow = self._values_in_training(state), self.narrow
+        values = rounded(values, narrow)
+        return {n: self.in_training(a) if n in narrow else a for n, a in values.items()}
 
     def values_for_file(self, state: TrainState) -> Arrays:
         """Return the weights and statistics to export, in the dtypes of the file.
@@ -356,12 +360,15 @@ class Job:
         buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
         if not self.averages:
             return values.weights | buffers
+        members = [values] if self.members is None else map(values.__getitem__, range(self.members))
+        pairs = zip(self.optimizers, members, strict=True)
+        every = [evaluated(o, own.weights, own.slots, own.steps) for o, own in pairs]
         if self.members is None:
-            weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
-            return weights | buffers
-        members = ((optimizer, values[k]) for k, optimizer in enumerate(self.optimizers))
-        every = [evaluated(o, own.weights, own.slots, own.steps) for o, own in members]
+            return every[0] | buffers
         return {n: np.stack([own[n] for own in every]) for n in values.weights} | buffers
+
+
+_PREPARED = "model train freeze train_ranges classes optimizer learning_rate".split()
 
 
 def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
@@ -375,11 +382,9 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
         ModelError: the model cannot be read.
     """
     checked = check_arguments(given)
-    train, freeze = checked.pop("train"), checked.pop("freeze")
-    train_ranges, classes = checked.pop("train_ranges"), checked.pop("classes")
-    optimizer, rate = checked.pop("optimizer"), checked.pop("learning_rate")
+    proto, train, freeze, train_ranges, classes, optimizer, rate = map(checked.pop, _PREPARED)
     statistics = checked["batch_norm"] == "train"
-    proto, trained = separated_choice(read(checked.pop("model")), train, freeze, statistics)
+    proto, trained = separated_choice(read(proto), train, freeze, statistics)
     # a user who names weights of a quantized model knows that its stored integers stay
     tuned = read_note(proto, ADAPTERS) or read_note(proto, HEAD)
     rounded_weights = {pair.weight for pair in pairs(proto)}
@@ -396,28 +401,17 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
         proto, changes = with_ranges(proto, as_list(freeze))
         trained = [*trained, *changes]
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
-    proto, digest = _without_weights(proto, trained)
+    small, digest = emptied(proto, trained), None
+    if small is not proto:
+        gc.collect()  # graphs, which are cyclic, refer to the whole model
+        digest = describe(proto)
     job = Job(
-        proto,
+        small,
         trained,
         optimizers=[optimizer],
         learning_rates=[select_rate(rate, optimizer)],
         classes=list(names.classes),
-        constants=frozenset(refs),
-        narrow=narrow_dtypes(refs),
         digest=digest,
         **checked,
     )
     return job, names, {name: job.in_training(refs[name].array()) for name in trained}
-
-
-def _without_weights(proto: ModelProto, names: Sequence[str]) -> tuple[ModelProto, str | None]:
-    """Return a model without large weights, and the digest of the whole model.
-
-    Without any large weight, it is the model itself, and the digest is None.
-    """
-    new = emptied(proto, names)
-    if new is proto:
-        return proto, None
-    gc.collect()  # graphs, which are cyclic, refer to the whole model
-    return new, describe(proto)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -29,45 +29,14 @@ _MOST_CHANNELS = 4  # of an image with the channels last
 
 
 @dataclass(frozen=True)
-class Mix:
-    """Base of `mixup` and `cutmix`, which return one."""
+class Mixup:
+    """See `mixup`."""
 
     alpha: float
+    inputs: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
-
-    def numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the numbers of a batch."""
-        raise NotImplementedError
-
-    def names(self, features: Sequence[str]) -> Sequence[str]:
-        """Return the inputs that are mixed."""
-        raise NotImplementedError
-
-    def write(
-        self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
-    ) -> tuple[list[ir.Value], MixedRows]:
-        """Write the mixed inputs; return them, and how the rows are mixed."""
-        raise NotImplementedError
-
-
-def check_mix(mix: Any) -> Mix | None:
-    """Return the argument `mix` of a trainer.
-
-    Raises:
-        ValueError: it is no `Mix`, and not None.
-    """
-    if mix is None or isinstance(mix, Mix):
-        return mix
-    raise ValueError(f"mix is onnxgrad.losses.mixup(...) or cutmix(...), not {mix!r}")
-
-
-@dataclass(frozen=True)
-class Mixup(Mix):
-    """See `mixup`."""
-
-    inputs: tuple[str, ...] | None = None
 
     def numbers(self, rng: np.random.Generator) -> list[float]:
         """Draw the share of each row itself."""
@@ -75,7 +44,7 @@ class Mixup(Mix):
 
     def names(self, features: Sequence[str]) -> Sequence[str]:
         """Return the inputs that are mixed."""
-        return _only_input(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
+        return _only_name(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -92,11 +61,15 @@ class Mixup(Mix):
 
 
 @dataclass(frozen=True)
-class CutMix(Mix):
+class CutMix:
     """See `cutmix`."""
 
+    alpha: float
     input: str | None = None
     axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("alpha", self.alpha)
 
     def numbers(self, rng: np.random.Generator) -> list[float]:
         """Draw the share of the image itself, and numbers from 0 to 1 for the center of the box."""
@@ -105,7 +78,7 @@ class CutMix(Mix):
 
     def names(self, features: Sequence[str]) -> Sequence[str]:
         """Return the input that is mixed."""
-        return _only_input(features, "cutmix(input=...)") if self.input is None else [self.input]
+        return _only_name(features, "cutmix(input=...)") if self.input is None else [self.input]
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -117,7 +90,7 @@ class CutMix(Mix):
         rest = op.Sub(op.const(1.0, drawn.dtype), drawn)
         power = op.const(1 / len(axes), drawn.dtype)
         half = op.Mul(op.const(0.5, drawn.dtype), op.Pow(rest, power))
-        inside, shares = None, []
+        inside, shares = [], []
         for i, axis in enumerate(axes):
             length = op.Shape(x, start=axis, end=axis + 1)
             whole = op.Cast(length, to=drawn.dtype)
@@ -128,14 +101,10 @@ class CutMix(Mix):
             shares.append(op.Div(op.Sub(end, begin), whole))
             at = op.Cast(op.arange(length), to=drawn.dtype)
             along = op.And(op.GreaterOrEqual(at, begin), op.Less(at, end))
-            along = op.Reshape(along, [-1] + [1] * (n - 1 - axis))
-            inside = along if inside is None else op.And(inside, along)
-        box = shares[0]
-        for share in shares[1:]:
-            box = op.Mul(box, share)
-        share = op.Reshape(op.Sub(op.const(1.0, drawn.dtype), box), [])
+            inside.append(op.Reshape(along, [-1] + [1] * (n - 1 - axis)))
+        share = op.Reshape(op.Sub(op.const(1.0, drawn.dtype), reduce(op.Mul, shares)), [])
         mixed = MixedRows(partners, share, of_parts=True)
-        cut = op.Where(inside, mixed.of_partners(op, x), x)
+        cut = op.Where(reduce(op.And, inside), mixed.of_partners(op, x), x)
         return [op.set_type_like(cut, x)], mixed
 
     def _box_axes(self, x: ir.Value) -> tuple[int, ...]:
@@ -163,6 +132,20 @@ class CutMix(Mix):
                 "cutmix(axes=(1, 2))"
             )
         return 2, 3
+
+
+Mix = Mixup | CutMix
+
+
+def check_mix(mix: Any) -> Mix | None:
+    """Return the argument `mix` of a trainer.
+
+    Raises:
+        ValueError: it is no `Mix`, and not None.
+    """
+    if mix is None or isinstance(mix, Mix):
+        return mix
+    raise ValueError(f"mix is mixup(...) or cutmix(...), not {mix!r}")
 
 
 def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
@@ -246,10 +229,21 @@ def cutmix(
     return CutMix(alpha, input, chosen)
 
 
-def mix_rows_by_job(
+def mix_rows(
     op: Emit, job: Any, loss: Any, data: Sequence[ir.Value], rows: Any
 ) -> MixedRows | None:
     """Mix inputs by the argument `mix` of a `Job`; return how rows are mixed, None without it.
+
+    The nodes of the graph read the mixed values. The graph gets the inputs `partners`, the row that
+    each row is mixed with, int64 (N,), and `mix_numbers`, which `mix` draws for a batch, float64
+    (numbers,).
+
+    Args:
+        op: writes into the graph.
+        job: the arguments of a trainer.
+        loss: what writes the loss.
+        data: the inputs of a batch, without labels.
+        rows: the symbol of their rows.
 
     Raises:
         ValueError: inputs that cannot be mixed, or another argument that does not fit.
@@ -257,8 +251,8 @@ def mix_rows_by_job(
     if job.mix is None:
         return None
     if not isinstance(loss, TrainingLoss):
-        own = isinstance(loss, ComputedLoss)
-        kind = "computed by a model" if own else f"a {type(loss).__name__}"
+        computed = isinstance(loss, ComputedLoss)
+        kind = "computed by a model" if computed else f"a {type(loss).__name__}"
         raise ValueError(
             f"mix takes losses of onnxgrad.losses.LOSSES, not one that is {kind}: leave it out"
         )
@@ -268,26 +262,7 @@ def mix_rows_by_job(
                 f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
                 "first axis. Leave mix out"
             )
-    return mix_rows(op, job.mix, job.seed, data, rows)
-
-
-def mix_rows(op: Emit, mix: Mix, seed: int, data: Sequence[ir.Value], rows: Any) -> MixedRows:
-    """Mix inputs of a graph, and let its nodes read the mixed values; return how rows are mixed.
-
-    The graph gets the inputs `partners`, the row that each row is mixed with, int64 (N,), and
-    `mix_numbers`, which `mix` draws for a batch, float64 (numbers,).
-
-    Args:
-        op: writes into the graph.
-        mix: draws numbers and writes the mixed inputs.
-        seed: of the random numbers.
-        data: the inputs of a batch, without labels.
-        rows: the symbol of their rows.
-
-    Raises:
-        ValueError: inputs that cannot be mixed.
-    """
-    inputs = {str(x.name): x for x in data}
+    mix, seed, inputs = job.mix, job.seed, {str(x.name): x for x in data}
     chosen = []
     for name in mix.names(list(inputs)):
         if name not in inputs:
@@ -337,8 +312,8 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
     return lengths[0]
 
 
-def _only_input(features: Sequence[str], remedy: str) -> Sequence[str]:
-    """Return the name of the only input, in a list; raise `ValueError` if there are several."""
-    if len(features) != 1:
-        raise ValueError(f"the model has the inputs {list(features)}: say which by {remedy}")
-    return features
+def _only_name(features: Sequence[str], remedy: str) -> Sequence[str]:
+    """Return the names of the inputs, of which there is one; raise `ValueError` for several."""
+    if len(features) == 1:
+        return features
+    raise ValueError(f"the model has the inputs {list(features)}: say which by {remedy}")

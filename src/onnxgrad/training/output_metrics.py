@@ -90,15 +90,15 @@ class OutputMetrics:
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name; NaN where they are undefined for these rows."""
-        return {f"{self.prefix}{m.name}": self._compute_metric(m) for m in self.metrics}
-
-    def _compute_metric(self, metric: Metric) -> Any:
-        """Return a metric, NaN with a warning where it is undefined."""
-        try:
-            return float("nan") if self.undefined else metric.compute()
-        except ValueError as e:
-            warnings.warn(f"{first_line(e)}: it is NaN", stacklevel=2)
-            return float("nan")
+        results: dict[str, Any] = {}
+        for metric in self.metrics:
+            name = f"{self.prefix}{metric.name}"
+            try:
+                results[name] = float("nan") if self.undefined else metric.compute()
+            except ValueError as e:
+                warnings.warn(f"{first_line(e)}: it is NaN", stacklevel=2)
+                results[name] = float("nan")
+        return results
 
 
 def metrics_of_outputs(
@@ -126,18 +126,15 @@ def metrics_of_outputs(
     result = []
     for output, listed in chosen.items():
         if output is None and len(by_output) > 1:
-            names = list(by_output)
             raise ValueError(
                 f"the loss compares several outputs: pass {named('metrics={output: [...]}')} for "
-                f"{names}"
+                f"{list(by_output)}"
             )
         if output is not None and output not in by_output:
             raise unknown("output in metrics", output, filter(None, by_output))
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
-        prefix = "" if output is None else f"{output}_"
-        own = [_copy_metric(metric) for metric in listed]
-        axis = row_axis(str(info.prediction), label)
-        result.append(OutputMetrics(own, label, info, prefix, axis))
+        prefix, axis = "" if output is None else f"{output}_", row_axis(str(info.prediction), label)
+        result.append(OutputMetrics([*map(_copy_metric, listed)], label, info, prefix, axis))
     return result
 
 

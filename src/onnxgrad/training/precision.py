@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, TypeProto
+from onnx import ModelProto, TypeProto
 
 from onnxgrad.errors import argument, printable
 from onnxgrad.graph.precision import HALVES
-from onnxgrad.model.constants import ConstantRef
-from onnxgrad.model.traversal import all_graphs, all_nodes
+from onnxgrad.model.traversal import graphs_of, nodes_of
 from onnxgrad.runtime.device import Device
 
 PRECISIONS = ("auto", "float32", "mixed", "file")
@@ -52,19 +51,15 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
 
 def _tensor_dtypes(proto: ModelProto) -> Iterator[int]:
     """Yield the types of the tensors that a model states, and to which its nodes cast."""
-    for holder in (proto.graph, *proto.functions):
-        for graph in all_graphs(holder):
-            if isinstance(graph, GraphProto):
-                yield from (t.data_type for t in graph.initializer)
-                yield from (t.values.data_type for t in graph.sparse_initializer)
-                for value in (*graph.input, *graph.output):
-                    yield _element_type(value.type)
-        for node in all_nodes(holder.node):
-            for attribute in node.attribute:
-                if attribute.name in ("to", "dtype", "output_dtype"):
-                    yield attribute.i
-                elif attribute.HasField("t"):
-                    yield attribute.t.data_type
+    for graph in graphs_of(proto):
+        yield from (t.data_type for t in graph.initializer)
+        yield from (t.values.data_type for t in graph.sparse_initializer)
+        yield from (_element_type(value.type) for value in (*graph.input, *graph.output))
+    for attribute in (attribute for node in nodes_of(proto) for attribute in node.attribute):
+        if attribute.name in ("to", "dtype", "output_dtype"):
+            yield attribute.i
+        elif attribute.HasField("t"):
+            yield attribute.t.data_type
 
 
 def _element_type(proto: TypeProto) -> int:
@@ -72,12 +67,6 @@ def _element_type(proto: TypeProto) -> int:
     while (kind := proto.WhichOneof("value")) in ("sequence_type", "optional_type"):
         proto = getattr(proto, kind).elem_type
     return proto.tensor_type.elem_type if kind == "tensor_type" else 0
-
-
-def narrow_dtypes(refs: Mapping[str, ConstantRef]) -> Dtypes:
-    """Return the dtypes of the constants of 16 bits."""
-    kinds = {name: ir.DataType(ref.read().data_type) for name, ref in refs.items()}
-    return {name: kind.numpy() for name, kind in kinds.items() if kind in HALVES}
 
 
 def widened(array: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import numpy as np
 
 from onnxgrad.checks import check_count, check_positive
 from onnxgrad.errors import ConvergenceError
-from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.curves import exponential
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 
@@ -95,12 +94,7 @@ class _Watch(Callback):
         self.smoothed: list[float] = []
         self.diverged = False
         self._mean = np.zeros(2)  # the weighted sums of losses, and of rows
-        self._before: Any = (0.0, 0.0, 0)
-
-    def result(self, schedule: Schedule) -> RangeTest:
-        """Return the noted losses at the rates of the schedule."""
-        rates = np.array([schedule(step) for step in range(len(self.losses))])
-        return RangeTest(rates, np.array(self.losses), np.array(self.smoothed), self.diverged)
+        self._before: Any = None  # the sums of the epoch before a step
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the sums of the losses and terms of an epoch."""
@@ -188,4 +182,5 @@ def lr_range_test(
         if not watch.losses:
             raise
         watch.diverged = True
-    return watch.result(rates)
+    tried = np.array([rates(step) for step in range(len(watch.losses))])
+    return RangeTest(tried, np.array(watch.losses), np.array(watch.smoothed), watch.diverged)

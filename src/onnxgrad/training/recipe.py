@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Self
 
+import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.data.columns import column_names
-from onnxgrad.errors import named
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.data.indices import tables
+from onnxgrad.errors import named, unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.losses.causal import is_causal
-from onnxgrad.losses.objectives import LABEL, training_loss
+from onnxgrad.losses.objectives import LABEL, TrainingLoss as OfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
+from onnxgrad.model.notes import detached
 from onnxgrad.model.read import names_model
+from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.without_elements import read_elsewhere
+from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.clipping import clip_by_global_norm
-from onnxgrad.training.class_weights import WeightedClasses
-from onnxgrad.training.data import Dataset, array_shape
-from onnxgrad.training.filled import fillable, is_cache
+from onnxgrad.parallel.part import Part
+from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
+from onnxgrad.training.data import Dataset, array_shape, names_in
+from onnxgrad.training.filled import fill, fillable, is_cache
 from onnxgrad.training.job import Job
-from onnxgrad.training.model_loss import ComputedLoss, loss_output
-from onnxgrad.training.modes import inference_form
-from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
+from onnxgrad.training.mixing import mix_rows
+from onnxgrad.training.model_loss import (
+    BATCH,
+    ComputedLoss,
+    loss_output,
+    outputs_beside,
+    write_model_loss,
+)
+from onnxgrad.training.modes import fold_normalizations, inference_form, training_form
+from onnxgrad.training.modes.dropouts import walk
+from onnxgrad.training.objective import Objective, TrainingLoss
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.accumulate import build_accumulating_step
 from onnxgrad.training.step.build import Step, StepOptions, build_step
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.gradients import build_gradients
+from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass
@@ -45,22 +62,21 @@ class Recipe:
     Attributes:
         job: the arguments of a trainer.
         state: with weights of the shapes that train.
-        labels: the shapes of labels, if they are known before batches are read.
+        labels: the shapes of labels that are known before batches are read; None: the data have no
+            labels, of which only losses that may do without are told.
         weight_axes: how many axes sample weights may have, 0 for none.
         balanced: the weights that balance the classes of `fit` by output, if they are asked for
             and known.
-        filled: the inputs that nodes compute, as the data lack them.
-        labeled: whether the data have labels; asked of losses that may do without.
+        filled: the inputs that nodes compute, as the data lack them: see `fillable`.
         sharing: how processes share the training; None: this one trains alone.
     """
 
     job: Job
-    state: TrainState
-    labels: Shapes
-    weight_axes: int
+    state: TrainState = field(default_factory=TrainState)
+    labels: Mapping[str, tuple[int, ...]] | None = field(default_factory=dict)
+    weight_axes: int = 0
     balanced: dict[str, dict[int, float]] | None = None
     filled: frozenset[str] = frozenset()
-    labeled: bool = True
     sharing: Sharing | None = None
 
     @classmethod
@@ -71,7 +87,7 @@ class Recipe:
         data: Dataset,
         held_out: Any = None,
         sharing: Sharing | None = None,
-    ) -> Recipe:
+    ) -> Self:
         """Return the recipe for data to train on or to evaluate, and for validation data.
 
         `state` has the weights of balanced classes.
@@ -79,17 +95,23 @@ class Recipe:
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
         axes = 2 if axes and job.moved else axes
-        weighted = WeightedClasses.of(job.class_weight, job.loss)
-        weights = None if weighted.balanced is None else state.balanced
-        labeled = True
-        if is_causal(job.loss):  # else not asked: it may read a batch, and so draw from a seed
-            labeled = any(d.given is None or d.given.labeled for d in both)
-        shapes = label_shapes(data, job.proto)
-        return cls(job, state, shapes, axes, weights, _filled_inputs(job, both), labeled, sharing)
+        balances = balanced_outputs(job.class_weight, job.loss) is not None
+        weights = state.balanced if balances else None
+        labels: dict[str, tuple[int, ...]] | None = label_shapes(data, job.proto)
+        # other losses do not ask: it may read a batch, and so draw from a seed
+        if is_causal(job.loss) and not any(d.given is None or LABEL in d.given for d in both):
+            labels = None
+        return cls(job, state, labels, axes, weights, _filled_inputs(job, both), sharing)
 
-    def balanced_by(self, balanced: dict[str, dict[int, float]] | None) -> Recipe:
-        """Return this recipe with other weights that balance classes, by output."""
-        return replace(self, balanced=balanced)
+    def for_model(self, proto: ModelProto, weights: Sequence[str], **changes: Any) -> Self:
+        """Return the recipe for these weights of another form of the model, for no step.
+
+        It has no state, and no processes share it. `changes` are other arguments of the job.
+        """
+        written = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))  # by the loss
+        changes |= {"proto": proto, "trained": weights, "loss": self.loss, **written}
+        job = replace(self.job, **changes)
+        return replace(self, job=job, state=TrainState(), sharing=None)
 
     @property
     def norms(self) -> bool:
@@ -97,36 +119,32 @@ class Recipe:
         return self.job.callbacks.gradient_norms
 
     @property
+    def across(self) -> Part | None:
+        """The part of this process, if BatchNormalization uses the rows of all processes."""
+        return None if self.sharing is None else self.sharing.normalized
+
+    @property
     def key(self) -> Any:
-        """What is equal for two recipes of one job that compute the same."""
-        # of the number of rows only matters whether it is 1
-        shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in self.labels.items()}
-        of_data = shapes, self.weight_axes, self.balanced, self.filled, self.labeled
+        """The cache key of the compiled step of recipes of one job: equal if it stays the same."""
+        shapes = None
+        if self.labels is not None:  # of the number of rows only matters whether it is 1
+            shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in self.labels.items()}
+        of_data = shapes, self.weight_axes, self.balanced, self.filled
         shared = None if self.sharing is None else self.sharing.key
         return self.job.step_key, of_data, self.norms, shared
 
     @cached_property
-    def plan(self) -> Plan:
-        """What is minimized.
+    def loss(self) -> TrainingLoss | ComputedLoss:
+        """What writes the loss, or the output of the model that is the loss.
 
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        return Plan(
-            self.job,
-            self._training_loss(),
-            self.weight_axes > 0,
-            across=None if self.sharing is None else self.sharing.normalized,
-            filled=self.filled,
-        )
-
-    def _training_loss(self) -> TrainingLoss | ComputedLoss:
-        """Return what writes the loss, or the output of the model that is one."""
         job, loss = self.job, self.job.loss
         written = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
-        whole = loss is None or written or _is_model(loss)
+        of_model = names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
         for name in ("class_weight", "loss_options", "loss_weights"):
-            if whole and getattr(job, name) is not None:
+            if (loss is None or written or of_model) and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
                 raise ValueError(
                     f"{named(name)} has no effect on a loss that is {kind}: leave it out"
@@ -135,41 +153,37 @@ class Recipe:
             return ComputedLoss(loss_output(job.proto))
         if written:
             return loss
-        if _is_model(loss):
+        if of_model:
             return LossModel(loss)
         return training_loss(
             loss,
             options=job.loss_options,
             loss_weights=job.loss_weights,
-            class_weight=WeightedClasses.of(job.class_weight, loss).with_balanced(self.balanced),
+            class_weight=all_class_weights(job.class_weight, loss, self.balanced),
             label_shapes=self.labels,
             weight_shape=(0,) * self.weight_axes or None,
-            labeled=self.labeled,
+            labeled=self.labels is not None,
             in_chunks=job.members is None,
         )
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, behind the clipping of the norm of all gradients."""
-        return self._with_clipping(self.job.optimizer)
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the models, behind the clipping of the norm of all gradients."""
+        norm, own = self.job.clip_norm, list(self.job.optimizers)
+        return own if norm is None else [Chain((clip_by_global_norm(norm), o)) for o in own]
 
     @property
     def members(self) -> Members | None:
         """The members of a stack."""
-        if self.job.members is None:
-            return None
-        return Members([*map(self._with_clipping, self.job.optimizers)], self.state.weights)
-
-    def _with_clipping(self, optimizer: Optimizer) -> Optimizer:
-        norm = self.job.clip_norm
-        return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
+        stacked = self.job.members is not None
+        return Members(self.optimizers, self.state.weights) if stacked else None
 
     def objective(self, training: bool = True) -> Objective:
         """Return the objective of a step; unless `training`, without dropout and statistics."""
-        job, plan = self.job, self.plan
+        job, recipe = self.job, self
         if not training:
-            plan = replace(plan, job=replace(job, proto=inference_form(job.proto), dropout={}))
-        objective = build_objective(plan, training)
+            recipe = self.for_model(inference_form(job.proto), job.trained, dropout={})
+        objective = build_objective(recipe, training)
         if job.digest is not None:  # weights that the loss does not reach stay constants
             one = () if job.members is None else 0  # the arrays of a member
             read_elsewhere(objective.weights, lambda name: self.state.weights[name][one])
@@ -208,16 +222,18 @@ class Recipe:
         )
         parts = job.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
         if parts == 1 and fixed_rows is None:
-            return build_step(objective, self.optimizer, options)
+            return build_step(objective, self.optimizers[0], options)
         if job.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
-        step = build_accumulating_step(self.objective, self.optimizer, parts, options, adds_losses)
+        step = build_accumulating_step(
+            self.objective, self.optimizers[0], parts, options, adds_losses
+        )
         step.fixed_rows = fixed_rows
         return step
 
     def named_step(self, objective: Objective) -> Step:
         """Return the step whose inputs are the weights and slots themselves, none joined."""
-        return build_step(objective, self.optimizer, StepOptions(blocks=False, packed=0))
+        return build_step(objective, self.optimizers[0], StepOptions(blocks=False, packed=0))
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return the two halves of a step as models: the gradients, and the update."""
@@ -228,7 +244,10 @@ class Recipe:
             for name, w in self.state.weights.items()
             if f"{name}_grad" in outputs
         }
-        return gradients, build_update(weights, self.optimizer)
+        return gradients, build_update(weights, self.optimizers[0])
+
+
+# -- facts of the data ----------------------------------------------------------------------------
 
 
 def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
@@ -240,7 +259,7 @@ def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
     known = [one.given for one in data] if every else []
     if not every or None in known:
         return frozenset()
-    given = frozenset(job.carry).union(*(one.names for one in known if one is not None))
+    given = frozenset(job.carry).union(*(names for names in known if names is not None))
     none_is_given = not any(map(is_cache, every & given))
     return frozenset(name for name in every - given if none_is_given or is_cache(name))
 
@@ -256,19 +275,147 @@ def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]
     names = {LABEL, *outputs, *(f"{LABEL}_{name}" for name in outputs)}
     if y is None:
         names -= {x.name for x in proto.graph.input}
-        y = {name: X[name] for name in _names_in(X) if name in names}
-    elif (columns := _names_in(y)) and (isinstance(y, Mapping) or {*columns} <= names):
+        y = {name: X[name] for name in names_in(X) if name in names}
+    elif (columns := names_in(y)) and (isinstance(y, Mapping) or {*columns} <= names):
         y = {name: y[name] for name in columns}
     labels = y if isinstance(y, Mapping) else {LABEL: y}
     shapes = {str(name): array_shape(array) for name, array in labels.items()}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _names_in(X: Any) -> list[Any]:
-    """Return the names in a dict or in a table; none in an array."""
-    return [*X] if isinstance(X, Mapping) else column_names(X) or []
+# -- the objective --------------------------------------------------------------------------------
 
 
-def _is_model(loss: Any) -> bool:
-    """Return whether a loss is an ONNX model, or the path of one."""
-    return names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
+def build_objective(
+    recipe: Recipe, training: bool = True, beside: Collection[str] = ()
+) -> Objective:
+    """Return the objective of a recipe, for the weights of its job.
+
+    Args:
+        recipe: the job, and facts of the data.
+        training: whether it is for a step, with dropout and statistics of the batch.
+        beside: names of tensors that the graph computes beside the loss.
+
+    Raises:
+        ValueError: unknown names, or a prediction that the loss does not accept.
+    """
+    job, loss, proto, computed = recipe.job, recipe.loss, recipe.job.proto, list[str]()
+    predicted = loss.outputs(proto)
+    if isinstance(loss, ComputedLoss):
+        computed, predicted = predicted, outputs_beside(proto, loss.output)
+    model, results, freed = _prepare_model(recipe, computed, predicted, beside)
+    graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
+    buffers, mixed = dict[ir.Value, ir.Value](), None
+    if training:
+        draw, first = DRAW.input(op), FIRST.input(op)
+        buffers = training_form(
+            op,
+            batch_norm=job.batch_norm,
+            dropout=job.dropout,
+            draw=draw,
+            seed=job.seed,
+            across=recipe.across,
+        )
+        results = dict(zip(results, graph.outputs, strict=True))
+    inputs = {str(x.name): x for x in data}
+    states = {name: in_dtype(op, results[y], inputs.get(name)) for name, y in job.carry.items()}
+    if training:
+        buffers |= _carry_states(op, inputs, states, job.carry, first)
+        remove_unread_feeds(graph)
+        mixed = mix_rows(op, job, loss, data, BATCH)
+    others = {name: results[name] for name in beside}
+    results = {name: results[name] for name in [*computed, *predicted]}
+    trained = as_inputs(proto, graph, job.trained)
+    if job.precision != "file":
+        trained = [in_float32_input(op, w) for w in trained]
+        results = {n: y if computed else in_float32(op, y) for n, y in results.items()}
+    fixed = detached(proto)
+    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    if training:
+        fold_normalizations(op, trained, {*stopped, *results.values(), *states.values()})
+    with op:
+        if isinstance(loss, ComputedLoss):
+            written = write_model_loss(op, proto, loss, results[loss.output], data)
+        else:
+            if isinstance(loss, OfOutputs):  # it may write its gradient itself
+                loss = loss.differentiated(trained if training else (), mixed)
+            written = loss.write(op, results, recipe.weight_axes > 0)
+    added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
+    graph.inputs.extend(added)
+    data += added
+    return Objective(
+        *(job, model, data, trained, written),
+        predictions={name: results[name] for name in predicted} | others,
+        tables=tables(graph, data),
+        buffers=buffers,
+        states=states,
+        stop_gradient=stopped,
+        freed=freed,
+    )
+
+
+def _prepare_model(
+    recipe: Recipe, computed: Sequence[str], predicted: Sequence[str], beside: Collection[str]
+) -> tuple[ir.Model, dict[str, ir.Value], int]:
+    """Return the prepared model with the outputs that are read, these by name, and `freed`.
+
+    Read are the output that is the loss, in `computed` if there is one, predictions, and what is
+    asked for beside them. A model of a fixed batch is freed where it is proven to treat rows by
+    themselves.
+    """
+    job, proto = recipe.job, recipe.job.proto
+    read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *beside]))
+    if not {y.name for y in proto.graph.output}.issuperset(read):
+        proto = select_model_inputs_outputs(proto, read)
+    model = prepare(
+        proto,
+        batch=BATCH,
+        outputs=read,
+        keep=[*job.dropout, *detached(proto)],
+        keep_dropout=bool(job.dropout),
+        exempt=job.moved,
+        wide=job.trained if job.precision == "float32" else None,
+        fill=partial(fill, names=recipe.filled) if recipe.filled else None,
+    )
+    add_row_axes(model.graph, [] if computed else [read.index(y) for y in predicted], job.moved)
+    rows = stated_rows(model, BATCH, job.batch_axes) or 0
+    freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
+    model = model if freed is None else freed
+    return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows
+
+
+def _carry_states(
+    op: Emit,
+    inputs: Mapping[str, ir.Value],
+    states: Mapping[str, ir.Value],
+    outputs: Mapping[str, str],
+    first: ir.Value,
+) -> dict[ir.Value, ir.Value]:
+    """Let inputs have the values `states` of the batch before, unless it is the `first` one.
+
+    Return each buffer, which has the value before, with its new value. `outputs`: the names of the
+    outputs that `states` are.
+
+    Raises:
+        ValueError: an unknown input, or an output of another dtype or shape.
+    """
+    buffers = {}
+    for name, y in states.items():
+        if name not in inputs:
+            raise unknown("input", name, inputs)
+        x = inputs[name]
+        lengths = list(zip(shapes.dims(x) or (), shapes.dims(y) or (), strict=False))
+        differ = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in lengths)
+        if x.dtype != y.dtype or differ or shapes.rank(x) != shapes.rank(y):
+            raise ValueError(
+                f"carry: the output {outputs[name]!r}, {y.dtype} {y.shape}, cannot become the "
+                f"input {name!r}, {x.dtype} {x.shape}"
+            )
+        before = ir.Value(name=op.name(f"{name}.carried"), type=x.type, shape=x.shape)
+        users = list(x.uses())
+        with op.at(next(iter(op.graph))):
+            value = op.set_type_like(op.Where(first, x, before), x)
+        for node, index in users:
+            node.replace_input_with(index, value)
+        buffers[before] = y
+    return buffers

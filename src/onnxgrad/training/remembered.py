@@ -21,7 +21,7 @@ from onnxgrad.training.job import Job
 
 LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, arguments of a `Trainer`
 
-_CHANNELS = (1, 3, 4)
+_CHANNELS = frozenset((1, 3, 4))  # of images, first or last
 
 
 def training_notes(
@@ -37,7 +37,9 @@ def training_notes(
     """
     notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
     known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
-    if IMAGES not in notes and not known and any(map(_takes_images, features)):
+    shapes: list[Dims] = [x.shape or () for x in features if x.dtype.kind == "f"]
+    may_take_images = any(len(s) == 4 and not _CHANNELS.isdisjoint(s[1::2]) for s in shapes)
+    if IMAGES not in notes and not known and may_take_images:
         notes[IMAGES] = [{"arrays": True}]  # which do not tell how images became numbers
     return dict(kept) | notes
 
@@ -64,9 +66,3 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"no value of JSON: {type(value).__name__}")
-
-
-def _takes_images(field: Field) -> bool:
-    """Return whether an input may take images: floats with four axes and 1, 3 or 4 channels."""
-    shape: Dims = field.shape or ()
-    return field.dtype.kind == "f" and len(shape) == 4 and bool({*shape[1::2]} & {*_CHANNELS})

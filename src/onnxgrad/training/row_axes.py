@@ -7,9 +7,9 @@ and out, and `take_rows` cuts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -155,17 +155,12 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        key = tuple(lengths.items())
-        axes = self._known_axes.get(key)
-        if axes is None:
-            axes = self._find_axes(lengths)
-            self._known_axes.clear()  # only the last call is likely to come again
-            self._known_axes[key] = axes
-        return axes.copy()
+        return self._find_axes_once(tuple(lengths.items())).copy()
 
     @cached_property
-    def _known_axes(self) -> dict[Any, Axes]:
-        return {}
+    def _find_axes_once(self) -> Callable[[Any], Axes]:
+        """`_find_axes` of items, which only the last call is likely to be asked again."""
+        return lru_cache(maxsize=1)(lambda items: self._find_axes(dict(items)))
 
     def _find_axes(self, lengths: Mapping[str, Shape]) -> Axes:
         self._check_unambiguous(lengths)
@@ -179,7 +174,8 @@ class RowAxes:
         for name, shape in lengths.items():
             if name not in axes:
                 required = name not in self.features or self.symbol is None
-                axes[name] = 0 if required or self._has_rows(name, shape, rows) else None
+                as_long = shape[:1] == (rows,) and (self.shapes[name] or (None,))[0] != rows
+                axes[name] = 0 if required or as_long else None
         if not any(axes.get(name) is not None for name in self.features):
             axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
         return {name: axes[name] for name in lengths}
@@ -208,10 +204,6 @@ class RowAxes:
         names = [n for n in (self.label, *self.features) if n is not None and lengths.get(n)]
         return lengths[names[0]][0] if names else 0
 
-    def _has_rows(self, name: str, shape: Shape, rows: int) -> bool:
-        declared = (self.shapes[name] or (None,))[0]
-        return shape[:1] == (rows,) and not (isinstance(declared, int) and declared == rows)
-
     @cached_property
     def _is_ambiguous(self) -> bool:
         """Whether features and label begin with different dimensions that the other has, too."""
@@ -226,11 +218,8 @@ class RowAxes:
 
     def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
         if self._is_ambiguous:
-            names = [
-                n
-                for n in (*self.features, self.label)
-                if n and self.symbol in (self._declared_dims(n))
-            ]
+            inputs = [*self.features, *([self.label] if self.label else [])]
+            names = [n for n in inputs if self.symbol in self._declared_dims(n)]
             shown = ", ".join(f"{n!r} {self._shape_in_file(n)}" for n in names)
             raise ValueError(
                 f"which axis is that of the rows? The model declares {shown}: say it with "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.parallel.part import Part
 from onnxgrad.parallel.process_groups import DataParallel, Group, group_of
-from onnxgrad.training.batches import ArraySource, BatchSource, Budget
+from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slices
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.job import Job
@@ -34,13 +34,6 @@ class Sharing:
     def __init__(self, group: Group, options: DataParallel) -> None:
         self.group, self.options = group, options
         self.part = Part(group.rank, group.size)
-
-    @classmethod
-    def of(cls, parallel: DataParallel | bool | None) -> Sharing | None:
-        """Return the sharing of a `Trainer` with this argument; None: it trains alone."""
-        group = group_of(parallel)
-        options = parallel if isinstance(parallel, DataParallel) else DataParallel()
-        return None if group is None else cls(group, options)
 
     @property
     def key(self) -> Any:
@@ -75,12 +68,11 @@ class Sharing:
         Raises:
             OSError, ValueError: loading raises it in the first process; raised in all processes.
         """
-        result: Any = None
-        if self.part.rank == 0:
-            try:
-                result = load()
-            except (OSError, ValueError) as e:
-                result = e
+        result: Any
+        try:
+            result = load() if self.part.rank == 0 else None
+        except (OSError, ValueError) as e:
+            result = e
         result = self.group.gather(result)[0]
         if isinstance(result, Exception):
             raise result
@@ -89,9 +81,9 @@ class Sharing:
     def source(self, source: BatchSource) -> BatchSource:
         """Return the batches of this process."""
         if self.options.shards:
-            return Shards(source, self.group)
+            return OwnDataSource(source, self.group)
         if not isinstance(source, ArraySource):
-            return Same(source, self.group)
+            return SharedDataSource(source, self.group)
         source.part = self.part
         return source
 
@@ -118,7 +110,7 @@ class Sharing:
                 for output, metrics in job.metrics.items()
             },
         }
-        self._require_equal(_leaf_texts(describe(own)))
+        self._require_equal(describe(own))
 
     def check(
         self,
@@ -156,28 +148,26 @@ class Sharing:
                 f"{argument('class_weight', 'balanced')} is computed from labels, and with "
                 "shards=True a process has some of them: pass the weights of the classes"
             )
-        own = {"step": str(state.step), "epoch": str(state.epoch), **_leaf_texts(dict(identity))}
+        own = {"step": state.step, "epoch": state.epoch, **identity}
         for name, data in (("data", source), ("validation", held_out)):
             if data is not None:
-                described = {name: data.description, f"{name} batch_size": data.batch_size}
-                own |= _leaf_texts(described)
+                own |= {name: data.description, f"{name} batch_size": data.batch_size}
             if isinstance(data, ArraySource):  # whose description has a digest of some rows
                 own |= {f"{name} {n}": _array_digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
-            own_only = ("data", "validation", "batch_size")
-            own = {k: v for k, v in own.items() if not k.startswith(own_only)}
+            differ = ("data", "validation", "batch_size")
+            own = {k: v for k, v in own.items() if not k.startswith(differ)}
         values = state.values
-        digests = {"weight": values.weights, "buffer": values.buffers}
+        arrays = {f"weight {name}": a for name, a in values.weights.items()}
+        arrays |= {f"buffer {name}": a for name, a in values.buffers.items()}
         if not self.options.shard_optimizer:  # else a process has the slots of its part only
             slots = values.slots.items()
-            digests["slot"] = {f"{n}.{s}": a for n, each in slots for s, a in each.items()}
-        for kind, arrays in digests.items():
-            own |= {f"{kind} {n}": _array_digest(a) for n, a in arrays.items()}
-        self._require_equal(own)
+            arrays |= {f"slot {n}.{s}": a for n, each in slots for s, a in each.items()}
+        self._require_equal(own | {name: _array_digest(a) for name, a in arrays.items()})
 
-    def _require_equal(self, own: Mapping[str, str]) -> None:
+    def _require_equal(self, own: Mapping[str, Any]) -> None:
         """Raise `ValueError` in all processes if their values differ, naming up to three."""
-        every = self.group.gather(own)
+        every = self.group.gather(_leaf_texts(own))
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
             shown = ", ".join(
@@ -216,11 +206,14 @@ class Sharing:
 def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None]:
     """Let the block, a call of `fit`, end in all processes of a group or fail in all of them.
 
-    It gets the `Sharing` of the call; None for one process.
+    It gets the `Sharing` of the call by the argument `parallel` of a trainer; None for one process.
     """
-    sharing = Sharing.of(parallel)
-    with nullcontext() if sharing is None else sharing.group.together():
-        yield sharing
+    if (group := group_of(parallel)) is None:
+        yield None
+        return
+    options = parallel if isinstance(parallel, DataParallel) else DataParallel()
+    with group.together():
+        yield Sharing(group, options)
 
 
 class GroupSource(BatchSource):
@@ -244,7 +237,7 @@ class GroupSource(BatchSource):
         return every
 
 
-class Shards(GroupSource):
+class OwnDataSource(GroupSource):
     """Batches that consist of the batches of all processes, whose data differ.
 
     A process whose data are at their end repeats a row, which does not count, until all are.
@@ -252,9 +245,7 @@ class Shards(GroupSource):
 
     rows = batches = None
 
-    def epoch(
-        self, rng: np.random.Generator | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch."""
         last: Slice | None = None
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
@@ -276,15 +267,13 @@ class Shards(GroupSource):
                 yield replace(last, rows=int(rows.sum()), part=self._rank)
 
 
-class Same(GroupSource):
+class SharedDataSource(GroupSource):
     """Batches that every process reads, to compute its part of each; they must be equal."""
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
         return getattr(self._source, name)
 
-    def epoch(
-        self, rng: np.random.Generator | None, skip: int, budget: Budget
-    ) -> Generator[Slice, None, None]:
+    def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
         """Yield the slices of one epoch."""
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             for number in itertools.count(skip):

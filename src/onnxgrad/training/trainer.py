@@ -331,7 +331,8 @@ class TrainerBase:
         """
         data = as_dataset(X, y, sample_weight)
         title = self._progress_title("evaluating")
-        return evaluate(self._job, self.state, self._names, data, batch_size, title)
+        recipe = Recipe.of(self._job, self.state, data)
+        return evaluate(recipe, self._names, data, batch_size, title)
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
         """Return the output that the loss reads, an array; a dict by output if it reads several.
@@ -346,7 +347,8 @@ class TrainerBase:
         """
         data = Dataset(as_dataset(X).X)
         title = self._progress_title("predicting")
-        predictions = predict(self._job, self.state, self._names, data, batch_size, title)
+        recipe = Recipe.of(self._job, self.state, data)
+        predictions = predict(recipe, self._names, data, batch_size, title)
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _progress_title(self, title: str) -> str | None:

@@ -730,7 +730,7 @@ def test_frozen_statistics_are_part_of_the_convolution(name, monkeypatch):
     model = convolution_model((FOLDED | SEPARATE)[name])
     weights, operators = weights_after_two_steps(model)
     assert ("BatchNormalization" in operators) == (name in SEPARATE)
-    monkeypatch.setattr("onnxgrad.training.objective.fold_normalizations", lambda *_: None)
+    monkeypatch.setattr("onnxgrad.training.recipe.fold_normalizations", lambda *_: None)
     wanted, operators = weights_after_two_steps(model)
     assert "BatchNormalization" in operators
     start = initializer_arrays(model)

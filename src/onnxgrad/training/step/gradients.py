@@ -62,7 +62,7 @@ def write_gradients(
     if recompute == "all":
         attention_by_blocks(op, {*seeds, *objective.referred})
     recomputation = Recomputation(op, seeds.values(), recompute)
-    wrt = trained if objective.straight_through else []
+    wrt = trained if objective.job.straight_through else []
     quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
     stopped = {*objective.stop_gradient, *quantized.stopped}
     gradients = sweep(op, seeds, trained, stopped, quantized.origins)
