@@ -17,7 +17,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.modes import inference_form
+from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.build import Step

@@ -26,7 +26,7 @@ from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import Job
-from onnxgrad.training.modes import warn_of_stale_statistics
+from onnxgrad.training.modes.inference_form import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.progress import FitProgress, shown
 from onnxgrad.training.recipe import Recipe

@@ -30,7 +30,7 @@ from onnxgrad.tasks.model_with_loss import ModelWithLoss, noted_loss, with_loss
 from onnxgrad.tasks.prediction_files import column_writer
 from onnxgrad.tasks.row_predictions import Columns, RowPredictions
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.modes import exported
+from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.trainer import Trainer
 

@@ -29,7 +29,7 @@ from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.modes import inference_form
+from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
 from onnxgrad.training.progress import Totals

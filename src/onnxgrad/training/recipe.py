@@ -41,8 +41,9 @@ from onnxgrad.training.model_loss import (
     outputs_beside,
     write_model_loss,
 )
-from onnxgrad.training.modes import fold_normalizations, inference_form, training_form
 from onnxgrad.training.modes.dropouts import walk
+from onnxgrad.training.modes.inference_form import inference_form
+from onnxgrad.training.modes.training_form import fold_normalizations, training_form
 from onnxgrad.training.objective import Objective, TrainingLoss
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState

@@ -24,7 +24,7 @@ from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import require_known, select_rate
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import exported
+from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.trainer import LossLike, RateLike, TrainerBase
 

@@ -34,7 +34,7 @@ from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import ARGUMENTS, begin_job, check_arguments, refuse_unknown, select_rate
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix
-from onnxgrad.training.modes import exported
+from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.progress import FitProgress

@@ -18,12 +18,9 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.training.modes import (
-    has_training_nodes,
-    inference_form,
-    separate_statistics,
-    training_form,
-)
+from onnxgrad.training.modes.inference_form import has_training_nodes, inference_form
+from onnxgrad.training.modes.training_form import training_form
+from onnxgrad.training.parameters.equal_constants import separate_statistics
 from tests.support.errors import naming
 from tests.support.exports import export_module
 from tests.support.models import initializer_arrays, operator_names, parse_model

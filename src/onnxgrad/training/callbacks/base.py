@@ -167,7 +167,7 @@ class Callbacks:
             raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
         self.all = self.callbacks = list(callbacks)  # `without_writers` calls fewer
         self.silent = False
-        keys: set[str] = set()
+        keys, folders = set[str](), set[str]()
         for i, callback in enumerate(self.callbacks):
             _check_callback(callback)
             if any(callback is other for other in self.callbacks[:i]):
@@ -176,8 +176,6 @@ class Callbacks:
             while callback.key in keys:
                 callback.key, number = f"{key}-{number}", number + 1
             keys.add(callback.key)
-        folders: set[str] = set()
-        for callback in self.callbacks:
             folder = _checkpoint_folder(callback)
             if folder in folders:
                 raise ValueError(
@@ -270,7 +268,11 @@ class Callbacks:
                 try:
                     callback.on_train_end(trainer, state, control)
                 except BaseException as e:
-                    error = _with_note(error, e, callback)
+                    if error is None:
+                        error = e
+                    else:
+                        too = f"{callback.key}.on_train_end failed, too: {type(e).__name__}: {e}"
+                        error.add_note(too)
 
         try:
             for callback in self.callbacks:
@@ -288,16 +290,6 @@ class Callbacks:
         end(c for c in begun if c.checkpoints is None)
         if error is not None:
             raise error
-
-
-def _with_note(
-    first: BaseException | None, second: BaseException, callback: Callback
-) -> BaseException:
-    """Return the first error, with the second one of a callback as a note."""
-    if first is None:
-        return second
-    first.add_note(f"{callback.key}.on_train_end failed, too: {type(second).__name__}: {second}")
-    return first
 
 
 def _checkpoint_folder(callback: Callback) -> str | None:

@@ -106,9 +106,9 @@ class Checkpoint(Callback):
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Ask for a checkpoint after so many steps or seconds."""
-        if self.every_steps and state.step % self.every_steps == 0:
-            control.save = True
-        if self.every_seconds and time.monotonic() - self._when >= self.every_seconds:
+        by_step = self.every_steps and state.step % self.every_steps == 0
+        seconds = time.monotonic() - self._when
+        if by_step or (self.every_seconds and seconds >= self.every_seconds):
             control.save = True
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -152,22 +152,21 @@ class Checkpoint(Callback):
         Raises:
             ValueError: the folder is an undamaged checkpoint, or is none of this name.
         """
-        if saving.is_state(path) and not _is_copy(path):
-            try:
-                saving.read(path)
-            except ValueError as e:
-                aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
-                path.rename(aside)
-                warnings.warn(f"{e}; it is now {aside}, which you may remove", stacklevel=2)
-                return
+        if not saving.is_state(path) or _is_copy(path):
             raise ValueError(
-                f"training begins at step {state.step}, and {path} is of a later one: pass "
-                f"{argument('resume', str(self.folder))} to go on with it, or write to another "
-                "folder"
+                f"{path} is no checkpoint that was written there, and has the name of one to come: "
+                "rename it, or write to another folder"
             )
+        try:
+            saving.read(path)
+        except ValueError as e:
+            aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
+            path.rename(aside)
+            warnings.warn(f"{e}; it is now {aside}, which you may remove", stacklevel=2)
+            return
         raise ValueError(
-            f"{path} is no checkpoint that was written there, and has the name of one to come: "
-            "rename it, or write to another folder"
+            f"training begins at step {state.step}, and {path} is of a later one: pass "
+            f"{argument('resume', str(self.folder))} to go on with it, or write to another folder"
         )
 
     def _note_best(self, state: Any, control: TrainingControl) -> None:
@@ -177,21 +176,16 @@ class Checkpoint(Callback):
         if value is None or entry.get("judged") == state.step:
             return
         entry["judged"] = state.step
-        sign = -1 if self._better == "max" else 1
-        known = [v for v in np.ravel(value).tolist() if not math.isnan(v)]
-        if not known:
-            return
-        value = min(known, key=lambda v: sign * v)
-        if entry.get("best") is None or sign * value < sign * entry["best"]:
-            entry |= {"best": value, "best_step": state.step}
+        sign, before = -1 if self._better == "max" else 1, entry.get("best")
+        known = [sign * v for v in np.ravel(value).tolist() if not math.isnan(v)]
+        if known and (before is None or min(known) < sign * before):
+            entry |= {"best": sign * min(known), "best_step": state.step}
             control.save = True
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints that were written in a folder, the oldest first."""
-    return [
-        path for path in _checkpoint_folders(folder) if saving.is_state(path) and not _is_copy(path)
-    ]
+    return [p for p in _checkpoint_folders(folder) if saving.is_state(p) and not _is_copy(p)]
 
 
 def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:

@@ -106,7 +106,7 @@ class Norms(Callback):
             self._record_norms(trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the norms to the record of the evaluation."""
+        """Add the norms to the record of the evaluation or epoch."""
         record = self._record_norms(trainer, state)
         if state.history and state.history[-1].get("step") == state.step:
             for name in ("gradient_norm", "weight_norm"):
@@ -114,9 +114,7 @@ class Norms(Callback):
                     norm = record[name]
                     state.history[-1][name] = np.array(norm) if isinstance(norm, list) else norm
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the norms to the record of the epoch."""
-        self.on_evaluate(trainer, state, control)
+    on_epoch_end = on_evaluate
 
     def _record_norms(self, trainer: Any, state: Any) -> dict[str, Any]:
         """Return the record of this step; it is made once."""

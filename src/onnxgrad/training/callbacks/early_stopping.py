@@ -92,8 +92,7 @@ class EarlyStopping(Callback):
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
         for k, own in enumerate(self._member_entries(state)):
-            for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
-                own.setdefault(name, start)
+            own |= {"best": None, "step": None, "epoch": None, "waiting": 0} | own
             stopped = own["waiting"] >= self.patience
             if state.members is not None and own.get("stopped") and not stopped:
                 raise ValueError(
@@ -129,24 +128,19 @@ class EarlyStopping(Callback):
             return
         if not self._is_recorded(state):
             if state.stop_reason != "not finite":
-                warnings.warn(
-                    f"EarlyStopping never counted: {self._monitor_error(state)}", stacklevel=2
-                )
+                never = f"EarlyStopping never counted: {self._monitor_error(state)}"
+                warnings.warn(never, stacklevel=2)
             return
-        frozen = state.frozen
-        late = [  # members whose last step did not give their best weights
-            k
-            for k, own in enumerate(self._member_entries(state))
-            if own["step"] not in (None, frozen.get(k, state.step))
-        ]
+        frozen, best = state.frozen, [own["step"] for own in self._member_entries(state)]
+        # members whose last step did not give their best weights
+        late = [k for k, n in enumerate(best) if n not in (None, frozen.get(k, state.step))]
         if not self.restore or not late:
             return
         kept = state.kept.get(self.key)
         if not kept:
-            step = self._member_entries(state)[late[0]]["step"]
             raise ValueError(
-                f"the best weights, of step {step}, are not in the state: resume from a checkpoint "
-                "of a training with restore=True, or pass restore=False"
+                f"the best weights, of step {best[late[0]]}, are not in the state: resume from a "
+                "checkpoint of a training with restore=True, or pass restore=False"
             )
         self._restore_best(state, kept, late)
 
@@ -164,15 +158,9 @@ class EarlyStopping(Callback):
         """Restore the best weights and buffers, in a stack of the members `late` only."""
         members, entries = state.members, self._member_entries(state)
         slots = _without_prefix(_SLOT, kept)
-        current = {_WEIGHT: state.weights, _BUFFER: state.buffers}
-        current |= {_SLOT: flat(state.slots)} if slots else {}
         if members is not None:
-            kept = {
-                prefix + name: _with_rows(array, kept[prefix + name], late)
-                for prefix, arrays in current.items()
-                for name, array in arrays.items()
-                if prefix + name in kept
-            }
+            current = _prefixed_arrays(state, with_slots=bool(slots))
+            kept = {n: _with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
         state.weights = _without_prefix(_WEIGHT, kept)
         if buffers := _without_prefix(_BUFFER, kept):
             state.buffers = buffers
@@ -237,13 +225,9 @@ class EarlyStopping(Callback):
             if own["waiting"] >= self.patience:
                 own["stopped"] = True
                 self._stop_member(state, control, k)
-                logger.info(
-                    "EarlyStopping: %s%s has not improved in %d evaluations since step %s",
-                    self.monitor,
-                    "" if state.members is None else f" of member {k}",
-                    own["waiting"],
-                    own["step"],
-                )
+                which = "" if state.members is None else f" of member {k}"
+                text = "EarlyStopping: %s%s has not improved in %d evaluations since step %s"
+                logger.info(text, self.monitor, which, own["waiting"], own["step"])
         if better and self.restore:
             self._keep_best(trainer, state, better)
 
@@ -255,15 +239,20 @@ class EarlyStopping(Callback):
 
     def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
         """Keep copies of weights and buffers, since training may update the arrays in place."""
-        parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
-        if trainer._job.averages:  # slots hold the weights that were evaluated
-            parts[_SLOT] = flat(state.slots)
-        new = {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
+        # slots of averages hold the weights that were evaluated
+        new = _prefixed_arrays(state, with_slots=trainer._job.averages)
         old = state.kept.get(self.key)
         if old and state.members is not None:
             state.kept[self.key] = {n: _with_rows(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
+
+
+def _prefixed_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
+    """Return weights, buffers and slots by name, with the prefix of their kind."""
+    slots = flat(state.slots) if with_slots else {}
+    parts = {_WEIGHT: state.weights, _BUFFER: state.buffers, _SLOT: slots}
+    return {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
 
 
 def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:

@@ -53,25 +53,13 @@ class History(Callback):
         target_of(self.path)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the file."""
-        self._write_file(state)
-
-    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the file."""
-        self._write_file(state)
-
-    def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the file again: callbacks may have added to the last record."""
-        if state.history:
-            self._write_file(state)
-
-    def _write_file(self, state: Any) -> None:
         """Write all records of the history, in place of an earlier file."""
-        records = state.history
-        if self.path.suffix == ".csv":
-            records = [by_member(record, state) for record in records]
-        with replacing(self.path) as file:
-            _WRITERS[self.path.suffix](file, records)
+        if state.history:
+            with replacing(self.path) as file:
+                _WRITERS[self.path.suffix](file, state)
+
+    on_epoch_end = on_evaluate
+    on_train_end = on_evaluate  # callbacks may have added to the last record
 
 
 def _as_python(value: Any) -> Any:
@@ -79,8 +67,9 @@ def _as_python(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
-    records = [{name: _as_python(v) for name, v in record.items()} for record in records]
+def _write_csv(file: Path, state: Any) -> None:
+    flat = [by_member(record, state) for record in state.history]
+    records = [{name: _as_python(v) for name, v in record.items()} for record in flat]
     columns = dict.fromkeys(name for record in records for name in record)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, list(columns), lineterminator="\n")
@@ -88,8 +77,8 @@ def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
         writer.writerows(records)
 
 
-def _write_json(file: Path, records: list[dict[str, Any]]) -> None:
-    lines = ",\n".join(json.dumps(json_value(record), allow_nan=False) for record in records)
+def _write_json(file: Path, state: Any) -> None:
+    lines = ",\n".join(json.dumps(json_value(record), allow_nan=False) for record in state.history)
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 

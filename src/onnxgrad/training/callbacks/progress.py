@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID
 
 _VALIDATION = "validation_"
+# Rich exits when the terminal or the pipe behind stderr is closed, and raises `IndexError` when it
+# stops a bar that it could not start: training goes on
+_CLOSED = (OSError, SystemExit, IndexError)
 _TIME, _BAR = 8, 4  # columns of a terminal: of the time left, and of the bar at least
 
 
@@ -94,7 +97,7 @@ class Progress(Callback):
         if bar is None:
             self._print_evaluation()
         elif bar.live.is_started:  # otherwise it was never shown
-            with _ignoring_closed_output():
+            with suppress(*_CLOSED):
                 bar.stop()
 
     def _update_bar(self, progress: Any, state: Any) -> None:
@@ -105,7 +108,7 @@ class Progress(Callback):
         width = self._console.width - len(epoch) - _TIME - _BAR - 3  # three gaps
         texts = _result_texts(progress, state, _validation_text(state))
         fields: dict[str, Any] = {"epoch": epoch, "report": printable(_fit_to_width(*texts, width))}
-        with _ignoring_closed_output():
+        with suppress(*_CLOSED):
             if self._task is None:  # where training resumes, the time left must not count the start
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
                 self._bar.start()
@@ -126,7 +129,7 @@ class Progress(Callback):
     def _print_line(self, line: str) -> None:
         from rich.text import Text
 
-        with _ignoring_closed_output():
+        with suppress(*_CLOSED):
             self._console.print(Text(printable(line)), soft_wrap=True)
 
     def _remaining_text(self, progress: Any) -> str:
@@ -163,14 +166,6 @@ def _can_draw(console: Console, chosen: bool) -> bool:
     """Return whether a bar can be drawn; FORCE_COLOR in the environment is no sign of it."""
     is_terminal = console.is_terminal if chosen else console.file.isatty()
     return is_terminal and not (console.is_dumb_terminal or console.is_jupyter)
-
-
-def _ignoring_closed_output() -> suppress:
-    """Go on when the terminal or the pipe behind stderr is closed.
-
-    Rich exits then, and raises `IndexError` when it stops a bar that it could not start.
-    """
-    return suppress(OSError, SystemExit, IndexError)
 
 
 def _total_and_done(progress: Any) -> tuple[float | None, float]:
@@ -214,12 +209,10 @@ def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:
 
 def _validation_text(state: Any) -> str:
     """Return the numbers of the last evaluation, such as "validation loss 0.5, accuracy 0.8"."""
-    last: dict[str, Any] = next(
-        (r for r in reversed(state.history) if any(n.startswith(_VALIDATION) for n in r)), {}
-    )
+    found = ({n: v for n, v in r.items() if n.startswith(_VALIDATION)} for r in state.history[::-1])
     parts = [
         f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {shown(value)}"
-        for name, value in last.items()
-        if name.startswith(_VALIDATION) and isinstance(value, (Real, np.ndarray))
+        for name, value in next(filter(None, found), {}).items()
+        if isinstance(value, (Real, np.ndarray))
     ]
     return f"validation {', '.join(parts)}" if parts else ""

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -17,13 +18,15 @@ import numpy as np
 
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
-from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.early_stopping import better_if
 from onnxgrad.training.progress import by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
 _LEFT_OUT = {"model", "callbacks"}  # arguments
+_COUNTS = ("step", "epoch")  # of records of the history
+_STATUS = {"interrupted": "KILLED", "error": "FAILED", "not finite": "FAILED"}  # of MLflow
 
 
 class Tracker(Callback):
@@ -76,29 +79,24 @@ class Tracker(Callback):
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the loss since the last time, and the numbers that other callbacks published."""
-        now = time.monotonic()
-        if self.every_steps is None:
-            due = now - self._last >= 1
-        else:
-            due = state.step % self.every_steps == 0
-        progress = trainer.progress
+        now, every, progress = time.monotonic(), self.every_steps, trainer.progress
+        due = now - self._last >= 1 if every is None else state.step % every == 0
         if due and progress.rows > self._rows and math.isfinite(progress.loss):
             total = progress.loss * progress.rows
             loss = (total - self._sum) / (progress.rows - self._rows)
             self._sum, self._rows, self._last = total, progress.rows, now
-            rate = {} if state.learning_rate is None else {"learning_rate": state.learning_rate}
-            if isinstance(state.learning_rate, list):
-                rate = by_member({"learning_rate": np.array(state.learning_rate)}, state)
-            self._log_new(state.step, {"step_loss": loss} | rate)
+            scalars, rate = {"step_loss": loss}, state.learning_rate
+            if rate is not None:
+                rate = np.array(rate) if isinstance(rate, list) else rate
+                scalars |= by_member({"learning_rate": rate}, state)
+            self._log_new(state.step, scalars)
         self._log_published(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Log the evaluation."""
+        """Log the new records of the history: an evaluation, or an epoch."""
         self._log_history(state)
 
-    def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Log the epoch."""
-        self._log_history(state)
+    on_epoch_end = on_evaluate
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Log the values that were added to the last record, and close the run."""
@@ -112,9 +110,7 @@ class Tracker(Callback):
         entry = self.entry(state)
         for record in state.history[max(0, entry["records"] - 1) :]:
             numbers = {n: v for n, v in by_member(record, state).items() if isinstance(v, Real)}
-            self._log_new(
-                record["step"], {n: v for n, v in numbers.items() if n not in ("step", "epoch")}
-            )
+            self._log_new(record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS})
         entry["records"] = len(state.history)
         self._log_published(state)
 
@@ -137,34 +133,32 @@ def _published_scalars(state: Any) -> list[dict[str, Any]]:
 
 def parameters_of(trainer: Any) -> dict[str, Any]:
     """Return the arguments of the trainer by name, with short texts for objects and lists."""
-    if hasattr(trainer, "get_params"):
-        values = trainer.get_params(deep=False)
-    else:
-        values = trainer._job.arguments
+    of_estimator = hasattr(trainer, "get_params")
+    values = trainer.get_params(deep=False) if of_estimator else trainer._job.arguments
     return {
-        name: value
-        if isinstance(value, (bool, int, float, str)) or value is None
-        else printable(_SHORT.repr(value))
-        for name, value in values.items()
+        name: v if isinstance(v, float | int | str | None) else printable(_SHORT.repr(v))
+        for name, v in values.items()
         if name not in _LEFT_OUT
     }
 
 
-def optional(callback: str, extra: str, *modules: str) -> Any:
-    """Return the first of `modules` that is installed, for a callback that needs one.
+def optional(callback: str, extra: str, *modules: str) -> Callable[[], Any]:
+    """Return a function that imports the first of `modules` that is installed, for a callback.
 
-    `extra` of onnxgrad installs the first.
-
-    Raises:
-        ImportError: none is; it says what to install.
+    `extra` of onnxgrad installs the first. If none is, the function raises `ImportError`, which
+    says what to install.
     """
-    error: ImportError | None = None
-    for name in modules:
-        try:
-            return import_module(name)
-        except ImportError as e:
-            error = error or e
-    raise not_installed(callback, modules[0], extra) from error
+
+    def import_first() -> Any:
+        error: ImportError | None = None
+        for name in modules:
+            try:
+                return import_module(name)
+            except ImportError as e:
+                error = error or e
+        raise not_installed(callback, modules[0], extra) from error
+
+    return import_first
 
 
 class TensorBoard(Tracker):
@@ -193,21 +187,25 @@ class TensorBoard(Tracker):
     """
 
     _open = ("_writer",)
+    _package = staticmethod(  # tensorboardX first, as it does not import PyTorch
+        optional("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
+    )
 
     def __init__(self, folder: str | os.PathLike, every_steps: int | None = None) -> None:
         super().__init__(every_steps)
         self.folder = Path(folder)
-        _summary_writer()
+        self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
         """Open a new file in the folder."""
-        first = state.step + 1
+        writer, first = self._package().SummaryWriter, state.step + 1
         # tensorboardX names files by the second: another run must not replace this one's
         suffix = f".{first:010d}.{os.urandom(4).hex()}"
-        self._writer = _summary_writer()(str(self.folder), purge_step=first, filename_suffix=suffix)
-        rows = "".join(
-            f"| {_markdown_cell(name)} | {_markdown_cell(v)} |\n" for name, v in parameters.items()
-        )
+        self._writer = writer(str(self.folder), purge_step=first, filename_suffix=suffix)
+        cells = [
+            [str(x).replace("|", r"\|").replace("\n", " ") for x in p] for p in parameters.items()
+        ]
+        rows = "".join(f"| {name} | {value} |\n" for name, value in cells)
         self._writer.add_text("parameters", f"| argument | value |\n|---|---|\n{rows}", first)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
@@ -218,19 +216,6 @@ class TensorBoard(Tracker):
     def end(self, state: Any) -> None:
         """Close the file."""
         self._writer.close()
-
-
-def _markdown_cell(value: Any) -> str:
-    return str(value).replace("|", r"\|").replace("\n", " ")
-
-
-def _summary_writer() -> Any:
-    """Return the class `SummaryWriter`; tensorboardX first, as it does not import PyTorch."""
-    module = optional("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
-    return module.SummaryWriter
-
-
-_STATUS = {"interrupted": "KILLED", "error": "FAILED", "not finite": "FAILED"}
 
 
 class MLflow(Tracker):
@@ -259,6 +244,8 @@ class MLflow(Tracker):
         ...     callbacks = []
     """
 
+    _package = staticmethod(optional("MLflow", "mlflow", "mlflow"))
+
     def __init__(
         self,
         experiment: str | None = None,
@@ -268,41 +255,32 @@ class MLflow(Tracker):
     ) -> None:
         super().__init__(every_steps)
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
-        _import_mlflow()
+        self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
         """Use the active run, the run before a resume, or a new one."""
-        mlflow, entry = _import_mlflow(), self.entry(state)
-        self._own = mlflow.active_run() is None
+        mlflow, entry = self._package(), self.entry(state)
+        run, before = mlflow.active_run(), entry.get("run_id")
+        self._own = run is None
         if self._own:
             if self.tracking_uri is not None:
                 mlflow.set_tracking_uri(self.tracking_uri)
             if self.experiment is not None:
                 mlflow.set_experiment(self.experiment)
-            before = entry.get("run_id")
             run = mlflow.start_run(run_id=before, run_name=None if before else self.run_name)
-        else:
-            run = mlflow.active_run()
-        if entry.get("run_id") != run.info.run_id:  # MLflow refuses parameters that change
+        if before != run.info.run_id:  # MLflow refuses parameters that change
             mlflow.log_params({name: str(value)[:250] for name, value in parameters.items()})
         entry["run_id"] = run.info.run_id
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         """Log the numbers as metrics."""
         allowed = {re.sub(r"[^\w\-. /]", "_", n, flags=re.ASCII): v for n, v in scalars.items()}
-        _import_mlflow().log_metrics(allowed, step=step)
+        self._package().log_metrics(allowed, step=step)
 
     def end(self, state: Any) -> None:
         """End the run, if it was started here."""
         if self._own:
-            _import_mlflow().end_run(_STATUS.get(state.stop_reason, "FINISHED"))
-
-
-def _import_mlflow() -> Any:
-    return optional("MLflow", "mlflow", "mlflow")
-
-
-_FAILED = ("interrupted", "error", "not finite")
+            self._package().end_run(_STATUS.get(state.stop_reason, "FINISHED"))
 
 
 class WeightsAndBiases(Tracker):
@@ -332,6 +310,7 @@ class WeightsAndBiases(Tracker):
     """
 
     _open = ("_run",)
+    _package = staticmethod(optional("WeightsAndBiases", "wandb", "wandb"))
 
     def __init__(
         self,
@@ -342,18 +321,16 @@ class WeightsAndBiases(Tracker):
     ) -> None:
         super().__init__(every_steps)
         self.project, self.name, self.options = project, name, options
-        _import_wandb()
+        self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
         """Use the active run, the run before a resume, or a new one."""
-        wandb, entry = _import_wandb(), self.entry(state)
-        self._own = wandb.run is None
+        wandb, entry = self._package(), self.entry(state)
+        self._run, self._own = wandb.run, wandb.run is None
         if self._own:
             before = {"id": entry["run_id"], "resume": "allow"} if "run_id" in entry else {}
             options = {"project": self.project, "name": self.name, **before, **self.options}
             self._run = wandb.init(**{n: v for n, v in options.items() if v is not None})
-        else:
-            self._run = wandb.run
         self._axes: set[str] = set()  # names of the curves that are drawn over "step"
         self._run.config.update(parameters, allow_val_change=True)
         entry["run_id"] = self._run.id
@@ -369,11 +346,7 @@ class WeightsAndBiases(Tracker):
     def end(self, state: Any) -> None:
         """Finish the run, if it was started here."""
         if self._own:
-            self._run.finish(exit_code=int(state.stop_reason in _FAILED))
-
-
-def _import_wandb() -> Any:
-    return optional("WeightsAndBiases", "wandb", "wandb")
+            self._run.finish(exit_code=int(state.stop_reason in _STATUS))
 
 
 class OptunaPruning(Callback):
@@ -411,11 +384,12 @@ class OptunaPruning(Callback):
 
     of_members = False
     writes = True
+    _package = staticmethod(optional("OptunaPruning", "optuna", "optuna"))
 
     def __init__(self, trial: Any, monitor: str = "validation_loss", every: str = "epoch") -> None:
         check_choice("every", every, ("epoch", "evaluation"))
         self.trial, self.monitor, self.every = trial, monitor, every
-        optional("OptunaPruning", "optuna", "optuna")
+        self._package()
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Check the direction of the study, and report the values that the trial lacks."""
@@ -438,17 +412,14 @@ class OptunaPruning(Callback):
         """Report the epoch."""
         record = state.history[-1]
         if self.monitor not in record and not any(self.monitor in r for r in state.history):
-            raise unknown(
-                "monitor", self.monitor, [n for n in record if n not in ("step", "epoch")]
-            )
+            raise unknown("monitor", self.monitor, [n for n in record if n not in _COUNTS])
         self._report_value(record, state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Raise `optuna.TrialPruned` if the study prunes the trial."""
-        if self._pruned and state.stop_reason not in (*UNFINISHED, "not finite"):
-            optuna = optional("OptunaPruning", "optuna", "optuna")
+        if self._pruned and state.stop_reason not in _STATUS:
             reported = self.entry(state)["reported"]
-            raise optuna.TrialPruned(f"pruned at {self.every} step {reported}")
+            raise self._package().TrialPruned(f"pruned at {self.every} step {reported}")
 
     def _report_value(self, record: dict[str, Any], state: Any, control: TrainingControl) -> None:
         """Report the value of a record once; ask for the end if the study prunes the trial."""
@@ -465,9 +436,7 @@ class OptunaPruning(Callback):
 
     def _check_direction(self, trainer: Any) -> None:
         """Raise `ValueError` for a study that optimizes something else than the value."""
-        directions = getattr(getattr(self.trial, "study", None), "directions", None)
-        if directions is None:
-            return
+        directions = getattr(getattr(self.trial, "study", None), "directions", None) or ()
         if len(directions) > 1:
             raise ValueError(
                 f"the study has {len(directions)} objectives, and Optuna prunes for one: leave "
@@ -477,11 +446,10 @@ class OptunaPruning(Callback):
             better = better_if(self.monitor, getattr(trainer, "metrics", ()))
         except ValueError:  # nothing is known of the value
             return
-        wanted = {"MINIMIZE": "min", "MAXIMIZE": "max"}.get(directions[0].name)
-        if wanted is not None and wanted != better:
-            verb = "maximize" if better == "max" else "minimize"
+        higher, verb = ("higher", "maximize") if better == "max" else ("lower", "minimize")
+        if [d.name for d in directions] == ["MINIMIZE" if better == "max" else "MAXIMIZE"]:
             raise ValueError(
-                f"{self.monitor!r} is better if it is {'higher' if better == 'max' else 'lower'}, "
-                f"and the study has the other direction: create_study(direction={verb!r}), or "
-                "monitor the value that it optimizes"
+                f"{self.monitor!r} is better if it is {higher}, and the study has the other "
+                f"direction: create_study(direction={verb!r}), or monitor the value that it "
+                "optimizes"
             )

@@ -53,17 +53,15 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
     chosen = []
     for node, around in nodes:
         for value in _droppable_outputs(node):
-            if value not in ratios and not _is_dropout(node):
-                continue
-            ratio = ratios[value] if value in ratios else _file_ratio(node)
-            site = Site(node, value, ratio)
-            repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
-            if site.ratio and repeated:
-                raise ValueError(
-                    f"dropout at {describe(node)} in the body of {describe(repeated[-1])} has "
-                    f"one mask for all iterations: switch it off by {{{value.name!r}: 0}}"
-                )
-            chosen.append(site)
+            if value in ratios or _is_dropout(node):
+                ratio = ratios[value] if value in ratios else _file_ratio(node)
+                repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
+                if ratio and repeated:
+                    raise ValueError(
+                        f"dropout at {describe(node)} in the body of {describe(repeated[-1])} has "
+                        f"one mask for all iterations: switch it off by {{{value.name!r}: 0}}"
+                    )
+                chosen.append(Site(node, value, ratio))
     return chosen
 
 
@@ -71,21 +69,20 @@ def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed
     """Replace active Dropout nodes, remove inactive ones, and insert dropout at other outputs."""
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
-    if active and draw is None:
-        raise ValueError(f"dropout is active at {describe(active[0].node)}: it needs `draw`")
     masks = None
-    if draw is not None and active:
+    if active:
+        if draw is None:
+            raise ValueError(f"dropout is active at {describe(active[0].node)}: it needs `draw`")
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
     graphs = {site.node.graph for site in chosen}
     following = dict(chain.from_iterable(pairwise(graph or ()) for graph in graphs))
     index = 0
     for site in chosen:
         inner = emitter(op, site.node.graph)
-        if not site.ratio:
+        if not site.ratio or masks is None:
             if site.of_file:
                 _switch_off(inner, site.node)
             continue
-        assert masks is not None
         logger.info("dropout %g at %s", site.ratio, describe(site.node))
         with inner.at(site.node if site.of_file else following.get(site.node)):
             x = site.node.inputs[0] if site.of_file else site.value
@@ -121,16 +118,15 @@ class _AsDropout:
         x, factor = product.inputs
         self.name, self.graph, self.attributes = product.name, product.graph, product.attributes
         self.inputs = x, *settings
-        self.outputs = product.outputs[0], self._first_operand(self._first_operand(factor))
+        self.outputs = product.outputs[0], _first_operand(_first_operand(factor))
 
-    @staticmethod
-    def _first_operand(value: ir.Value | None) -> ir.Value:
-        """Return the first operand of the node that computes `value`."""
-        assert value is not None
-        node = value.producer()
-        assert node is not None
-        assert node.inputs[0] is not None
-        return node.inputs[0]
+
+def _first_operand(value: ir.Value | None) -> ir.Value:
+    """Return the first operand of the node that computes `value`."""
+    node = None if value is None else value.producer()
+    x = None if node is None else node.inputs[0]
+    assert x is not None
+    return x
 
 
 def _is_dropout(node: ir.Node | None) -> bool:
@@ -172,15 +168,14 @@ def _file_ratio(node: ir.Node) -> float:
     """Return the ratio of a Dropout that no pattern matches: 0 in inference mode."""
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
-    computed = "training_mode" if mode is None and training is not None else ""
-    if mode is not None and mode.all() and ratio is not None and number is None:
-        computed = "ratio"
-    if computed:
+    active = mode is not None and mode.all()
+    computed = "training_mode" if training is not None and mode is None else ""
+    if computed or (active and ratio is not None and number is None):
         raise ValueError(
-            f"the {computed} of {describe(node)} is no constant: set the probability by "
+            f"the {computed or 'ratio'} of {describe(node)} is no constant: set the probability by "
             f"{argument('dropout', {str(node.outputs[0].name): 0.1})}"
         )
-    if mode is None or not mode.all():
+    if not active:
         return 0.0
     probability = 0.5 if number is None else float(number.item())
     _require_probability(str(node.name), probability)
@@ -211,15 +206,15 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
 
 def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
     """Return the float outputs whose own name, or whose node's name, matches."""
-    values = []
+    values: list[ir.Value] = []
     for node in nodes:
-        whole = node.name is not None and node.name != "" and matches(node.name)
+        whole = bool(node.name) and matches(str(node.name))
+        named = [y for y in node.outputs if y.name and matches(y.name)]
         if _is_dropout(node):
-            if whole or any(matches(str(y.name)) for y in node.outputs):
-                values.append(node.outputs[0])
-            continue
-        named = [y for y in _droppable_outputs(node) if y.name and matches(y.name)]
-        values += filter(is_real, node.outputs[:1] if whole and not named else named)
+            values += node.outputs[:1] if whole or named else []
+        else:
+            named = [y for y in named if y in _droppable_outputs(node)]
+            values += filter(is_real, node.outputs[:1] if whole and not named else named)
     return values
 
 
@@ -329,7 +324,7 @@ def describe(node: ir.Node) -> str:
 def emitter(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
     """Return an emitter of `graph`, the main graph of `op` or a subgraph of it."""
     assert isinstance(graph, ir.Graph)
-    return op if graph is op.graph else Emit(graph, outer=op)
+    return op if graph is op.graph else op.inside(graph)
 
 
 def replace(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:

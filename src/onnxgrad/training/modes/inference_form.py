@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
@@ -62,8 +63,7 @@ def inference_form(proto: ModelProto) -> ModelProto:
     """
     if not has_training_nodes(proto):
         return proto
-    model = ModelProto()
-    model.CopyFrom(proto)
+    model = deepcopy(proto)
     for holder, opset in _graphs_with_opset(model):
         read = names_read(holder)
         dropped: set[str] = set()  # names that a node no longer reads or writes
@@ -104,13 +104,8 @@ def _graphs_with_opset(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
 
 def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
     """Return the nodes in training mode, each with its graph."""
-    graphs, off = list(all_graphs(holder)), _names_of_false(holder)
-    return [
-        (node, graph)
-        for graph in graphs
-        for node in graph.node
-        if _is_training_node(node, opset, off)
-    ]
+    off, nodes = _names_of_false(holder), ((g, n) for g in all_graphs(holder) for n in g.node)
+    return [(node, graph) for graph, node in nodes if _is_training_node(node, opset, off)]
 
 
 def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
@@ -129,16 +124,11 @@ def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
 
 def _names_of_false(holder: GraphLike) -> set[str]:
     """Return the names of the constants that are False, in the subgraphs too."""
-    tensors = [
-        (node.output[0], attribute.t)
-        for node in all_nodes(holder.node)
-        if node.op_type == "Constant" and not standard(node.domain)
-        for attribute in node.attribute
-        if attribute.name == "value"
-    ]
-    for graph in all_graphs(holder):
-        if isinstance(graph, GraphProto):
-            tensors += [(t.name, t) for t in graph.initializer]
+    graphs = [g for g in all_graphs(holder) if isinstance(g, GraphProto)]
+    tensors = [(t.name, t) for graph in graphs for t in graph.initializer]
+    for node in all_nodes(holder.node):
+        if node.op_type == "Constant" and not standard(node.domain):
+            tensors += [(node.output[0], a.t) for a in node.attribute if a.name == "value"]
     booleans = [(name, t) for name, t in tensors if t.data_type == TensorProto.BOOL]
     false = {name for name, t in booleans if not numpy_helper.to_array(t).any()}
     return false - set(names_in(holder.input))  # defaults, which may be overridden
@@ -149,10 +139,10 @@ def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str])
     keep_only(node.attribute, lambda a: a.name != "training_mode")
     if opset <= _LAST_IS_TEST:
         _set_is_test(node)
-    outputs = list(node.output)
+    lost = node.output[1:]
     del node.output[1:]
-    position = next(i for i, n in enumerate(graph.node, 1) if n.output[:1] == outputs[:1])
-    for i, name in enumerate(outputs[1:], 1):
+    position = next(i for i, n in enumerate(graph.node, 1) if n.output[:1] == node.output)
+    for i, name in enumerate(lost, 1):
         if name not in read or name == node.input[_RUNNING.get(i, 0)]:
             continue
         if i not in _RUNNING:
@@ -163,7 +153,7 @@ def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str])
             )
         copy = NodeProto(op_type="Identity", input=[node.input[_RUNNING[i]]], output=[name])
         graph.node.insert(position, copy)
-    return {name for name in outputs[1:] if name not in read}
+    return {*lost} - read
 
 
 def _stop_dropping(node: NodeProto, opset: int) -> set[str]:

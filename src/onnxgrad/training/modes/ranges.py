@@ -54,10 +54,9 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
     held = {t.name: t for t in model.graph.initializer}
     writer, notes = _Writer(model), []
     for scale, nodes in chosen.items():
-        pair = weights.get(nodes[0].output[0])
-        count = None if pair is None else prod(pair.constants[pair.weight].dims)
-        if count is not None:
-            count = max(1, count // max(1, prod(held[scale].dims)))
+        pair, scales, count = weights.get(nodes[0].output[0]), prod(held[scale].dims), None
+        if pair is not None:
+            count = max(1, prod(pair.constants[pair.weight].dims) // max(1, scales))
         notes.append(writer.write(held[scale], nodes[0], count, _largest_integer(nodes[0], held)))
     write_note(model, RANGES, notes)
     return model, [note["change"] for note in notes]
@@ -121,14 +120,9 @@ class _Writer:
         for new in reversed(written):
             new.ClearField("name")
             self.model.graph.node.insert(position, new)
-        return {
-            "scale": scale.name,
-            "change": change,
-            "learned": learned.name,
-            "stopped": [now.name, fixed.name],
-            "nodes": [new.output[0] for new in written],
-            "ends": 1 + [new.output[0] for new in written].index(now.name),
-        }
+        nodes, stopped = [new.output[0] for new in written], [now.name, fixed.name]
+        note = {"scale": scale.name, "change": change, "learned": learned.name}
+        return note | {"stopped": stopped, "nodes": nodes, "ends": 1 + nodes.index(now.name)}
 
     def _gradient_factor(
         self, x: str, count: int | None, largest: float, dtype: ir.DataType
@@ -153,9 +147,8 @@ class _Writer:
 
 def _rename_operands(model: ModelProto, old: str, new: str) -> None:
     for node in all_nodes(model.graph.node):
-        for i, name in enumerate(node.input):
-            if name == old:
-                node.input[i] = new
+        if old in node.input:
+            node.input[:] = [new if name == old else name for name in node.input]
 
 
 def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
@@ -164,8 +157,10 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
     `values` are the elements of initializers that lack them.
     """
     notes = read_note(proto, RANGES)
+    if not notes:
+        return proto
     held = {t.name: t for t in proto.graph.initializer}
-    makers = {y: node for node in proto.graph.node for y in node.output if notes}
+    makers = {y: node for node in proto.graph.node for y in node.output}
     for note in notes:
         scale, change = held[note["scale"]], held[note["change"]]
         given = change
@@ -176,12 +171,11 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
         learned = computed(proto.opset_import, constants, nodes)
         scale.CopyFrom(ir.to_proto(ir.tensor(learned, name=scale.name)))
         _rename_operands(proto, note["learned"], scale.name)
-    if notes:
-        gone = {name for note in notes for name in note["nodes"]}
-        changes = {note["change"] for note in notes}
-        keep_only(proto.graph.node, lambda node: node.output[0] not in gone)
-        keep_only(proto.graph.initializer, lambda t: t.name not in changes)
-        for graph in all_graphs(proto.graph):
-            keep_only(graph.value_info, lambda v: v.name not in gone)
-        write_note(proto, RANGES, [])
+    gone = {name for note in notes for name in note["nodes"]}
+    changes = {note["change"] for note in notes}
+    keep_only(proto.graph.node, lambda node: node.output[0] not in gone)
+    keep_only(proto.graph.initializer, lambda t: t.name not in changes)
+    for graph in all_graphs(proto.graph):
+        keep_only(graph.value_info, lambda v: v.name not in gone)
+    write_note(proto, RANGES, [])
     return proto

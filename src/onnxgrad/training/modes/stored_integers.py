@@ -55,7 +55,6 @@ class Pair:
         moves: the nodes between both, which move the elements of the weight, in their order.
         constants: the constants that all of these read, by name.
         weight: the name of the weight.
-        opsets: the opsets of the model.
     """
 
     graph: GraphProto
@@ -63,7 +62,11 @@ class Pair:
     moves: list[NodeProto]
     constants: dict[str, TensorProto]
     weight: str
-    opsets: Sequence[OperatorSetIdProto]
+
+    @property
+    def moved(self) -> list[str]:
+        """The names of the results of `moves`."""
+        return [y for node in self.moves for y in node.output]
 
 
 def is_operator(node: NodeProto, op_type: str) -> bool:
@@ -79,13 +82,11 @@ def pairs(proto: ModelProto) -> list[Pair]:
     if not any(is_operator(n, "QuantizeLinear") for g in all_graphs(proto.graph) for n in g.node):
         return []
     adapters = set(fine_tuned(proto))
-    found = _pairs_in_graph(proto.graph, ChainMap(), proto.opset_import)
+    found = _pairs_in_graph(proto.graph, ChainMap())
     return [pair for pair in found if pair.weight not in adapters]
 
 
-def _pairs_in_graph(
-    graph: GraphProto, outer: ChainMap[str, TensorProto], opsets: Sequence[OperatorSetIdProto]
-) -> Iterator[Pair]:
+def _pairs_in_graph(graph: GraphProto, outer: ChainMap[str, TensorProto]) -> Iterator[Pair]:
     """Yield the pairs of a graph and its subgraphs; `outer` has the constants around it."""
     scope = outer.new_child({t.name: t for t in graph.initializer})
     makers: dict[str, NodeProto] = {}
@@ -95,34 +96,29 @@ def _pairs_in_graph(
             scope.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
         makers |= dict.fromkeys(node.output, node)
         for inner in subgraphs(node):
-            yield from _pairs_in_graph(inner, scope, opsets)
-        if not is_operator(node, "QuantizeLinear"):
-            continue
-        users = readers[node.output[0]]
-        if not users or not all(u and is_operator(u, "DequantizeLinear") for u in users):
-            continue
-        traced = _trace_constant(node, makers, scope)
-        if traced is not None:
-            yield Pair(graph, node, *traced, opsets)
+            yield from _pairs_in_graph(inner, scope)
+        users = readers[node.output[0]] if is_operator(node, "QuantizeLinear") else []
+        if users and all(u and is_operator(u, "DequantizeLinear") for u in users):
+            traced = _trace_constant(node, makers, scope)
+            if traced is not None:
+                yield Pair(graph, node, *traced)
 
 
 def _trace_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
     """Return the path from a constant of floats to `node`, which rounds it; None without one."""
-    moves: list[NodeProto] = []
-    name = node.input[0]
-    while name not in scope:
+    path = [node]
+    while (name := path[0].input[0]) not in scope:
         maker = makers.get(name)
         if maker is None or standard(maker.domain) or maker.op_type not in _MOVES:
             return None
-        moves.insert(0, maker)
-        name = maker.input[0]
-    read = [x for n in (*moves, node) for x in n.input if x]
-    moved = {y for n in moves for y in n.output}
+        path.insert(0, maker)
+    moved = {y for n in path[:-1] for y in n.output}
+    read = dict.fromkeys(x for n in path for x in n.input if x)
     if any(x not in scope and x not in moved for x in read):
         return None
-    return moves, {x: scope[x] for x in read if x in scope}, name
+    return path[:-1], {x: scope[x] for x in read if x in scope}, name
 
 
 def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
@@ -130,8 +126,7 @@ def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
     readers: dict[str, list[NodeProto | None]] = defaultdict(list)
     for node in graph.node:
         for name in dict.fromkeys(reads(node)):
-            user = None if name not in node.input else node
-            readers[name].append(user)
+            readers[name].append(node if name in node.input else None)
     for name in names_in(graph.output):
         readers[name].append(None)
     return readers
@@ -150,12 +145,12 @@ def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
     found = pairs(proto)
     leave_room_for_biases(proto.graph, [pair.node for pair in found])
     for pair in found:
-        tensor = _quantized_tensor(pair, values)
+        tensor = _quantized_tensor(pair, values, proto.opset_import)
         pair.graph.node.remove(pair.node)
         pair.graph.initializer.append(tensor)
         _remove_entry(pair.graph.value_info, tensor.name)
     if found:
-        rounded = {name for pair in found for name in (*pair.constants, *_moved_names(pair))}
+        rounded = {name for pair in found for name in (*pair.constants, *pair.moved)}
         _remove_unread(proto, rounded - names_read(proto.graph))
     return proto
 
@@ -164,21 +159,10 @@ def _remove_entry(entries: Any, name: str) -> None:
     keep_only(entries, lambda entry: entry.name != name)
 
 
-def _moved_names(pair: Pair) -> list[str]:
-    return [y for node in pair.moves for y in node.output]
-
-
 def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
     """Remove constants, and nodes that move them, which nothing reads any more."""
-    while unread:
-        before = _remove_values(proto, unread)
-        unread = before - names_read(proto.graph)
-
-
-def _remove_values(proto: ModelProto, unread: set[str]) -> set[str]:
-    """Remove the values of these names; return the names that their nodes read."""
-    before: set[str] = set()
-    for graph in all_graphs(proto.graph):
+    before: set[str] = set()  # names that the removed nodes read
+    for graph in all_graphs(proto.graph) if unread else ():
         assert isinstance(graph, GraphProto)
         gone = [n for n in graph.node if n.output and unread.issuperset(n.output)]
         before.update(name for node in gone for name in node.input)
@@ -186,22 +170,25 @@ def _remove_values(proto: ModelProto, unread: set[str]) -> set[str]:
         for entries in (graph.initializer, graph.input, graph.value_info):
             keep_only(entries, lambda entry: entry.name not in unread)
         keep_only(graph.quantization_annotation, lambda a: a.tensor_name not in unread)
-    return before
+    if left := before - names_read(proto.graph):
+        _remove_unread(proto, left)
 
 
-def _quantized_tensor(pair: Pair, values: Mapping[str, np.ndarray]) -> TensorProto:
+def _quantized_tensor(
+    pair: Pair, values: Mapping[str, np.ndarray], opsets: Iterable[OperatorSetIdProto]
+) -> TensorProto:
     """Return the integers of a weight, as onnxruntime computes them, under their name."""
     constants = dict(pair.constants)
     for name, tensor in pair.constants.items():
         if external.is_empty(tensor):
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
-    taken = {*constants, *_moved_names(pair), *pair.node.output}
+    taken = {*constants, *pair.moved, *pair.node.output}
     one, steps = unused("one", taken), unused("steps", taken)
     constants[one] = numpy_helper.from_array(np.ones((), np.float32))
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
     back.input.extend([pair.node.output[0], one])
-    floats = computed(pair.opsets, constants, [*pair.moves, pair.node, back])
+    floats = computed(opsets, constants, [*pair.moves, pair.node, back])
     dtype = ir.DataType(integer_type(pair.node, pair.constants))
     integers = ir.tensor(floats.astype(dtype.numpy()), dtype=dtype, name=pair.node.output[0])
     return ir.to_proto(integers)
@@ -343,24 +330,20 @@ _LARGEST = 1.0001 / np.iinfo(np.int32).max  # onnxruntime.quantization leaves th
 def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> None:
     """Enlarge scales in place; `weights` are the QuantizeLinear nodes behind weights."""
     held = {t.name: t for t in graph.initializer if t.data_type in FLOATS}
-    makers = {y: node for node in graph.node for y in node.output}
+    restored = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    makers = {y: node for node in restored for y in node.output}
     rounded = {node.output[0] for node in weights}
     for node in graph.node:
         if standard(node.domain) or not operator_of(node).roles.endswith(_FACTOR_AND_BIAS):
             continue
-        if len(node.input) < 3 or node.input[2] not in held:
-            continue
-        data, weight = (makers.get(name) for name in node.input[:2])
-        if data is None or weight is None:
-            continue
-        if {data.op_type, weight.op_type} != {"DequantizeLinear"}:
-            continue
-        if weight.input[0] not in rounded or any(n.input[1] not in held for n in (data, weight)):
+        data, weight = (makers.get(name) for name in (*node.input, "", "")[:2])
+        if len(node.input) < 3 or data is None or weight is None or weight.input[0] not in rounded:
             continue
         operands = node.input[2], data.input[1], weight.input[1]
-        bias, of_data, of_weight = (held[name] for name in operands)
-        if not any(map(external.is_empty, (bias, of_data, of_weight))):
-            _enlarge_scale(of_weight, bias, of_data)
+        if held.keys() >= {*operands}:
+            bias, of_data, of_weight = (held[name] for name in operands)
+            if not any(map(external.is_empty, (bias, of_data, of_weight))):
+                _enlarge_scale(of_weight, bias, of_data)
 
 
 def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:

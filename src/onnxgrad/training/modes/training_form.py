@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import argument, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.operators import marks, operator_of
+from onnxgrad.operators import made_by, marks, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.parallel.collectives import all_reduce
@@ -26,6 +26,7 @@ from onnxgrad.training.modes.dropouts import (
     walk,
     write_dropouts,
 )
+from onnxgrad.training.parameters.flow import readers, source_of
 
 BATCH_NORM = ("frozen", "train")
 
@@ -85,6 +86,7 @@ def training_form(
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MEAN, _VARIANCE = 3, 4  # operands
+_COPIES = frozenset({"Identity", "Cast"})
 
 
 def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
@@ -121,9 +123,8 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
     pairs: list[tuple[ir.Value, ir.Value]] = []
     for node, around in nodes:
         if around:
-            _refuse_update(
-                node, f"is in a subgraph of {describe(around[-1])}, which does not return new ones"
-            )
+            outer = describe(around[-1])
+            _refuse_update(node, f"is in a subgraph of {outer}, which does not return new ones")
         pairs.append((_statistic_of(node, _MEAN), _statistic_of(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
@@ -161,11 +162,8 @@ def _name_like(y: ir.Value, node: ir.Node) -> None:
 
 def _initializer_of(value: ir.Value | None) -> ir.Value | None:
     """Return the initializer that `value` is, or a copy or cast of; else None."""
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type not in ("Identity", "Cast"):
-            return None
-        value = node.inputs[0]
-    return value if value is not None and value.is_initializer() else None
+    source = None if value is None else source_of(value, _COPIES)
+    return source if source is not None and source.is_initializer() else None
 
 
 def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
@@ -181,8 +179,8 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
         _refuse_update(
             node, f"has statistics that are no constants: {read.name!r} is computed or fed"
         )
-    for user, index in _uses_of(value):
-        if not (_is_batch_norm(user) and index == operand):
+    for user, index in readers([value], _COPIES):
+        if user.op_type not in _COPIES and not (_is_batch_norm(user) and index == operand):
             raise ValueError(
                 f"{value.name!r} is a running statistic of {describe(node)}, and {describe(user)}"
                 " uses it for something else: an exporter merged tensors of equal values. Separate"
@@ -193,15 +191,6 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
         wide = value.const_value.numpy().astype(np.float32)
         value.const_value, value.dtype = ir.tensor(wide, name=value.name), ir.DataType.FLOAT
     return value
-
-
-def _uses_of(value: ir.Value) -> list[tuple[ir.Node, int]]:
-    """Return the nodes that read `value`, or a copy or cast of it, and as which operand."""
-    users: list[tuple[ir.Node, int]] = []
-    for user, index in value.uses():
-        copies = user.op_type in ("Identity", "Cast")
-        users += _uses_of(user.outputs[0]) if copies else [(user, index)]
-    return users
 
 
 def _batch_norm(
@@ -253,15 +242,14 @@ def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir
         if n < 2:
             raise ValueError(f"{reason} to train, and its input has the shape {list(shape or ())}")
         return (n - 1) / n
-    if lengths is None:
+    if shape is None or lengths is None:
         # fresh: a dropout behind this node may have written the Size of x
         size = op.emit("Size", [x], {}, fresh=True)
         count = op.Reshape(size / op.Size(node.inputs[_MEAN]), [1])
     else:
-        axes = {axis: d for axis, d in enumerate(shape or ()) if axis != 1}
-        count = op.const([prod(d for d in axes.values() if isinstance(d, int))])
-        for axis, d in axes.items():
-            if not isinstance(d, int):
+        count = op.const([prod(d for d in lengths if isinstance(d, int))])
+        for axis, d in enumerate(shape):
+            if axis != 1 and not isinstance(d, int):
                 count = _axis_length(op, x, axis, d) * count
     # onnx has no assertion: where n is 1, the index is out of bounds, and the node has a name
     one = op.Gather([1], op.Cast(op.Equal(count, [1]), to=ir.DataType.INT64))
@@ -352,11 +340,11 @@ def fold_normalizations(
         kept: values that must not change.
     """
     for node in list(op.graph):
-        if node.domain or node.op_type != "BatchNormalization" or operator_of(node).of_user:
+        if not _is_batch_norm(node) or operator_of(node).of_user:
             continue
         x = node.inputs[0]
-        conv = None if x is None else x.producer()
-        if conv is None or conv.op_type != "Conv" or conv.domain or conv.graph is not node.graph:
+        conv = made_by(x, "Conv")
+        if conv is None or conv.graph is not node.graph:
             continue
         if _can_fold(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
             with op.at(node):

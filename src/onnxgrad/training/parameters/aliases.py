@@ -89,12 +89,6 @@ def module_of(name: str, metadata: Mapping[str, str]) -> str:
     return _dotted_path(_name_parts(name)[:-1]) if "/" in name else ""
 
 
-def label(node: ir.Node) -> str:
-    """Return the last part of the name of a node, which differs from the names of its module."""
-    parts = _name_parts(node.name or "")
-    return parts[-1].removeprefix("node_") if parts else ""
-
-
 def owner(name: str) -> str:
     """Return the layer that the name of a tensor of TensorFlow or Paddle states; "" for others."""
     match = _OWNED.fullmatch(name.partition(";")[0])
@@ -176,9 +170,10 @@ def aliases(proto: ModelProto) -> dict[str, str]:
 def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return the aliases of the float constants of `graph`, see `aliases`."""
     numbered = [row for row in rows if row.trains and not readable(row.name)]
-    reader = _Reader(graph, rows) if numbered else None
-    taken = {row.name for row in rows}
-    return _unique_aliases({row.name: reader.read(row) for row in numbered if reader}, taken)
+    if not numbered:
+        return {}
+    read = _Reader(graph, rows).read
+    return _unique_aliases({row.name: read(row) for row in numbered}, {row.name for row in rows})
 
 
 def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
@@ -244,7 +239,7 @@ class _Reader:
             return (missing or copied)[0]
         module = owner(row.name) or self.modules.module(node)
         if not module and letter(node, index) in _NAMED:
-            module = label(node)
+            module = (_name_parts(node.name or "") or [""])[-1].removeprefix("node_")
         return f"{module}.{role}" if module else ""
 
     def _parameter_role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:

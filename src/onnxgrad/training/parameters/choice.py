@@ -47,17 +47,13 @@ WHY = "a quantized weight: it stays; adapters train beside it"
 
 def integer_rows(proto: ModelProto) -> list[Tensor]:
     """Return the quantized weights: the first operand of each node that is a matrix of integers."""
-    refs = list(constant_refs(proto))
-    found = {r.graph_name for r in refs if r.read().data_type in _TYPES and len(r.read().dims) > 1}
-    weights = {
-        next(name for name in node.input if name in found)
-        for node in nodes_of(proto)
-        if found.intersection(node.input)
-    }
+    tensors = [(ref, ref.read()) for ref in constant_refs(proto)]
+    found = {r.graph_name for r, t in tensors if t.data_type in _TYPES and len(t.dims) > 1}
+    nodes = (node for node in nodes_of(proto) if found.intersection(node.input))
+    weights = {next(name for name in node.input if name in found) for node in nodes}
     rows = []
-    for ref in refs:
+    for ref, tensor in tensors:
         if ref.graph_name in weights:
-            tensor = ref.read()
             dtype, size = ir.DataType(tensor.data_type).name.lower(), math.prod(tensor.dims)
             rows.append(Tensor(ref.name, tuple(tensor.dims), dtype, size, False, WHY))
     aliases = integer_aliases(proto, rows)
@@ -120,38 +116,30 @@ def trainable(
     separated = separate_merged(proto)
     rows = choose(default_rows(separated), train, freeze)
     rows.extend(integer_rows(separated))
-    if pattern is not None:
-        kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
-        rows = Tensors(t for t in rows if t.name in kept)
-    return rows
+    if pattern is None:
+        return rows
+    kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
+    return Tensors(t for t in rows if t.name in kept)
 
 
 def default_rows(proto: ModelProto) -> Tensors:
     """Return the float constants, and which of them train by default."""
     graph, judged = judge(proto)
-    names, tied = read_aliases(graph, judged), copies(proto, graph, judged)
-    adapted = fine_tuned(proto)
-    head = read_note(proto, HEAD)
+    aliases, tied = read_aliases(graph, judged), copies(proto, graph, judged)
+    adapted, head = fine_tuned(proto), read_note(proto, HEAD)
     rows = Tensors()
     for row in judged:
-        trains, why, doubtful = row.trains, row.why, row.doubtful
-        if row.name in tied:
-            why = f"{why}; a copy of {tied[row.name]!r}"
-        if adapted:
-            trains, doubtful = row.name in adapted, False
-            of_adapters = "the new head beside adapters" if row.name in head else "an adapter"
-            why = of_adapters if trains else f"frozen: the model has adapters ({why})"
-        rows.append(
-            replace(
-                row,
-                trains=trains,
-                why=printable(why),
-                doubtful=doubtful,
-                alias=names.get(row.name, ""),
-                is_weight=row.trains or trains,
-                copy_of=tied.get(row.name, ""),
-            )
-        )
+        alias, copy_of, why = aliases.get(row.name, ""), tied.get(row.name, ""), row.why
+        row = replace(row, alias=alias, copy_of=copy_of, is_weight=row.trains)
+        if copy_of:
+            why = f"{why}; a copy of {copy_of!r}"
+        if row.name in adapted:
+            why = "the new head beside adapters" if row.name in head else "an adapter"
+            row = replace(row, trains=True, doubtful=False, is_weight=True)
+        elif adapted:
+            why = f"frozen: the model has adapters ({why})"
+            row = replace(row, trains=False, doubtful=False)
+        rows.append(replace(row, why=printable(why)))
     return rows
 
 
@@ -167,13 +155,7 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     """
     if announce:
         warn_of_merged(proto)
-    return trained_names(proto, default_rows(proto), announce, needed)
-
-
-def trained_names(
-    proto: ModelProto, rows: Tensors, announce: bool = False, needed: bool = True
-) -> list[str]:
-    """Return the names of the rows of `proto` that train, see `default_weights`."""
+    rows = default_rows(proto)
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
@@ -192,23 +174,23 @@ def trained_names(
 
 def announce_choice(rows: Tensors) -> None:
     """Log constants that do not train; warn about uncertain decisions and copies of a weight."""
-    untrained = rows.frozen
-    if untrained:
+    if untrained := rows.frozen:
         logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
-    doubtful = [t for t in rows if t.doubtful]
-    if doubtful:
+    trained, messages = {t.name for t in rows.trained}, []
+    if doubtful := [t for t in rows if t.doubtful]:
         decisions = "; ".join(
             f"{quoted_name(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
             for t in doubtful[:LISTED]
         )
-        message = f"{decisions}{more(doubtful)}. {named('List the weights')} to choose otherwise"
-        warnings.warn(message, stacklevel=frames_inside() + 1)
-    trained = {t.name for t in rows.trained}
-    copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
-    if copied:
+        remedy = f"{named('List the weights')} to choose otherwise"
+        messages.append(f"{decisions}{more(doubtful)}. {remedy}")
+    if copied := [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]:
         pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
-        message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
-        message += "copies part in training: onnxgrad.graph.tie_copies(model) makes them one tensor"
+        messages.append(
+            f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these copies "
+            "part in training: onnxgrad.graph.tie_copies(model) makes them one tensor"
+        )
+    for message in messages:
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
@@ -248,7 +230,7 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
     else:
         rows = default_rows(proto)
         if train is None and not rows.trained:
-            return trained_names(proto, rows)  # or an error
+            return default_weights(proto)  # or an error
         rows = choose(rows, train, freeze)
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]
@@ -308,15 +290,11 @@ def expand(
     """
     patterns = as_list(patterns)
     exact = {ref.name for ref in constant_refs(proto)}
-    if exact.issuperset(patterns):
-        return list(dict.fromkeys(patterns))
-    rows = default_rows(proto)
+    rows = [] if exact.issuperset(patterns) else default_rows(proto)
     names: dict[str, None] = {}
     for pattern in patterns:
-        if pattern in exact:
-            names[pattern] = None
-        else:
-            names |= dict.fromkeys(t.name for t in matching(rows, pattern, kind, weights_first))
+        matched = [] if pattern in exact else matching(rows, pattern, kind, weights_first)
+        names |= dict.fromkeys([t.name for t in matched] or [pattern])
     return list(names)
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -78,7 +80,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
     proto = read(model)
     separated = separate_statistics(proto)
     merged = _Merged(separated, proto)
-    groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
+    groups = {name: parts for name in merged.reads if len(parts := merged.groups(name)) > 1}
     if not groups:
         return separated
     adapters = {name for adapter in read_adapters(proto) for name in adapter["tensors"]}
@@ -98,7 +100,8 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
     if new or not copies:
         return bool(new)
     stored = {t.name for t in proto.graph.initializer}
-    before, after = _count_reads(proto), _count_reads(separated)
+    models = proto, separated
+    before, after = (Counter(x for node in nodes_of(m) for x in node.input) for m in models)
     return any(name in stored and before[name] != after[name] for name in trained)
 
 
@@ -120,11 +123,7 @@ def _warn_of_names(names: list[str], text: str) -> None:
     warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
-def _count_reads(model: ModelProto) -> Counter[str]:
-    return Counter(name for node in nodes_of(model) for name in node.input)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Use:
     """A node that reads a tensor, itself or by an alias, as which operand, and its parameter.
 
@@ -134,15 +133,18 @@ class _Use:
 
     node: NodeProto
     index: int
-    via: str
+    alias: str
     role: str
-    key: str = ""
+    key: str
     certain: bool = False
     name: str = ""
 
 
 class _Merged:
-    """The uses of the initializers of a model that several nodes read, by parameter."""
+    """The initializers of a model that several nodes read, and their uses by parameter.
+
+    `reads` are (node, index of the operand, alias or "") for each of these initializers.
+    """
 
     def __init__(self, proto: ModelProto, file: ModelProto) -> None:
         self.tensors = {t.name: t for t in proto.graph.initializer if t.data_type in FLOATS}
@@ -157,17 +159,15 @@ class _Merged:
         self.nodes = list(all_nodes(proto.graph.node))
         self.readers = readers_of(self.nodes)
         self.makers = {y: n for n in self.nodes for y in n.output}
-        self.uses: dict[str, list[_Use]] = defaultdict(list)
+        reads: dict[str, list[tuple[NodeProto, int, str]]] = defaultdict(list)
         for name in (*self.tensors, *aliases):
             root = aliases.get(name, name)
             for node, index in self.readers[name] if root in self.tensors else ():
                 if node.op_type != "Identity" or node.output[0] not in aliases:
-                    role = self._operand_role(node, index, self.readers)
-                    via = name if root != name else ""
-                    self.uses[root].append(_Use(node, index, via, role))
-        self.uses = {name: uses for name, uses in self.uses.items() if len(uses) > 1}
-        nodes = self.nodes if self.uses else ()
-        known = [name for name in (*self.tensors, *aliases) if readable(name)] if nodes else []
+                    reads[root].append((node, index, name if root != name else ""))
+        self.reads = {name: uses for name, uses in reads.items() if len(uses) > 1}
+        nodes = self.nodes if self.reads else ()
+        known = [name for name in (*self.tensors, *aliases) if nodes and readable(name)]
         self.modules = ModuleNames(map(_metadata_entries, nodes), known)
         self.owners = {path for name in known for path in _path_prefixes(name)}
         self.paths = {
@@ -177,53 +177,51 @@ class _Merged:
 
     def groups(self, name: str) -> list[list[_Use]]:
         """Return the uses of a tensor, a list for each parameter; the first keeps the tensor."""
-        uses = self.uses[name]
-        for use in uses:
-            self._identify_parameter(use, name)
+        uses = [self._use_of_parameter(name, *read) for read in self.reads[name]]
         if len({use.key for use in uses}) == 1:
             return [uses]
-        roles = {use.role for use in uses}
-        tied = {"f", "t"} <= roles  # an embedding and a layer
+        tied = {"f", "t"} <= {use.role for use in uses}  # an embedding and a layer
         doubtful = tied or not all(use.certain for use in uses)
         if doubtful and not self._is_fresh(name):
-            for use in uses:
-                use.key = use.key if use.certain and not tied else name
+            uses = [u if u.certain and not tied else replace(u, key=name) for u in uses]
         groups: dict[str, list[_Use]] = {}
-        for use in sorted(uses, key=lambda use: (use.name != name, use.via != "")):
+        for use in sorted(uses, key=lambda use: (use.name != name, use.alias != "")):
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
     def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
         """Return the letter of an operand, behind moves and inside functions; "a" is arithmetic."""
-        function = self.functions.get((node.domain, node.op_type, node.overload))
-        if function is not None and index < len(function[0]):
-            inner = function[1]
-            uses = inner[function[0][index]]
+        inputs, inner = self.functions.get((node.domain, node.op_type, node.overload), ((), {}))
+        if index < len(inputs):
+            uses = inner[inputs[index]]
             return self._operand_role(*uses[0], inner) if uses else ""
         if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
             return self._operand_role(*uses[0], readers)
         return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else letter(node, index)
 
-    def _identify_parameter(self, use: _Use, tensor: str) -> None:
-        """Find out of which parameter a use is."""
-        metadata, word = _metadata_entries(use.node), _parameter_word(use)
+    def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Use:
+        """Return a use of a tensor, with the parameter that it is of."""
+        role, metadata = self._operand_role(node, index, self.readers), _metadata_entries(node)
+        word = _WORDS.get(role, "")
+        if role == "a":
+            word = PARAMETERS_OF_ARITHMETIC.get(node.op_type, "bias")
         noted = self.modules.parameters(metadata)
         fitting = [p for p in noted if fits(p, word)] or noted
-        named = use.via or tensor
+        named, has_features = alias or tensor, sum(n > 1 for n in self.tensors[tensor].dims) == 1
+        use = partial(_Use, node, index, alias, role)
         if len(fitting) == 1:
-            use.key, use.certain, use.name = fitting[0], True, fitting[0]
-        elif readable(named) and (self.aliased or use.via):
-            use.key, use.certain, use.name = named, self.aliased, named
-        elif not word or (use.role == "a" and not self._has_features(tensor)):
-            use.key = _FIXED
-        else:
-            several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
-            module = "" if several else module_of(use.node.name, metadata)
-            base = self._module_of_path(module)
-            clear = bool(module) and self.calls[base] == 1
-            layer = "" if clear else self._layer_key(use, tensor)
-            use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
-            use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
+            return use(fitting[0], True, fitting[0])
+        if readable(named) and (self.aliased or alias):
+            return use(named, self.aliased, named)
+        if not word or (role == "a" and not has_features):
+            return use(_FIXED)
+        several = not self.from_torch or node.op_type in RECURRENT  # of one module
+        module = "" if several else module_of(node.name, metadata)
+        base = self._module_of_path(module)
+        clear = bool(module) and self.calls[base] == 1
+        layer = "" if clear else self._layer_key(node, role, tensor)
+        name = f"{module or node.name or node.output[0]}.{word}"
+        return use(f"{base}:{role}:{layer}", self.aliased and clear, name)
 
     def _module_of_path(self, path: str) -> str:
         """Return the module of a path in which "norm_1" may be the second call of "norm"."""
@@ -242,19 +240,14 @@ class _Merged:
         likes = [t for t in self.stored if (t.data_type, t.dims) == (one.data_type, one.dims)]
         return sum(np.array_equal(external.array(t), array) for t in likes) < 2
 
-    def _has_features(self, name: str) -> bool:
-        """Return whether a tensor has several elements along one axis, as biases have."""
-        return sum(n > 1 for n in self.tensors[name].dims) == 1
-
-    def _layer_key(self, use: _Use, tensor: str) -> str:
+    def _layer_key(self, node: NodeProto, role: str, tensor: str) -> str:
         """Return a text that tells layers apart: the weights beside the use, or else its result.
 
         For a bias, they are the weights of the product that it is added to; for a normalization and
         other nodes, the weights of the next products.
         """
-        node = use.node
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
-        for nodes in (near if use.role in "ab" else [], self._next_products(node)):
+        for nodes in (near if role in "ab" else [], self._next_products(node)):
             weights = sorted({x for n in nodes for x in self._factor_names(n)} - {tensor})
             if weights:
                 return " ".join(weights)
@@ -286,8 +279,7 @@ def _copy_with_parameters(
     proto: ModelProto, merged: _Merged, groups: dict[str, list[list[_Use]]]
 ) -> ModelProto:
     """Return a copy of a model with one tensor for each parameter."""
-    model = ModelProto()
-    model.CopyFrom(proto)
+    model = deepcopy(proto)
     copied = all_nodes(model.graph.node)
     ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
     tensors = {t.name: t for t in model.graph.initializer}
@@ -295,7 +287,7 @@ def _copy_with_parameters(
     taken = set(names(model.graph))
     replaced: set[str] = set()  # aliases that become tensors
     for original, part in ((name, part) for name, parts in groups.items() for part in parts[1:]):
-        name = part[0].via
+        name = part[0].alias
         if name and all(any(node is use.node for use in part) for node, _ in merged.readers[name]):
             replaced.add(name)
         else:
@@ -316,13 +308,6 @@ def _path_prefixes(name: str) -> list[str]:
 
 def _metadata_entries(node: NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
-
-
-def _parameter_word(use: _Use) -> str:
-    """Return PyTorch's word for a parameter in this role; "" for no role of a weight."""
-    if use.role == "a":
-        return PARAMETERS_OF_ARITHMETIC.get(use.node.op_type, "bias")
-    return _WORDS.get(use.role, "")
 
 
 # -- weights that an exporter stored twice ---------------------------------------------------------
@@ -366,8 +351,7 @@ def tie_copies(model: ModelLike) -> ModelProto:
         return proto
     if read_adapters(proto):
         raise ValueError("the model has adapters, which may be beside a copy: tie before add_lora")
-    tied = ModelProto()
-    tied.CopyFrom(proto)
+    tied = deepcopy(proto)
     concerned = {*originals, *originals.values()}
     refs = [ref for ref in constant_refs(tied) if ref.name in concerned]
     arrays = {ref.name: ref.array() for ref in refs}
@@ -443,17 +427,16 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     merged with its weights: the file does not tell them apart. A model in which no statistics are
     merged is returned itself.
     """
-    merged = _merged_statistics(proto)
+    aliases = initializer_aliases(proto)
+    merged = _merged_statistics(proto, aliases)
     if not merged:
         return proto
-    model = ModelProto()
-    model.CopyFrom(proto)
+    model = deepcopy(proto)
     tensors = {t.name: t for t in model.graph.initializer}
-    for name, root in initializer_aliases(model).items():
-        if root in merged:
-            node = next(n for n in model.graph.node if name in n.output)
-            model.graph.node.remove(node)
-            add_copy(model.graph.initializer, tensors[root], name)
+    replaced = {name: root for name, root in aliases.items() if root in merged}
+    keep_only(model.graph.node, lambda node: replaced.keys().isdisjoint(node.output))
+    for name, root in replaced.items():
+        add_copy(model.graph.initializer, tensors[root], name)
     taken = set(names(model.graph))
     users = _readers_but_copies(model)
     for node in filter(_is_batch_norm, model.graph.node):
@@ -478,14 +461,11 @@ def _is_batch_norm(node: NodeProto) -> bool:
 def initializer_aliases(model: ModelProto) -> dict[str, str]:
     """Return the initializer that each Identity of the main graph copies, by the copy's name."""
     sources = {t.name: t.name for t in model.graph.initializer}
-    outputs = {y.name for y in model.graph.output}
-    aliases = {}
     for node in model.graph.node:
         if node.op_type == "Identity" and node.input[0] in sources:
-            root = sources[node.output[0]] = sources[node.input[0]]
-            if node.output[0] not in outputs:
-                aliases[node.output[0]] = root
-    return aliases
+            sources[node.output[0]] = sources[node.input[0]]
+    others = {y.name for y in (*model.graph.initializer, *model.graph.output)}
+    return {name: root for name, root in sources.items() if name not in others}
 
 
 def readers_of(nodes: Iterable[NodeProto]) -> Readers:
@@ -509,24 +489,21 @@ def _readers_but_copies(model: ModelProto) -> Readers:
     return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
 
 
-def _merged_statistics(model: ModelProto) -> set[str]:
+def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:
     """Return the initializers that are statistics and more, or whose alias is a statistic."""
-    aliases = initializer_aliases(model)
-    roles: dict[str, set[int]] = defaultdict(set)
-    statistics: set[str] = set()
+    roles: dict[str, set[int]] = {t.name: set() for t in model.graph.initializer}
+    copied: set[str] = set()
     for name, uses in _readers_but_copies(model).items():
-        own = {_statistic_role(*use) for use in uses}
-        roles[aliases.get(name, name)] |= own
-        if not own.isdisjoint(_STATISTICS):
-            statistics.add(name)
-    merged = {aliases[name] for name in statistics if name in aliases}
-    several = {name for name, own in roles.items() if len(own) > 1 and own & {*_STATISTICS}}
-    return merged | several.intersection(tensor.name for tensor in model.graph.initializer)
+        own, root = _operands_of_batch_norm(uses), aliases.get(name, name)
+        if root in roles:
+            roles[root] |= own
+            copied |= {root} if root != name and not own.isdisjoint(_STATISTICS) else set()
+    return copied | {n for n, own in roles.items() if len(own) > 1 and own & {*_STATISTICS}}
 
 
-def _statistic_role(node: NodeProto, operand: int) -> int:
-    """Return the index of an operand of BatchNormalization; 0 for other nodes."""
-    return operand if _is_batch_norm(node) else 0
+def _operands_of_batch_norm(uses: Iterable[tuple[NodeProto, int]]) -> set[int]:
+    """Return as which operands of BatchNormalization uses read a value; 0 is another node."""
+    return {operand if _is_batch_norm(node) else 0 for node, operand in uses}
 
 
 def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
@@ -535,7 +512,7 @@ def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: 
     Other nodes keep it, else the first weight or bias; else the statistics that share it do, if
     they are all means or all variances, as in a layer that is applied twice.
     """
-    roles = {_statistic_role(*use) for use in users}
+    roles = _operands_of_batch_norm(users)
     if 0 in roles:
         return False
     if not roles - set(_STATISTICS):

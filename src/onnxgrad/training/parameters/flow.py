@@ -1,19 +1,55 @@
-"""The roles of operands, and from which data, shapes, constants and weights values are computed."""
+"""The roles of operands, from what values are computed, and the nodes before and after them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
+import numpy as np
 import onnx_ir as ir
 from onnx import NodeProto
 
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.model.constants import standard
-from onnxgrad.operators import RANDOM, REORDERS, names_with_trait, operator_of
+from onnxgrad.operators import (
+    ELEMENTWISE,
+    OPERATORS,
+    RANDOM,
+    REORDERS,
+    made_by,
+    names_with_trait,
+    operator_of,
+)
+from onnxgrad.operators.shapes import dims
+from onnxgrad.training.parameters import evidence
 
 MOVES = names_with_trait("moves")
 MOVES_OR_JOINS = MOVES | REORDERS  # a Concat is the only one to join values
+
+_FEW_BITS = frozenset(
+    """INT2 UINT2 INT4 UINT4 INT8 UINT8 INT16 UINT16 FLOAT4E2M1 FLOAT8E4M3FN FLOAT8E4M3FNUZ
+    FLOAT8E5M2 FLOAT8E5M2FNUZ""".split()
+)
+_BOUNDS = names_with_trait("bounds")
+_BITS = names_with_trait("bits")
+_KEEPS_INTEGERS = MOVES_OR_JOINS | _BITS | _BOUNDS | {"Mod", "Where"}
+_SHIFTS = frozenset({"Add", "Sub"})
+
+
+_BY_ROLES = {name: o.roles for (domain, name), o in OPERATORS.items() if not domain}
+_FACTORS = {name for name, roles in _BY_ROLES.items() if roles == "e"}
+ARITHMETIC = {name for name, roles in _BY_ROLES.items() if roles in ("a", "e")}
+WAVES = frozenset({"Sin", "Cos"})
+
+# a Tanh bounds scores smoothly; values in front of a Neg are distances
+_TO_SCORES = (MOVES_OR_JOINS | ARITHMETIC | _BOUNDS | names_with_trait("sums") | {"Tanh"}) - {"Neg"}
+_MOMENTS = names_with_trait("moments")
+_IN_PLACE = (ELEMENTWISE & REORDERS) | {"Expand", "Unsqueeze"}  # casts and broadcasts
+# an epsilon shifts or bounds moments, of which roots or reciprocals are taken
+_TO_DEVIATIONS = names_with_trait("powers") | _SHIFTS | _BOUNDS | _IN_PLACE
+# by deviations of the data: a BatchNormalization divides by stored ones
+_NORMALIZES = names_with_trait("normalizes") - {"BatchNormalization"}
+_AROUND_ROUND = _SHIFTS | _BOUNDS | {"Cast"}
 
 
 def letter(node: ir.Node | NodeProto, index: int) -> str:
@@ -22,21 +58,22 @@ def letter(node: ir.Node | NodeProto, index: int) -> str:
     return letters[min(index, len(letters) - 1)] if letters else ""
 
 
-def value_operands(node: ir.Node) -> list[ir.Value]:
-    """Return the operands whose elements the results are computed from."""
-    return _operands_of_other_roles(node, {"l"})
+def operands_of_role(node: ir.Node, letters: str) -> list[ir.Value]:
+    """Return the operands of `node` whose roles are among `letters`."""
+    operands = enumerate(node.inputs)
+    return [x for i, x in operands if x is not None and letter(node, i) in {*letters}]
 
 
-def smooth_operands(node: ir.Node) -> list[ir.Value]:
-    """Return the operands whose elements the results may be a smooth function of."""
-    return _operands_of_other_roles(node, {"l", "i"})
+def value_operands(node: ir.Node, smooth: bool = False) -> list[ir.Value]:
+    """Return the operands from whose elements the results are computed.
 
-
-def _operands_of_other_roles(node: ir.Node, roles: Collection[str]) -> list[ir.Value]:
+    With `smooth`, the operands of which the results may be a smooth function: without indices.
+    """
     if "shape" in operator_of(node).traits:
         return []
+    left_out = ("l", "i") if smooth else ("l",)
     operands = enumerate(node.inputs)
-    return [x for i, x in operands if x is not None and letter(node, i) not in roles]
+    return [x for i, x in operands if x is not None and letter(node, i) not in left_out]
 
 
 def reachable(
@@ -67,10 +104,10 @@ def readers(
         yield from value.uses()
 
 
-def source_of(value: ir.Value) -> ir.Value:
-    """Return the value of which `value` is a moved copy, or `value` itself."""
+def source_of(value: ir.Value, through: Collection[str] = MOVES) -> ir.Value:
+    """Return the value of which `value` is a copy, moved by nodes in `through`, or `value`."""
     node = value.producer()
-    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
+    while node is not None and node.op_type in through and node.inputs and node.inputs[0]:
         value = node.inputs[0]
         node = value.producer()
     return value
@@ -81,11 +118,81 @@ def maker_of(value: ir.Value) -> ir.Node | None:
     return source_of(value).producer()
 
 
-_Bindings = dict[ir.Value, list[ir.Value]]
+class StoredIntegers:
+    """Which values of a graph are stored integers, or are computed from them.
+
+    Attributes:
+        sizes: `{value: elements that a scale of it may have}`, of values computed from stored
+            integers and from constants, and of rows that are gathered from them and have no scale
+            yet. As many as integers; of -1, 0 and 1, which may be a mask of a weight, fewer.
+        results: results of products of data with integers that have no scale yet.
+    """
+
+    def __init__(self, nodes: Iterable[ir.Node], data: Collection[ir.Value]) -> None:
+        self.sizes: dict[ir.Value, int] = {}
+        self.results: set[ir.Value] = set()
+        unscaled: set[ir.Value] = set()
+        for node in nodes:
+            op, inputs = node.op_type, [x for x in node.inputs if x is not None]
+            for x in inputs:
+                if x not in self.sizes and (size := _most_scales(x, op)):
+                    self.sizes[x] = size
+                    unscaled.add(x)
+            known = [x for x in inputs if x in self.sizes]
+            others = [x for x in inputs if x not in self.sizes]
+            if op in MOVES and inputs[:1] and inputs[0] in self.results:
+                self.results.update(node.outputs)
+            elif any(x in known for x in operands_of_role(node, "f")):
+                self.results.update(node.outputs if unscaled.issuperset(known) else ())
+            elif known and op in _KEEPS_INTEGERS | _FACTORS | _SHIFTS:
+                scaled = op in _FACTORS or not unscaled.issuperset(known)
+                mixed = op not in MOVES and any(x in data for x in others)
+                gathered = any(y in data for y in node.outputs)
+                other = op in MOVES and known[0] is not inputs[0]  # only says how to move
+                if other or mixed or (gathered and scaled):
+                    continue
+                self.sizes |= dict.fromkeys(node.outputs, max(self.sizes[x] for x in known))
+                unscaled.update(() if scaled else node.outputs)
+
+    def most_scales_at(self, node: ir.Node, index: int) -> int:
+        """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
+        others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
+        if node.op_type in _FACTORS and any(x in self.results for x in others):
+            return max(self.sizes.values())
+        if node.op_type in _FACTORS | _SHIFTS:
+            return max((self.sizes.get(x, 0) for x in others), default=0)
+        return 0
+
+    def most_scales_of(self, value: ir.Value) -> int:
+        """Return how many elements a scale of `value` may have, behind nodes that move it."""
+        found = 0
+        for node, index in value.uses():
+            moved = node.outputs if node.op_type in MOVES and index == 0 else ()
+            found = max([found, self.most_scales_at(node, index), *map(self.most_scales_of, moved)])
+        return found
 
 
-class Flow:
-    """The sources of each value of `graph` and its subgraphs: data, shapes or weights.
+def _most_scales(x: ir.Value, op_type: str) -> int:
+    """Return how many elements a scale of `x` may have; 0 if `x` is no constant of integers.
+
+    Masks of zeros and ones are none, and neither are the sizes that a node computes with.
+    """
+    if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
+        return 0
+    size, kind = x.const_value.size, x.dtype.name
+    wide = kind in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _BITS
+    bias = kind == "INT32" and op_type == "Cast" and size in x.const_value.shape.numpy()
+    if not (wide or bias or kind in _FEW_BITS) or size < 2:
+        return 0
+    array = x.const_value.numpy().astype(np.float32)
+    if evidence.is_binary(array) or (bias and evidence.is_ramp(array)):
+        return 0
+    has_signs_only = bool((np.abs(array) <= 1).all())
+    return size - has_signs_only
+
+
+class Surroundings:
+    """The values of `graph` and its subgraphs: their sources, and the nodes around them.
 
     Attributes:
         nodes: all nodes, nodes of subgraphs included.
@@ -95,24 +202,26 @@ class Flow:
         positions: values computed from shapes and ranges, and from no data.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
-        fixed: factors that are no weights: buffers, transforms of the inputs, and values
+        fixed: factors that are no weights: `buffers`, transforms of the inputs, and values
             computed from these only.
+        stored: the stored integers.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, buffers: Collection[ir.Value] = ()) -> None:
         self.nodes = all_nodes(graph)
-        self.bindings: _Bindings = defaultdict(list)
-        self._bound_to: _Bindings = defaultdict(list)
-        for source, target in (pair for node in self.nodes for pair in _subgraph_bindings(node)):
-            self.bindings[source].append(target)
-            self._bound_to[target].append(source)
+        self.bindings: dict[ir.Value, list[ir.Value]] = {}
+        self._bound_to: dict[ir.Value, list[ir.Value]] = {}
+        for source, target in chain.from_iterable(map(_subgraph_bindings, self.nodes)):
+            self.bindings.setdefault(source, []).append(target)
+            self._bound_to.setdefault(target, []).append(source)
         inputs = set(graph.inputs) - set(graph.initializers.values())
         self.data = self._computed_from(lambda node: node.op_type in RANDOM - {"Dropout"}, inputs)
         self.positions = (
             self._computed_from(lambda node: node.op_type in ("Shape", "Size", "Range")) - self.data
         )
         self.fixed: set[ir.Value] = set()
-        self.fix(())
+        self.stored = StoredIntegers(self.nodes, self.data)
+        self.fix(buffers)
 
     def fix(self, factors: Collection[ir.Value]) -> None:
         """Add fixed `factors`; find values computed with weights, and values before weights."""
@@ -122,7 +231,7 @@ class Flow:
                 self.fixed.update(node.outputs)
         self.weighted = self._computed_from(self._applies_weight)
         products = filter(self.is_product, self.nodes)
-        operands = (x for node in products for x in smooth_operands(node))
+        operands = (x for node in products for x in value_operands(node, smooth=True))
         self.hidden = set(reachable(operands, self._smooth_sources))
 
     def _computed_from(
@@ -143,47 +252,184 @@ class Flow:
         """Yield the operands of one node of which `value` may be a smooth function."""
         yield from self._bound_to.get(value, ())
         node = value.producer()
-        yield from () if node is None else smooth_operands(node)
+        yield from () if node is None else value_operands(node, smooth=True)
 
     def _applies_weight(self, node: ir.Node) -> bool:
         """Return whether `node` applies a weight to data."""
         if standard(node.domain) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
         looks_up = any(x in self.data for x in node.inputs[1:])  # by these indices
-        return self.is_product(node) or any(
-            looks_up and letter(node, i) == "t" and x is not None and x not in self.data
-            for i, x in enumerate(node.inputs)
-        )
+        tables = operands_of_role(node, "t") if looks_up else ()
+        return self.is_product(node) or any(x not in self.data for x in tables)
 
     def is_product(self, node: ir.Node) -> bool:
         """Return whether `node` is a matrix product or convolution of data with constants."""
-        factors = [
-            x not in self.data and x not in self.fixed
-            for i, x in enumerate(node.inputs)
-            if x is not None and letter(node, i) in ("f", "q")
-        ]
-        return any(factors) and any(x in self.data for x in node.inputs)
+        factors = operands_of_role(node, "fq")
+        weights = any(x not in self.data and x not in self.fixed for x in factors)
+        return weights and any(x in self.data for x in node.inputs)
+
+    def reads_other_data(self, node: ir.Node, index: int) -> bool:
+        """Return whether `node` computes with data beside its operand `index`."""
+        others = [x for i, x in enumerate(node.inputs) if i != index]
+        return any(x in self.data and x in others for x in value_operands(node))
+
+    def product_without_bias(self, value: ir.Value) -> ir.Node | None:
+        """Return the product without bias that `value` is a moved copy of, or a sum with data."""
+        made = (v.producer() for v in reachable([value], self._sum_terms))
+        products = (node for node in made if node is not None and self.is_product(node))
+        return next((node for node in products if not operands_of_role(node, "b")), None)
+
+    def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
+        """Return the operands of a sum of data, or the one that a node moves or scales."""
+        node = value.producer()
+        if node is None or self.is_product(node):
+            return ()
+        if node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
+            return node.inputs
+        scaled = node.op_type in _FACTORS and (
+            self.is_quantized(node) or not self.stored.results.isdisjoint(node.inputs)
+        )
+        return node.inputs[:1] if scaled or node.op_type in MOVES else ()
+
+    def has_bias(self, product: ir.Node) -> bool:
+        """Return whether a number for each feature is added in or behind the node `product`."""
+        users = (
+            user.inputs[1 - i] for user, i in readers(product.outputs) if user.op_type == "Add"
+        )
+        added = [x for x in users if x not in self.data]
+        one = has_one_feature(product)
+        behind = any(one or any(n != 1 for n in dims(x) or ()) for x in added)
+        return behind or bool(operands_of_role(product, "b"))
+
+    def leads_to_model(self, node: ir.Node) -> bool:
+        """Return whether a product with a weight or another part of a model follows `node`."""
+        users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
+        return any(self.is_product(user) or _is_of_model(user) for user in users)
+
+    def is_quantized(self, node: ir.Node) -> bool:
+        """Return whether `node` scales a product of integers, or computes the factor for that."""
+        return any(
+            maker_type(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
+            for x in node.inputs
+            if x is not None
+        )
+
+    def is_rounded(self, node: ir.Node) -> bool:
+        """Return whether `node` scales data in front of a Round, or behind one."""
+
+        def before(value: ir.Value) -> Sequence[ir.Value | None]:
+            producer = value.producer()
+            return producer.inputs[:1] if producer and self._near_round(producer) else ()
+
+        def after(value: ir.Value) -> Iterator[ir.Value]:
+            return (y for user, _ in value.uses() if self._near_round(user) for y in user.outputs)
+
+        operands = reachable([x for x in node.inputs if x is not None], before)
+        return any(made_by(x, "Round") for x in operands) or any(
+            user.op_type == "Round" for y in reachable(node.outputs, after) for user, _ in y.uses()
+        )
+
+    def _near_round(self, node: ir.Node) -> bool:
+        """Return whether `node` may add a zero point to rounded numbers, or bound them."""
+        constant = sum(x in self.data for x in node.inputs) < 2
+        return constant and node.op_type in _AROUND_ROUND
+
+    def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
+        """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
+        node = maker_of(value)
+        if node is None or node.op_type in _NORMALIZES:
+            return node is not None
+        data = [x for x in node.inputs if x is not None and x in self.data]
+        if scaled and node.op_type in ("Mul", "Div") and len(data) == 1:
+            return self.is_normalized(data[0], False)
+        if node.op_type == "Div" and node.inputs[1] in data:
+            return _is_from_means(node.inputs[1]) or _is_from_means(value)
+        if node.op_type == "Mul" and len(data) == 2:
+            return any(map(_is_from_means, data))
+        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_from_means(value)
+
+    def scaled_again(self, node: ir.Node) -> bool:
+        """Return whether the next node multiplies by a constant, as exporters write GroupNorm."""
+        [value] = node.outputs
+        while len(users := list(value.uses())) == 1 and users[0][0].op_type in MOVES:
+            value = users[0][0].outputs[0]
+        return any(n.op_type == "Mul" and n.inputs[1 - i] not in self.data for n, i in value.uses())
+
+    def makes_waves(self, node: ir.Node) -> bool:
+        """Return whether a Sin and a Cos read the results."""
+        users = readers(node.outputs, MOVES_OR_JOINS | {"Mul"})
+        return WAVES.issubset(user.op_type for user, _ in users)
+
+    def reaches_softmax(self, value: ir.Value) -> bool:
+        """Return whether `value` is a score of attention: a Softmax and a product follow it."""
+        return any(
+            letter(user, index) == "m"
+            or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
+            for user, index in readers([value], _TO_SCORES)
+        )
+
+    def _weighs_data(self, weights: ir.Value) -> bool:
+        """Return whether a product with other data reads the result of a Softmax."""
+        return any(
+            letter(user, index) == "f" and self.reads_other_data(user, index)
+            for user, index in readers([weights], MOVES | {"Where", "Mul"})
+        )
 
 
 def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
-    graphs = list(subgraphs(node))
+    graphs, inputs, results = list(subgraphs(node)), node.inputs, node.outputs
     if not graphs or standard(node.domain):
         return
-    pairs: list[tuple[ir.Value | None, ir.Value]] = []
-    body, inputs = graphs[0], node.inputs
+    body = graphs[0]
+    runs: list[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]
     if node.op_type == "If":
-        for branch in graphs:
-            pairs += zip(branch.outputs, node.outputs, strict=False)
+        runs = [(branch.outputs, results) for branch in graphs]
     elif node.op_type == "Loop":
         states = body.inputs[2:]
-        pairs += zip(inputs[2:], states, strict=False)
-        pairs += zip(body.outputs[1 : len(inputs) - 1], states, strict=False)
-        pairs += zip(body.outputs[1:], node.outputs, strict=False)
+        again = body.outputs[1 : len(inputs) - 1]
+        runs = [(inputs[2:], states), (again, states), (body.outputs[1:], results)]
     else:  # Scan, SequenceMap
-        pairs += zip(inputs, body.inputs, strict=False)
-        if node.op_type == "Scan":
-            count = len(inputs) - node.attributes["num_scan_inputs"].as_int()
-            pairs += zip(body.outputs[:count], body.inputs[:count], strict=False)
-        pairs += zip(body.outputs, node.outputs, strict=False)
-    yield from ((a, b) for a, b in pairs if a is not None)
+        scanned = node.attributes.get_int("num_scan_inputs", len(inputs))
+        again = body.outputs[: len(inputs) - scanned]
+        runs = [(inputs, body.inputs), (again, body.inputs), (body.outputs, results)]
+    for sources, targets in runs:
+        yield from ((a, b) for a, b in zip(sources, targets, strict=False) if a is not None)
+
+
+def maker_type(value: ir.Value) -> str:
+    """Return the type of the node that computes `value`, ignoring nodes that only move it."""
+    node = maker_of(value)
+    return "" if node is None else node.op_type
+
+
+def _is_of_model(node: ir.Node) -> bool:
+    """Return whether `node` is a part of a model, and no transformer in front of one.
+
+    It is a model of `ai.onnx.ml`, a search for the nearest rows, a comparison with a threshold, or
+    the logarithm of a sum of likelihoods.
+    """
+    operator = operator_of(node)
+    learns = bool(operator.fitted) or any(is_weight for _, is_weight in operator.coefficients)
+    return learns or node.op_type in ("Less", "LessOrEqual") or node.op_type == "ReduceLogSumExp"
+
+
+def has_one_feature(product: ir.Node) -> bool:
+    """Return whether a product has one output feature, so that its bias is one number."""
+    return any(1 in shape or len(shape) == 1 for x in product.inputs[:2] if (shape := dims(x)))
+
+
+def _is_from_means(value: ir.Value) -> bool:
+    """Return whether `value` is a deviation, or is computed from means or sums like one."""
+    waiting, seen = [value], {value}
+    for v in waiting:  # the loop appends to it
+        node = v.producer()
+        if node is None or len(seen) > 24:
+            continue
+        if node.op_type in _MOMENTS:
+            return True
+        if node.op_type in _TO_DEVIATIONS:
+            sources = [x for x in node.inputs if x is not None and x not in seen]
+            waiting += sources
+            seen.update(sources)
+    return False
