@@ -50,6 +50,7 @@ def test_trainable_lists_what_trains_and_why(here):
     ("options", "trained"),
     [
         (("--train", "W"), {"W"}),
+        (("--train", "last"), {"W"}),
         (("--train", "mean", "--train", "V"), {"mean", "V"}),
         (("--freeze", "V"), {"W"}),
         (("--train", "?", "--freeze", "W"), {"V"}),

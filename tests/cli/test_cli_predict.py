@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onnxgrad.data import read_table
+from onnxgrad.reporting import warn_once
 from tests.support.commands import (
     as_json,
     assert_names,
@@ -96,6 +97,19 @@ def test_a_static_batch_and_an_output_without_rows(here):
     assert "output total has" in said
     np.testing.assert_allclose(np.load("o.npz")["y"], features() @ [[2], [1]], rtol=1e-5)
     assert "'total' has" in refusal(*line[:-1], "p.npz", "--outputs", "total")
+
+
+def test_a_file_that_takes_one_row_at_a_time(here, caplog):
+    """It states any number of rows; the shell runs it row by row, and says so."""
+    text = "f (float[N,2] x) => (float[N,2] y) { r = Reshape(x, one) y = MatMul(r, w) }"
+    weights = np.float32([[1, 2], [3, 4]])
+    save_model("one_row.onnx", text, one=np.int64([1, 2]), w=weights)
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    write_csv_columns("rows.csv", a=rows[:, 0], b=rows[:, 1])
+    warn_once.cache_clear()
+    succeed("predict", "one_row.onnx", "rows.csv", "-o", "o.npz")
+    assert_names(caplog.text, "one row at a time")
+    np.testing.assert_allclose(np.load("o.npz")["y"], rows @ weights)
 
 
 def test_columns_of_a_training_are_taken_by_name(here):

@@ -63,6 +63,7 @@ MATRIX = "f (float[N,4] x) => (float[N,3] y)"
 SEQUENCE = "f (float[N,T,4] x) => (float[N,T,3] y)"
 IMAGE = "f (float[N,4,H,W] x) => (float[N,3] y)"
 MAPS = "f (float[N,4,H,W] x) => (float[N,3,H,W] y)"
+COLUMNS = "f (float[N,4,T] x) => (float[N,3,T] y)"
 CASES = {
     "gemm": (f"{MATRIX} {{ y = Gemm(x, w, b) }}", affine),
     "gemm transposed": (f"{MATRIX} {{ y = Gemm<transB=1>(x, t, b) }}", affine),
@@ -179,6 +180,29 @@ CASES = {
         " f = Add(g, g) h = Conv(f, k, b) m = ReduceMean<keepdims=0>(h, n) y = Softmax(m) }",
         lambda x, *a: softmax_of_axis(pointwise(x, *a).mean((2, 3))),
     ),
+    "logits of 16 bits, cast": (
+        f"{MATRIX} {{ c = Cast<to=10>(x) v = Cast<to=10>(w) h = MatMul(c, v) y = Cast<to=1>(h) }}",
+        affine,
+    ),
+    "bias behind a mean of maps": (
+        f"{IMAGE} {{ h = Conv(x, k) p = GlobalAveragePool(h) a = Add(planes, p) y = Flatten(a) }}",
+        lambda *a: pointwise(*a).mean((2, 3)),
+    ),
+    "bias behind a Reshape": (
+        f"{IMAGE} <int64[2] n = {{2, 3}}> {{ h = Conv(x, k) p = ReduceMean(h, n)"
+        " l = Reshape(p, columns) a = Add(l, row) y = Softmax(a) }",
+        lambda *a: softmax_of_axis(pointwise(*a).mean((2, 3))),
+    ),
+    "bias behind a Transpose": (
+        "f (float[N,4,H,W] x) => (float[N,H,W,3] y) { h = Conv(x, k)"
+        " l = Transpose<perm=[0,2,3,1]>(h) y = Add(l, b) }",
+        lambda *a: pointwise(*a).transpose(0, 2, 3, 1),
+    ),
+    "bias of maps": (f"{MAPS} {{ h = Conv(x, k) y = Add(h, planes) }}", pointwise),
+    "weights in front": (
+        f"{COLUMNS} {{ h = MatMul(t, x) y = Add(h, column) }}",
+        lambda x, w, b: np.einsum("nft,fu->nut", x, w) + b.reshape(1, -1, 1),
+    ),
     "running sums of the units": (
         f"{MATRIX} <int64 one = {{1}}> {{ h = MatMul(x, w) y = CumSum(h, one) }}",
         lambda *a: affine(*a).cumsum(1),
@@ -209,11 +233,13 @@ CASES = {
 
 
 TENSORS = {
-    "w": W, "t": W.T, "k": K, "b": B, "row": B[None], "half": W, "bytes": np.int8(W * 10),
+    "w": W, "t": W.T, "k": K, "b": B, "row": B[None], "column": B.reshape(1, 3, 1),
+    "planes": B.reshape(1, 3, 1, 1), "half": W, "bytes": np.int8(W * 10),
     "step": np.float32(0.1), "columns": np.int64([-1, 3]), "back": np.swapaxes(K, 0, 1),
     "packed": np.zeros((3, 1, 8), np.uint8), "scales": np.ones(3, np.float32),
 }  # fmt: skip
 INPUTS = {MATRIX: X, SEQUENCE: TEXT, IMAGE: IMAGES, MAPS: IMAGES}
+INPUTS[COLUMNS] = TEXT.swapaxes(1, 2)
 
 
 def head_case(text):
@@ -247,7 +273,8 @@ def test_new_units(name, units):
     assert model.SerializeToString() == before
     assert units in output_dims(changed)
     w, b = head_tensors(changed)
-    assert (b is not None) == bool({"b", "row"} & set(re.findall(r"\w+", text.partition("{")[2])))
+    read = {*re.findall(r"\w+", text.partition("{")[2])}
+    assert (b is not None) == (not read.isdisjoint(("b", "row", "column", "planes")))
     head = text[: text.index(")") + 1]
     x = next((x for h, x in INPUTS.items() if h.startswith(head)), IMAGES)
     [y] = run(changed, x=x)
@@ -280,6 +307,23 @@ def test_activations(text, activation):
     model = og.replace_head(head_case(f"{MATRIX} {text}"), 5, activation=activation)
     [y] = run(checked_head(model), x=X)
     np.testing.assert_allclose(y, ACTIVATIONS[activation](X @ head_tensors(model)[0]), rtol=1e-5)
+
+
+def test_numbers_of_classes_only(caplog):
+    """A model that returns an ArgMax still does, and trains by the scores, which are named."""
+    model = head_case(f"{MATRIX.replace('float[N,3]', 'int64[N]')} {{ h = MatMul(x, w)"
+                      " s = Add(h, b) y = ArgMax<axis=1, keepdims=0>(s) }")  # fmt: skip
+    with caplog.at_level("INFO", "onnxgrad"):
+        changed = checked_head(og.replace_head(model, 5))
+    [said] = [r.getMessage() for r in caplog.records if "numbers of classes" in r.getMessage()]
+    assert "select_model_inputs_outputs(model, outputs=['s'])" in said
+    labels = np.arange(6) % 5
+    trainer = og.Trainer(changed, "cross_entropy", train="head.*", learning_rate=0.1)
+    trainer.fit(X, labels, epochs=300)
+    [predicted] = run(trainer.model, x=X)
+    assert (predicted == labels).mean() > 0.6
+    scores = og.graph.select_model_inputs_outputs(trainer.model, outputs=["s"])
+    assert np.array_equal(run(scores, x=X)[0].argmax(1), predicted)
 
 
 @pytest.mark.parametrize("activation", ["same", None])
@@ -472,7 +516,13 @@ REFUSED = {
         "f (bool c, float[N,4] x) => (float[N,3] y) { y = If(c) <then_branch ="
         " a () => (float[N,3] r) { r = MatMul(x, w) }, else_branch = b () => (float[N,3] s)"
         " { s = MatMul(x, w) }> }", "If.*in a subgraph"),
-    "weights first": ("f (float[4,N] x) => (float[3,N] y) { y = MatMul(t, x) }", "second operand"),
+    "weights first": ("f (float[4,N] x) => (float[3,N] y) { y = Gemm(t, x) }", "second operand"),
+    "edges between rows": (
+        "f (float[4,4] x) => (float[3,3] y) { h = MatMul(x, w) a = MatMul(t, h) y = Add(a, b) }",
+        "second operand"),
+    "a bias behind a function": (
+        f"{IMAGE} {{ h = Conv(x, k) r = Relu(h) p = GlobalAveragePool(r) y = Add(p, planes) }}",
+        r"Add.*'planes' has the shape \[1, 3, 1, 1\]"),
     "groups": (
         "f (float[N,4,H,W] x) => (float[N,4,H,W] y) { y = Conv<group=4>(x, g) }", "groups"),
     "none": ("f (float[N,4] x) => (float[N,4] y) { y = Relu(x) }", "no linear"),
@@ -676,7 +726,7 @@ def test_a_trained_head_trains_beside_adapters():
 
 KEPT = """gemm; gemm transposed; gemm with factors; gemm without bias; matmul; matmul and add;
     add the other way; fused matmul; fused gemm; fused conv; segmentation; convolution transposed;
-    in a local function; tokens"""
+    in a local function; tokens; bias behind a mean of maps; weights in front"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT.split(";")])
@@ -687,7 +737,9 @@ def test_kept_units(name):
     new = og.replace_head(model, 5, keep=[2, None, 0, 1, None])
     tensors = initializer_arrays(model)
     for names, after in zip(
-        (["w", "t", "k", "back"], ["b", "row"]), head_tensors(checked_head(new)), strict=True
+        (["w", "t", "k", "back"], ["b", "row", "column", "planes"]),
+        head_tensors(checked_head(new)),
+        strict=True,
     ):
         if after is not None:
             old, axis = next(tensors[n] for n in names if n in tensors), after.shape.index(5)

@@ -343,6 +343,17 @@ def test_add_head_is_not_put_on_probabilities():
     assert og.add_head(body, 5, at="p").graph.output[0].name == "logits"
 
 
+def test_add_head_names_the_features_in_front_of_predictions():
+    text = "f (float[N,2] x) => ({}[N{}] y) {{ r = Relu(x) h = MatMul(r, w) y = {}(h) }}"
+    for dtype, rest, last, holds in (
+        ("int64", "", "ArgMax<axis=1, keepdims=0>", "integers"),
+        ("float", ",3", "Softmax", "probabilities"),
+    ):
+        body = parse_model(text.format(dtype, rest, last), w=np.ones((2, 3), np.float32))
+        with pytest.raises(ValueError, match=naming("'y'", holds, "replace_head", "at='r'")):
+            og.add_head(body, 5)
+
+
 def test_add_head_of_classes():
     """Behind a value in the middle; what only other outputs need is removed."""
     body = parse_model(

@@ -357,6 +357,91 @@ def test_equal_weights_are_told_by_name_or_refused():
         og.language.split_encoder_decoder(learner.model, encoder, decoder, other)
 
 
+# -- files that were joined in any way: weights are found by name ----------------------------------
+
+TWO_FILES = (
+    """e (float[N,2] x) => (float[N,2] h) { m = MatMul(x, w) h = Add(m, b) }""",
+    """d (float[N,2] s) => (float[N,2] z) { m = MatMul(s, w) z = Mul(m, c) }""",
+)
+
+
+def two_files(*texts, **arrays):
+    values = {"w": random_floats(2, 2), "b": random_floats(2), "c": random_floats(2)} | arrays
+    read = [{n: a for n, a in values.items() if re.search(rf"\b{n}\b", t)} for t in texts]
+    second = read[1] | {"w": values["w"] + 1} if "w" in read[1] else read[1]
+    return [parse_model(t, **own) for t, own in zip(texts, (read[0], second), strict=True)]
+
+
+def changed_weights(model):
+    """Return the model with other weights, and these."""
+    new = {n: random_floats(*a.shape) for n, a in initializer_arrays(model).items()}
+    return og.graph.replace_initializers_into_onnx(model, new), new
+
+
+def test_files_that_were_joined_otherwise_get_their_weights_by_name():
+    encoder, decoder = two_files(*TWO_FILES)
+    joined = og.attach(encoder, decoder, {"h": "s"}, prefix="top.")
+    trained, new = changed_weights(joined)
+    assert sorted(new) == ["b", "c", "top.w", "w"]
+    for mapping in ({"top.w": (1, "w")}, {"top.w": [(1, "w")], "w": (0, "w"), "b": "b", "c": "c"}):
+        files = og.language.split_encoder_decoder(trained, encoder, decoder, mapping=mapping)
+        first, second = map(initializer_arrays, files)
+        np.testing.assert_equal(first, {"w": new["w"], "b": new["b"]})
+        np.testing.assert_equal(second, {"w": new["top.w"], "c": new["c"]})
+        x = random_floats(3, 2)
+        [h] = run_named(files[0], {"x": x}).values()
+        expected = run_named(trained, {"x": x})["z"]
+        np.testing.assert_allclose(run_named(files[1], {"s": h})["z"], expected, rtol=1e-5)
+    usual, values = changed_weights(og.attach(encoder, decoder, {"h": "s"}, prefix="decoder."))
+    files = og.language.split_encoder_decoder(usual, encoder, decoder, mapping={})
+    assert np.array_equal(initializer_arrays(files[1])["w"], values["decoder.w"])
+
+
+def test_a_weight_of_several_files_by_name():
+    """One table, which the second file stores transposed, and a third one by another name."""
+    texts = (
+        "e (int64[N] i) => (float[N,2] h) { h = Gather(table, i) }",
+        "d (float[N,2] s) => (float[N,3] z) { z = MatMul(s, words) }",
+        "p (float[N,2] s) => (float[N,3] z) { z = MatMul(s, table) }",
+    )
+    table = random_floats(3, 2)
+    files = [
+        parse_model(t, **{n: a})
+        for t, (n, a) in zip(
+            texts, [("table", table), ("words", table.T), ("table", table.T)], strict=True
+        )
+    ]
+    joined = og.graph.tie_copies(og.attach(files[0], files[1], {"h": "s"}))
+    trained, new = changed_weights(joined)
+    [name] = new
+    places = [(0, "table"), (1, "words"), (2, "table")]
+    written = og.language.split_encoder_decoder(trained, *files, mapping={name: places})
+    found = [next(iter(initializer_arrays(file).values())) for file in written]
+    for array, expected in zip(found, (new[name], new[name].T, new[name].T), strict=True):
+        np.testing.assert_array_equal(array, expected if new[name].shape == (3, 2) else expected.T)
+
+
+def test_weights_that_a_mapping_does_not_match_are_named():
+    encoder, decoder = two_files(*TWO_FILES)
+    trained, _ = changed_weights(og.attach(encoder, decoder, {"h": "s"}, prefix="top."))
+    for mapping, words in (
+        ({}, ["trained model", "'top.w'", "mapping="]),
+        ({"nothing": "w"}, ["trained weight", "mapping=", "'nothing'"]),
+        ({"top.w": (1, "v")}, ["constant", "mapping=", "'v'", "Valid", "'c'"]),
+        ({"top.w": (5, "w")}, ["constant", "mapping=", "'w'"]),
+        ({"top.w": [(1, "w"), (1, "c")]}, ["'c'", "(2,)", "(2, 2)"]),
+    ):
+        with pytest.raises(ValueError, match=naming(*words)):
+            og.language.split_encoder_decoder(trained, encoder, decoder, mapping=mapping)
+    more = parse_model(
+        "d (float[N,2] s) => (float[N,2] z) { m = MatMul(s, w) n = Add(m, extra) z = Mul(n, c) }",
+        **initializer_arrays(decoder),
+        extra=random_floats(2),
+    )
+    with pytest.raises(ValueError, match=naming("the decoder", "'extra'", "mapping=")):
+        og.language.split_encoder_decoder(trained, encoder, more, mapping={"top.w": (1, "w")})
+
+
 def test_labels_that_cannot_be_shifted():
     with pytest.raises(ValueError, match=r"tokens \(N, T\), integers"):
         og.language.shift_right([1, 2], start=0)

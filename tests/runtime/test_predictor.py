@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from onnxgrad.reporting import warn_once
 from onnxgrad.runtime.predictor import Predictor
 from tests.support.errors import naming
 from tests.support.models import parse_model
@@ -78,3 +79,55 @@ def test_an_output_as_long_as_a_part_of_a_static_batch_has_no_rows():
 def test_no_rows():
     found = Predictor(two_input_model(), ["y"]).predict({"x": X[:0], "k": COUNTS[:0]})
     assert found["y"].shape == (0, 2)
+
+
+ONE_ROW = {  # files that state any number of rows, and take one
+    "a Reshape to one row": "r = Reshape(x, row) y = MatMul(r, w)",
+    "a Squeeze of the rows": "r = Squeeze(x, zero) h = MatMul(r, w) y = Unsqueeze(h, zero)",
+    "a mean of the rows": "r = ReduceMean(x, zero) y = MatMul(r, w)",
+}
+TENSORS = {"row": np.int64([1, 3]), "zero": np.int64([0])}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_a_file_that_takes_one_row_at_a_time(name, caplog):
+    text, rows = ONE_ROW[name], X[:5]
+    used = {n: a for n, a in TENSORS.items() if n in text}
+    model = parse_model(f"f (float[N,3] x) => (float[N,2] y) {{ {text} }}", w=WEIGHTS, **used)
+    predictor = Predictor(model)
+    assert predictor.fixed_rows == 0
+    warn_once.cache_clear()
+    for found in (predictor.predict({"x": rows}), predictor.run_rows({"x": rows})):
+        np.testing.assert_allclose(found["y"], rows @ WEIGHTS, rtol=1e-5)
+    assert predictor.fixed_rows == 1
+    [said] = [r.getMessage() for r in caplog.records]
+    assert "one row at a time" in said
+    single = Predictor(model).predict({"x": rows[:1]})
+    np.testing.assert_array_equal(single["y"], found["y"][:1])
+
+
+def test_rows_that_fail_are_no_sign_of_a_static_batch():
+    model = parse_model("f (int64[N] k) => (float[N,2] y) { y = Gather(w, k) }", w=WEIGHTS)
+    predictor = Predictor(model)
+    with pytest.raises(Exception, match="Gather"):
+        predictor.predict({"k": np.int64([0, 1, 9])})
+    assert predictor.fixed_rows == 0
+
+
+def test_a_result_of_all_rows_that_the_file_states_is_no_row_of_one():
+    model = parse_model(
+        "f (float[N,3] x) => (float[1,3] y) { y = ReduceMean(x, zero) }", zero=np.int64([0])
+    )
+    with pytest.raises(ValueError, match=naming("'y'", "outputs")):
+        Predictor(model).predict({"x": X})
+
+
+def test_lists_of_maps_of_several_calls_are_one_list():
+    model = parse_model(
+        """<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]> f (float[1,2] x) => (float y)
+        { y = ai.onnx.ml.ZipMap<classlabels_int64s = [3, 5]>(x) }"""
+    )
+    kind = model.graph.output[0].type.sequence_type.elem_type.map_type
+    kind.key_type, kind.value_type.tensor_type.elem_type = 7, 1
+    found = Predictor(model).run_rows({"x": X[:4, :2]})
+    assert found == {"y": [{3: a, 5: b} for a, b in X[:4, :2].tolist()]}

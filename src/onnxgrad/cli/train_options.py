@@ -69,7 +69,8 @@ class WeightOptions:
     """Which weights train."""
 
     train: list[str] = option(
-        "Name or pattern of weights to train, as 'layer4.*'; repeat for several.",
+        "Name or pattern of weights to train, as 'layer4.*'; `last`: the last layer. Repeat for "
+        "several.",
         [],
         "--train",
         "--weights",

@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
-from onnxgrad.finetune.heads import Request
+from onnxgrad.finetune.heads import Request, find_layer
 from onnxgrad.finetune.layers import initializer
 from onnxgrad.finetune.new_weights import fresh
 from onnxgrad.graph.emit import Emit
@@ -106,7 +106,7 @@ def _with_head(
     mask: str | None,
     cosine: bool,
 ) -> ModelProto:
-    """Return `proto` with a head; the other arguments as those of `add_head`."""
+    """Return `proto` with a head; see `add_head` for the other arguments."""
     changed = to_ir(proto)
     infer(changed)
     graph = changed.graph
@@ -115,21 +115,18 @@ def _with_head(
         raise ValueError(
             f"the model has the outputs {names}: name the features with {argument('at')}"
         )
-    if at is None and value_range(graph.outputs[0]) == (0.0, 1.0):
-        raise ValueError(
-            f"{graph.outputs[0].name!r} holds probabilities: {named('replace_head')} replaces the "
-            f"layer in front of them; or name the features with {argument('at')}"
-        )
+    if at is None:
+        _refuse_predictions(graph, proto)
     op = Emit(graph)
-    x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
-    weights = [] if request is None else _weights(op, x, pool, request, not cosine)
-    pooled = _pool_features(op, x, pool, None if mask is None else _value(graph, mask))
+    x = _check_features(_find_value(graph, at or str(graph.outputs[0].name)), pool)
+    weights = [] if request is None else _draw_weights(op, x, pool, request, not cosine)
+    pooled = _pool_features(op, x, pool, None if mask is None else _find_value(graph, mask))
     shape = dims(x) or ()
     if request is None:
         y = op.copy_of(pooled)
         width = (shape[1 if pool == "image" else 2],) if shape else (None,)
     else:
-        y, width = _layer(op, pooled, weights), (request.units,)
+        y, width = _write_layer(op, pooled, weights), (request.units,)
     y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), *width])
     label = "features" if request is None else "cosines" if cosine else "logits"
     if request is not None and request.activation is not None:
@@ -147,27 +144,45 @@ def _with_head(
     return request.finish(made, tensors, labeled=False, origin=proto)
 
 
-def _layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
+def _write_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
     """Write x W + b; without b, the cosines of the angles between x and the columns of W."""
     if len(weights) == 2:
         return op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
     with op:
         tiny = 1e-12  # as `normalize` in PyTorch
         x, w = (
-            v / op.Max(_reduced(op, "ReduceL2", v, [axis], keepdims=1), tiny)
+            v / op.Max(_write_reduction(op, "ReduceL2", v, [axis], keepdims=1), tiny)
             for v, axis in ((x, -1), (weights[0], 0))
         )
         return op.emit("MatMul", [x, w], {}, fresh=True)
 
 
-def _value(graph: ir.Graph, name: str) -> ir.Value:
+def _refuse_predictions(graph: ir.Graph, proto: ModelProto) -> None:
+    """Raise `ValueError` if the output holds probabilities, or numbers of classes."""
+    y = graph.outputs[0]
+    counts = y.dtype is not None and y.dtype.is_integer()
+    if not counts and value_range(y) != (0.0, 1.0):
+        return
+    try:
+        features = argument("at", find_layer(graph, proto, None, None).x.name)
+    except ValueError:  # there is no layer that could be replaced
+        if counts:
+            return
+        features = argument("at")
+    raise ValueError(
+        f"{y.name!r} holds {'integers' if counts else 'probabilities'}: {named('replace_head')} "
+        f"replaces the layer in front of them; or name the features with {features}"
+    )
+
+
+def _find_value(graph: ir.Graph, name: str) -> ir.Value:
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     if name not in values:
         raise unknown("value of the model", name, [*(str(y.name) for y in graph.outputs), *values])
     return values[name]
 
 
-def _features(x: ir.Value, pool: str | None) -> ir.Value:
+def _check_features(x: ir.Value, pool: str | None) -> ir.Value:
     """Return `x` if it can be features.
 
     Raises:
@@ -189,25 +204,27 @@ def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | Non
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)
     if pool == "image":
-        return _reduced(op, "ReduceMean", x, [2, 3])
+        return _write_reduction(op, "ReduceMean", x, [2, 3])
     if pool is None:
         return x
     if mask is None:
-        return _reduced(op, "ReduceMean", x, [1])
+        return _write_reduction(op, "ReduceMean", x, [1])
     with op:
         counted = op.Reshape(op.Cast(mask, to=x.dtype), [0, 0, 1])
-        total = _reduced(op, "ReduceSum", x * counted, [1])
-        return total / op.Max(_reduced(op, "ReduceSum", counted, [1]), 1.0)
+        total = _write_reduction(op, "ReduceSum", x * counted, [1])
+        return total / op.Max(_write_reduction(op, "ReduceSum", counted, [1]), 1.0)
 
 
-def _reduced(op: Emit, kind: str, x: ir.Value, axes: list[int], keepdims: int = 0) -> ir.Value:
+def _write_reduction(
+    op: Emit, kind: str, x: ir.Value, axes: list[int], keepdims: int = 0
+) -> ir.Value:
     """Return a reduction over axes, which are an attribute in older opsets."""
     if op.opset < (13 if kind == "ReduceSum" else 18):
         return op.emit(kind, [x], {"axes": axes, "keepdims": keepdims})
     return op.emit(kind, [x, axes], {"keepdims": keepdims})
 
 
-def _weights(
+def _draw_weights(
     op: Emit, x: ir.Value, pool: str | None, request: Request, bias: bool
 ) -> list[ir.Value]:
     """Return the weights, features x units, and the bias if there shall be one.

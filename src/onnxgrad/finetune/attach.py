@@ -10,7 +10,7 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.file_shapes import Stated, all_values, restore, stated_types
+from onnxgrad.finetune.file_shapes import all_values, restore, stated_types
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
@@ -32,18 +32,19 @@ def attach(
 ) -> ModelProto:
     """Return one model that feeds outputs of `backbone` to inputs of `head`.
 
-    Its inputs are those of `backbone`, and those of `head` that are not fed; inputs of one name,
-    type and shape are one. Shapes are the same if their symbols are, or are joined by `mapping`;
-    where one does not state a length, the logger warns that the inputs are one. Its outputs are
-    those of `head`, and those of `backbone` that feed nothing. The opset is the newer one; local
-    functions are inlined. Values and nodes of `head` whose names `backbone` has get the prefix;
-    inputs and outputs of the result keep their names.
+    It has the inputs of `backbone`, and the inputs of `head` that nothing feeds; inputs of one
+    name, type and shape are one. Shapes are the same if their symbols are, or are joined by
+    `mapping`; where one does not state a length, the logger warns that the inputs are one. It has
+    the outputs of `head`, and the outputs of `backbone` that feed nothing. The opset is the newer
+    one; local functions are inlined. Values and nodes of `head` whose names `backbone` has get the
+    prefix; inputs and outputs of the result keep their names.
 
     Args:
         backbone: model, serialized model or path; never modified.
         head: likewise, such as a small network of your own.
         mapping: `{output of backbone: input of head}`; any value of `backbone` may be named. None:
-            those of one name; or the only output, and the only input that `backbone` has not.
+            an output feeds the input of its name; or the only output feeds the only input that
+            `backbone` does not have.
         prefix: of names in `head` that `backbone` has too.
         rename: `{input of head: its name in the result}`. An input that gets the name of one of
             `backbone`, or keeps it, is one with it, whatever the symbols of its shape.
@@ -71,35 +72,35 @@ def attach(
         if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
             raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
     below, above = to_ir(first), to_ir(second)
-    new_names = _join(below, above, mapping, prefix, rename or {})
+    new_names = _join_graphs(below, above, mapping, prefix, rename or {})
     joined = to_proto(below)
     names = {t.name for t in joined.graph.initializer}
-    notes = list(map(_notes, (first, second), new_names))
+    notes = list(map(_renamed_notes, (first, second), new_names))
     for key in LISTS:
         every = [entry for note in notes for entry in read_note(note, key)]
         write_note(joined, key, [e for e in every if key != HEAD or e in names])
     return read(joined)
 
 
-def _notes(proto: ModelProto, new_names: Mapping[str, str]) -> ModelProto:
+def _renamed_notes(proto: ModelProto, new_names: Mapping[str, str]) -> ModelProto:
     """Return a model that has only the metadata of `proto`, with new names of values."""
     notes = ModelProto(metadata_props=proto.metadata_props)
     rename_notes(notes, new_names)
     return notes
 
 
-def _join(
+def _join_graphs(
     below: ir.Model,
     above: ir.Model,
     mapping: Mapping[str, str] | None,
     prefix: str,
     rename: Mapping[str, str],
 ) -> list[dict[str, str]]:
-    """Put the nodes of `above` behind those of `below`, in place; return the new names of each."""
+    """Put the nodes of `above` behind the nodes of `below`, in place; return new names of each."""
     before = stated_types(below.graph) | stated_types(above.graph)
     infer(below)
     infer(above)
-    pairs = _pairs(below.graph, above.graph, mapping)
+    pairs = _values_to_join(below.graph, above.graph, mapping)
     fed = {x.name for _, x in pairs}
     chosen = _rename_inputs(above.graph, fed, rename)
     shared = _shared_inputs(below.graph, above.graph, pairs, chosen, before)
@@ -107,7 +108,7 @@ def _join(
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
             raise ValueError(f"both models have an output {y.name!r}: rename one")
-    _rename(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
+    _rename_clashes(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
     joints = [*pairs, *((own, x) for x, own in shared)]
     own = {x: y for y, x in joints}
     new_names = [
@@ -116,7 +117,7 @@ def _join(
     ]
     restore(before)
     _unify_symbols(before, below.graph, above.graph, joints, prefix)
-    _move(below, above, joints, kept)
+    _append_graph(below, above, joints, kept)
     _shape_outputs(below)
     return new_names
 
@@ -136,7 +137,9 @@ def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, Mo
     for domain in versions[0].keys() & versions[1].keys() - {""}:
         a, b = (v[domain] for v in versions)
         used = {n.op_type for p in protos for n in p.graph.node if n.domain == domain}
-        changed = [t for t in sorted(used) if _since(t, a, domain) != _since(t, b, domain)]
+        changed = [
+            t for t in sorted(used) if _since_version(t, a, domain) != _since_version(t, b, domain)
+        ]
         if a != b and changed:
             raise ModelError(
                 f"the models import versions {a} and {b} of {domain!r}, which differ in {changed}: "
@@ -145,7 +148,7 @@ def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, Mo
     return protos[0], protos[1]
 
 
-def _since(op_type: str, version: int, domain: str) -> int | None:
+def _since_version(op_type: str, version: int, domain: str) -> int | None:
     exists = defs.has(op_type, version, domain)
     return defs.get_schema(op_type, version, domain).since_version if exists else None
 
@@ -153,7 +156,7 @@ def _since(op_type: str, version: int, domain: str) -> int | None:
 _Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-def _pairs(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) -> _Pairs:
+def _values_to_join(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) -> _Pairs:
     """Return the pairs (value of `below`, input of `above`) to join."""
     inputs = {str(x.name): x for x in above.inputs if x.const_value is None}
     outputs = {str(y.name): y for y in below.outputs}
@@ -177,12 +180,12 @@ def _pairs(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) 
             raise unknown("input of the head", target, inputs)
         if any(x is inputs[target] for _, x in pairs):
             raise ValueError(f"the input {target!r} of the head is fed twice")
-        _check(values[name], inputs[target])
+        _check_fits(values[name], inputs[target])
         pairs.append((values[name], inputs[target]))
     return pairs
 
 
-def _check(y: ir.Value, x: ir.Value) -> None:
+def _check_fits(y: ir.Value, x: ir.Value) -> None:
     """Raise if `y` cannot be fed to `x`."""
     if y.dtype is not None and x.dtype is not None and y.dtype != x.dtype:
         raise ValueError(
@@ -228,13 +231,13 @@ def _shared_inputs(
     above: ir.Graph,
     fed: _Pairs,
     chosen: set[ir.Value],
-    before: Mapping[ir.Value, Stated],
+    before: Mapping[ir.Value, ir.Value],
 ) -> _Pairs:
     """Return the pairs of inputs (of `above`, of `below`) that are one; `before`: as stated.
 
     Raises:
-        ValueError: they have one name, and different types or shapes; for those that were `chosen`
-            to be one, shapes differ if numbers do.
+        ValueError: they have one name, and different types or shapes; the shapes of inputs that
+            were `chosen` to be one differ if numbers do.
     """
     own = {x.name: x for x in below.inputs}
     targets = [x for _, x in fed]
@@ -244,7 +247,7 @@ def _shared_inputs(
         symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
     for x, other in pairs:
         try:
-            _check(other, x)
+            _check_fits(other, x)
         except ValueError as e:
             raise ValueError(
                 f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}} "
@@ -253,7 +256,7 @@ def _shared_inputs(
         if x in chosen:
             continue
         # inference gives all lengths names
-        have, want = (dims(ir.Value(shape=before[v].shape)) for v in (other, x))
+        have, want = (dims(before[v]) for v in (other, x))
         lengths = [(a, symbols.get(b, b)) for a, b in zip(have or (), want or (), strict=False)]
         if any(a != b for a, b in lengths if None not in (a, b)):
             raise ValueError(
@@ -271,7 +274,7 @@ def _shared_inputs(
     return pairs
 
 
-def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
+def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
     """Give the values and nodes of `above` names that `below` does not have."""
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
@@ -303,10 +306,10 @@ def _rename_inner(below: ir.Graph, name: str, taken: set[str]) -> None:
 
 
 def _unify_symbols(
-    values: Mapping[ir.Value, Stated], below: ir.Graph, above: ir.Graph, joints: _Pairs, prefix: str
+    values: Iterable[ir.Value], below: ir.Graph, above: ir.Graph, joints: _Pairs, prefix: str
 ) -> None:
-    """Let symbolic dimensions of the head be those of the backbone, where they are one length."""
-    own = {d for v, s in values.items() if v.graph is below for d in dims(v) or ()}
+    """Give symbolic dimensions of the head the backbone's names, where they are one length."""
+    own = {d for v in values if v.graph is below for d in dims(v) or ()}
     symbols: dict[Any, Any] = {}
     for y, x in joints:
         symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
@@ -328,8 +331,8 @@ def _shape_outputs(model: ir.Model) -> None:
         restore(before, unknown_shapes)
 
 
-def _move(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
-    """Move the nodes of `above` behind those of `below`, in place."""
+def _append_graph(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
+    """Move the nodes of `above` behind the nodes of `below`, in place."""
     for y, x in pairs:
         ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
     replaced, outputs = {x for _, x in pairs}, list(above.graph.outputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from onnx import ModelProto
@@ -16,46 +15,36 @@ from onnx import ModelProto
 from onnxgrad.errors import printable
 from onnxgrad.reporting import logger
 
+Names = list[Any] | dict[Any, Any]
+Reading = tuple[Names | None, Callable[[Names], str]]
 
-@dataclass(frozen=True)
-class NewClasses:
-    """What replaces the classes of a layer.
+
+def update_class_metadata(
+    proto: ModelProto, old: int | None, classes: Sequence[Any] | None, alone: bool
+) -> None:
+    """Rewrite or remove the metadata about the classes of a replaced layer, in place; say which.
 
     Args:
+        proto: the model.
         old: units of the replaced layer; None: the model had none, its outputs are gone.
         classes: the new classes, if they have names.
         alone: whether the model has no other outputs, which metadata may describe.
     """
-
-    old: int | None
-    classes: Sequence[Any] | None
-    alone: bool
-
-    def update(self, proto: ModelProto) -> None:
-        """Rewrite or remove the metadata about the old classes, in place; say which."""
-        rewritten, removed = [], []
-        for entry in [e for e in proto.metadata_props if e.key in _READERS]:
-            names, write = _READERS[entry.key](entry.value)
-            if names is None or not self._replaces(names):
-                continue
-            if len(names) == self.old and self.classes is not None:
-                entry.value = write(_number_names(names, self.classes))
-                rewritten.append(printable(entry.key))
-            else:
-                removed.append(printable(entry.key))
-                proto.metadata_props.remove(entry)
-        for keys, done in ((rewritten, "rewritten"), (removed, "removed")):
-            if keys:
-                logger.warning("metadata that described the old classes are %s: %s", done, keys)
-
-    def _replaces(self, names: Names) -> bool:
-        """Return whether names are of the old classes; a blank and a space may be left out."""
-        near = self.old is None or 0 <= self.old - len(names) <= 2
-        return near or self.alone
-
-
-Names = list[Any] | dict[Any, Any]
-Reading = tuple[Names | None, Callable[[Names], str]]
+    rewritten, removed = [], []
+    for entry in [e for e in proto.metadata_props if e.key in _READERS]:
+        names, write = _READERS[entry.key](entry.value)
+        # a blank and a space may be left out of the names of the old classes
+        if names is None or not (alone or old is None or 0 <= old - len(names) <= 2):
+            continue
+        if len(names) == old and classes is not None:
+            entry.value = write(_number_names(names, classes))
+            rewritten.append(printable(entry.key))
+        else:
+            removed.append(printable(entry.key))
+            proto.metadata_props.remove(entry)
+    for keys, done in ((rewritten, "rewritten"), (removed, "removed")):
+        if keys:
+            logger.warning("metadata that described the old classes are %s: %s", done, keys)
 
 
 def _read_names(text: str) -> Reading:

@@ -27,7 +27,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         ValueError: the outputs are probabilities, and what computes them is not recognized.
     """
     for node in list(tail.op.graph):
-        _fold(tail, node)
+        _fold_softmax(tail, node)
     present = [node for node in tail.op.graph if _is_activation(tail, node)]
     for node in present:
         wanted = ACTIVATIONS.get(activation or "")
@@ -55,7 +55,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
                 "activation of the units is recognized: pass None or 'same'"
             )
         if activation is not None:
-            _append(tail, y, ACTIVATIONS[activation])
+            _append_activation(tail, y, ACTIVATIONS[activation])
 
 
 def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
@@ -81,26 +81,26 @@ def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value
     return op.set_type_like(y, x)
 
 
-def _fold(tail: Tail, node: ir.Node) -> None:
+def _fold_softmax(tail: Tail, node: ir.Node) -> None:
     """Replace exp(x) / sum exp(x) over the units by a Softmax, of which a loss sees the scores."""
     if node.op_type != "Div" or node.domain or node.inputs[0] not in tail.axes:
         return
     axis = tail.axes[node.inputs[0]]
     powers = node.inputs[0].producer()
-    total = _reduction(node.inputs[1], "ReduceSum", axis)
+    total = _reduced_value(node.inputs[1], "ReduceSum", axis)
     if powers is None or powers.op_type != "Exp" or total is not node.inputs[0]:
         return
     x = powers.inputs[0]
     shift = None if x is None else x.producer()
     if shift is not None and shift.op_type == "Sub" and shift.inputs[0] is not None:
-        top = _reduction(shift.inputs[1], "ReduceMax", axis)
+        top = _reduced_value(shift.inputs[1], "ReduceMax", axis)
         x = shift.inputs[0] if top is shift.inputs[0] else x
     if x is None or x not in tail.axes:
         return
     _write_instead(tail, node, "Softmax", x)
 
 
-def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
+def _reduced_value(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
     """Return what `value` is a reduction of along `axis`, perhaps broadcast; None if it is none."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in ("Expand", "Reshape", "Identity", "Unsqueeze"):
@@ -131,7 +131,7 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
 
 
 def _activation_like(tail: Tail, node: ir.Node) -> str:
-    """Return the activation for the new units that corresponds to that of the old ones."""
+    """Return the activation for the new units that corresponds to the old units' activation."""
     if not tail.is_whole(node.inputs[0]):
         return node.op_type
     if tail.new == 1 and node.op_type == "Softmax":
@@ -155,7 +155,7 @@ def _write_instead(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None
     tail.set_like(substitute(tail.op, node.outputs[0], z), x)
 
 
-def _append(tail: Tail, y: ir.Value, op_type: str) -> None:
+def _append_activation(tail: Tail, y: ir.Value, op_type: str) -> None:
     """Write an activation behind the output `y`, whose name its result gets."""
     op, outputs = tail.op, tail.op.graph.outputs
     z = write_activation(op, op_type, y, tail.axes[y])

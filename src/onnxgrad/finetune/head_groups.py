@@ -1,4 +1,4 @@
-"""Layers that belong together, as those of the scales of a detector, and how messages show them."""
+"""Layers that belong together, as the heads of a detector, and how messages show them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ def suggestions(layers: Iterable[Layer], constants: Iterable[str]) -> list[str]:
     """
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:
-        groups.setdefault((layer.units, *_way(layer)), []).append(layer)
+        groups.setdefault((layer.units, *_operators_behind(layer)), []).append(layer)
     named = list(constants)
     return [
-        f"{argument('at', _pattern(group, named))} ({len(group)} layers of {group[0].units} units)"
+        f"{argument('at', _pattern_of_weights(group, named))} "
+        f"({len(group)} layers of {group[0].units} units)"
         for group in groups.values()
         if len(group) > 1
     ]
 
 
-def _way(layer: Layer) -> list[tuple[str, int]]:
+def _operators_behind(layer: Layer) -> list[tuple[str, int]]:
     """Return the operators behind `layer`, up to the first Concat, and which operand it is."""
     way: list[tuple[str, int]] = []
     value = layer.y
@@ -57,24 +58,23 @@ def _way(layer: Layer) -> list[tuple[str, int]]:
     return way
 
 
-def _pattern(layers: Sequence[Layer], constants: Sequence[str]) -> str | list[str]:
+def _pattern_of_weights(layers: Sequence[Layer], constants: Sequence[str]) -> str | list[str]:
     """Return the pattern that names the weights of `layers` and no others, or else their names."""
-    names = list(dict.fromkeys(_name(layer) for layer in layers))
-    start = names[0][: _common(names)]
-    rest = [name[len(start) :] for name in names]
-    end = rest[0][len(rest[0]) - _common([name[::-1] for name in rest]) :]
+    names = list(dict.fromkeys(_weight_name(layer) for layer in layers))
+    start = _common_prefix(names)
+    end = _common_prefix([name[len(start) :][::-1] for name in names])[::-1]
     pattern = f"{start}*{end}" if len(names) > 1 else names[0]
     found = {name for name in constants if fnmatchcase(name, pattern)}
     return pattern if found == {*names} else names
 
 
-def _common(texts: Sequence[str]) -> int:
-    """Return the number of characters at the start that all texts have in common."""
+def _common_prefix(texts: Iterable[str]) -> str:
+    """Return the characters at the start that all texts have in common."""
     columns = zip(*texts, strict=False)
-    return len(list(takewhile(lambda column: len({*column}) == 1, columns)))
+    return "".join(c for c, *_ in takewhile(lambda column: len({*column}) == 1, columns))
 
 
-def _name(layer: Layer) -> str:
+def _weight_name(layer: Layer) -> str:
     """Return the name of the weight of a layer, or else of its node or result."""
     node = layer.node
     if layer.weights and layer.weights[0].producer() is None:

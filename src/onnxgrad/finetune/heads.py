@@ -10,8 +10,8 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, node_text, unknown
-from onnxgrad.finetune.class_metadata import NewClasses
-from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
+from onnxgrad.finetune.class_metadata import update_class_metadata
+from onnxgrad.finetune.file_shapes import restore, stated_types
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
 from onnxgrad.finetune.head_groups import nodes_text
@@ -39,6 +39,7 @@ from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import CLASSES, HEAD, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.operators import operator_of
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 
@@ -58,17 +59,20 @@ def replace_head(
 
     The last linear or convolutional layer gets new weights, and a bias of zeros if it has a bias.
     Linear weights are uniform between ±sqrt(6 / (features + units)) (Glorot and Bengio, 2010, eq.
-    16); those of convolutions normal with variance 2 / (features * size of the kernel) (He et al.,
-    2015, eq. 10). What follows stays if it works for any number of units; lengths that it states,
-    and shapes of outputs, are corrected. Local functions are inlined.
+    16); weights of convolutions are normal with variance 2 / (features * size of the kernel) (He
+    et al., 2015, eq. 10). What follows stays if it works for any number of units; lengths that it
+    states, and shapes of outputs, are corrected. Local functions are inlined. A bias that an Add
+    brings is found behind a Cast, and behind nodes that reshape, transpose or average the results.
 
     A detector has several such layers, one for each scale: `at` names all of them, and the boxes
     beside the scores stay. Layers that share their weights share the new ones.
 
-    A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
-    ZipMap: that of the largest score, and a softmax if it returned probabilities. Of others, their
-    names are stored as metadata, `onnxgrad.classes`. Metadata of other programs that describe the
-    old ones, as `names`, `character` and `nc`, are rewritten or removed; the logger warns which.
+    A model that returns labels, as scikit-learn's classifiers, returns the new class of the largest
+    score, also in its ZipMap, and a softmax if it returned probabilities. In other models, the
+    names of classes are stored as metadata, `onnxgrad.classes`. Metadata of other programs that
+    describe the old classes, as `names` and `character`, are rewritten or removed; the logger warns
+    which. A model that only returns the number of the largest score (ArgMax) still does: a
+    `Trainer` computes the loss from the scores, and the logger tells their name (level INFO).
 
     Args:
         model: model, serialized model or path; never modified.
@@ -83,8 +87,8 @@ def replace_head(
         activation: "softmax", "log_softmax" or "sigmoid" of the scores; None: the scores. "same":
             as in `model`; but one unit has a Sigmoid and several a Softmax, except in a detector.
         seed: of the new weights.
-        keep: for each new unit the index of an old one, whose weights and bias it gets as they are,
-            or None for fresh ones plus the mean of those that are kept. None: all are fresh.
+        keep: for each new unit the index of an old one, whose weights and bias it gets unchanged,
+            or None for fresh ones plus the mean of the kept ones. None: all are fresh.
 
     Raises:
         ValueError: no such layer, several of different numbers of units, or without `at`; one that
@@ -124,7 +128,7 @@ class Request:
             raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
         if not name:
             raise ValueError("name must not be empty: the new tensors begin with it")
-        self.units, self.classes = _units(units)
+        self.units, self.classes = _units_and_classes(units)
         check_keep(keep, self.units)
         self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
@@ -140,10 +144,10 @@ class Request:
     ) -> ModelProto:
         """Return `proto` with notes about the new tensors, and the classes if it lacks labels.
 
-        It is changed in place: metadata about the `old` classes, see `NewClasses`, and the IR
-        version, which is that of `origin`.
+        It is changed in place: metadata about the `old` classes, see `update_class_metadata`, and
+        the IR version, which becomes the version of `origin`.
         """
-        NewClasses(old, self.classes, alone).update(proto)
+        update_class_metadata(proto, old, self.classes, alone)
         proto.ir_version = max(4, origin.ir_version)  # before, initializers had to be inputs too
         own = {t.name for t in proto.graph.initializer}
         earlier = [name for name in read_note(proto, HEAD) if name in own]
@@ -155,7 +159,7 @@ class Request:
 def _with_new_layer(
     proto: ModelProto, request: Request, at: str | Sequence[str] | None, output: str | None
 ) -> ModelProto:
-    """Return `proto` with new layers; the other arguments as those of `replace_head`."""
+    """Return `proto` with new layers; see `replace_head` for the other arguments."""
     proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
@@ -169,6 +173,8 @@ def _with_new_layer(
     indices = [i for i, y in enumerate(graph.outputs) if y in affected]
     classes = None
     if labeled := any(has_labels(each, nodes, affected) for each in layers):
+        if layer.add is not None and layer.y is not layer.add.outputs[0]:
+            layer.bias, layer.add = False, None  # it is behind the scores that labels are of
         classes = request.classes or list(range(request.units))
         if len(layers) > 1:
             raise ValueError(
@@ -180,9 +186,7 @@ def _with_new_layer(
     for each in layers:
         standardize(op, each)
         state_rank(model, each)
-    axes = {each.y: each.axis for each in layers}
-    tail = Tail(op, nodes_text([each.node for each in layers]), axes, layer.units, request.units)
-    tail.changed.update(y for each in layers for y in each.node.outputs)
+    tail = Tail(op, layers, request.units)
     if classes is not None:
         write_labels(op, layer, nodes, indices, classes, request.activation)
         tail.changed.update(graph.outputs)
@@ -194,8 +198,8 @@ def _with_new_layer(
     old = {v for v in sources if v.const_value is not None}
     added = replace_all(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
-    _say(layers, old)
-    _declare(model, before, tail)
+    _report_replaced(layers, old, tail)
+    _restore_declarations(model, before, tail)
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
     alone = len(indices) == len(graph.outputs)
@@ -241,7 +245,7 @@ def find_layers(
     return search.layers_called([at] if isinstance(at, str) else list(at))
 
 
-def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
+def _units_and_classes(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
     """Return the number of units, and the classes if `units` are these."""
     if isinstance(units, (str, bytes)):
         raise ValueError(f"{argument('units', units)}: pass a number, or a list of classes")
@@ -259,10 +263,16 @@ def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | N
     return len(classes), classes
 
 
-def _say(layers: Sequence[Layer], old: Iterable[ir.Value]) -> None:
-    """Report which layers were replaced, and weights that others share with them."""
+def _report_replaced(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tail) -> None:
+    """Report the replaced layers, weights that others share, and scores that are no output."""
     for layer in layers:
         logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
+    outputs = [y for y in tail.op.graph.outputs if y in tail.axes]
+    if outputs and all(tail.axes[y] == INDEX for y in outputs):
+        searches = [n for n in tail.op.graph if "searches" in operator_of(n).traits]
+        scores = [str(x.name) for n in searches if (x := n.inputs[0]) in tail.axes and x]
+        remedy = f"select_model_inputs_outputs(model, outputs={scores}) returns the scores"
+        logger.info("the model returns numbers of classes only: %s", remedy)
     for value in old:
         if value.uses() and value.const_value is not None and value.const_value.size > 1:
             logger.warning(
@@ -272,7 +282,7 @@ def _say(layers: Sequence[Layer], old: Iterable[ir.Value]) -> None:
             )
 
 
-def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> None:
+def _restore_declarations(model: ir.Model, before: dict[ir.Value, ir.Value], tail: Tail) -> None:
     """Declare the shapes and types of the file again, except of values that changed, in place."""
     affected = dependents(model.graph, (v for v in tail.changed if v.producer() is not None))
     for v in affected:

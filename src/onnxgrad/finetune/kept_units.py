@@ -47,9 +47,9 @@ def kept_units(layer: Layer, keep: Sequence[int | None]) -> Fill:
     if not arrays or len(arrays) < len(constants) or node.op_type == "MatMulNBits":
         raise ValueError(
             f"{argument('keep')}: the weights of {node_text(node)} are quantized, computed, or "
-            "those of ai.onnx.ml: pass a model that stores them as floats"
+            "attributes of ai.onnx.ml: pass a model that stores them as floats"
         )
-    weights = np.swapaxes(arrays[0], 0, 1) if columns_are_units(node) else arrays[0]
+    weights = np.swapaxes(arrays[0], 0, 1) if columns_are_units(node, layer.operand) else arrays[0]
     bias = arrays[1].ravel() if len(arrays) > 1 else np.zeros(1)
     if bias.size not in (1, layer.units):
         raise ValueError(f"{argument('keep')}: the bias of {node_text(node)} differs by row")

@@ -16,6 +16,7 @@ from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import dims, rank, static
 
 BIAS_ADDS = ("Add", "Sum")
@@ -35,9 +36,12 @@ class Layer:
         axis: axis of the units in `y`, counted from the end.
         dtype: dtype of the weights.
         bias: whether the layer has a bias.
-        add: the Add of the bias, if another node adds it; perhaps behind a Cast or Dropout.
-        addend: index of the bias among the operands of `add`.
         probable: whether the node returns probabilities.
+        operand: index of the weights among the operands of `node`.
+        add: the Add of the bias, if another node adds it, perhaps behind nodes that cast, move or
+            average the results.
+        addend: index of the bias among the operands of `add`.
+        bias_axis: axis of the units in the result of `add`, counted from the end.
     """
 
     node: ir.Node
@@ -48,9 +52,11 @@ class Layer:
     axis: int
     dtype: ir.DataType
     bias: bool = False
+    probable: bool = False
+    operand: int = 1
     add: ir.Node | None = None
     addend: int = 1
-    probable: bool = False
+    bias_axis: int = -1
 
     @property
     def units(self) -> int:
@@ -62,7 +68,7 @@ class Layer:
         """The values that hold the weights and the bias in the file."""
         if not is_product(self.node):  # they are attributes
             return []
-        values = [self.node.inputs[1], _operand_of_role(self.node, "b")]
+        values = [self.node.inputs[self.operand], _operand_of_role(self.node, "b")]
         if self.add is not None:
             values.append(self.add.inputs[self.addend])
         return [v for v in values if v is not None]
@@ -118,6 +124,9 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
     if data.isdisjoint(node.outputs):
         return None
     x, w = node.inputs[:2]
+    operand = 1
+    if node.op_type == "MatMul" and w in data and x not in data and (rank(w) or 0) > 1:
+        x, w, operand = w, x, 0
     if x is None or w is None or w in data:
         return None if x in data and w in data else "its weights are not its second operand"
     if _operand_of_role(node, "b") in data:
@@ -130,7 +139,13 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
     if shape is None or w.dtype is None:
         return f"the shape of its weights {w.name!r} is unknown"
     layer = _layer_of_shape(node, x, shape, w.dtype)
-    return layer if isinstance(layer, str) else _include_add(layer, data)
+    if isinstance(layer, str):
+        return layer
+    if operand == 0:
+        layer.operand, layer.axis, layer.shape = 0, -2, shape
+    layer = _include_add(layer, data)
+    # without a bias of units, the first operand may be no weight, such as edges between rows
+    return layer if operand or layer.bias else "its weights are not its second operand"
 
 
 def _layer_of_shape(
@@ -191,9 +206,20 @@ def _layer_of_ml(node: ir.Node) -> Layer | str:
 
 
 def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
-    """Return `layer` with the Add behind it, if that adds one number to each unit."""
+    """Return `layer` with the Add behind it, if that adds one number to each unit.
+
+    Nodes between them may cast, move or average the results. The Add computes the result of the
+    layer unless one of them changes the shape, which must fit the new number of units.
+    """
     node, index = _only_reader(layer.node.outputs[0])
-    while node is not None and node.op_type in ("Cast", "Dropout", "Identity"):
+    axis, reshapes = layer.axis, False
+    while node is not None and index == 0 and _moves_or_averages(node):
+        if node.op_type not in ("Cast", "Dropout", "Identity"):
+            reshapes, n = True, rank(node.inputs[0])
+            place = None if n is None else places(node, 0, axis + n)[0]
+            if not isinstance(place, int) or (n := rank(node.outputs[0])) is None:
+                return layer
+            axis = place - n
         node, index = _only_reader(node.outputs[0])
     adds = node is not None and node.op_type in BIAS_ADDS and len(node.inputs) == 2
     if layer.bias or node is None or not adds or node.domain:
@@ -202,11 +228,19 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     shape = static(dims(other))
     if other is None or shape is None or other in data:
         return layer
-    numbers = [n for i, n in enumerate(shape, -len(shape)) if i != layer.axis]
-    length = shape[layer.axis] if len(shape) >= -layer.axis else 1
+    numbers = [n for i, n in enumerate(shape, -len(shape)) if i != axis]
+    length = shape[axis] if len(shape) >= -axis else 1
     if length == layer.units and prod(numbers) == 1:
-        layer.bias, layer.add, layer.addend, layer.y = True, node, 1 - index, node.outputs[0]
+        layer.bias, layer.add, layer.addend, layer.bias_axis = True, node, 1 - index, axis
+        layer.y = layer.y if reshapes else node.outputs[0]
     return layer
+
+
+def _moves_or_averages(node: ir.Node) -> bool:
+    """Return whether `node` returns elements of its operand, or means of them."""
+    traits = operator_of(node).traits
+    averages = node.op_type in ("AveragePool", "GlobalAveragePool", "ReduceMean")
+    return not node.domain and (averages or ("moves" in traits and "selects" not in traits))
 
 
 def _only_reader(value: ir.Value) -> tuple[ir.Node | None, int]:
@@ -215,8 +249,10 @@ def _only_reader(value: ir.Value) -> tuple[ir.Node | None, int]:
     return uses[0] if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
-def columns_are_units(node: ir.Node) -> bool:
-    """Return whether the weights of a layer have the shape (features, units, ...) in the file."""
+def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
+    """Return whether weights that are `operand` of `node` have the shape (features, units, ...)."""
+    if operand == 0:
+        return False
     if "product" in operator_of(node).traits:
         return not node.attributes.get_int("transB", 0)
     return node.op_type.startswith("ConvTranspose")
@@ -224,12 +260,12 @@ def columns_are_units(node: ir.Node) -> bool:
 
 def operands(layer: Layer) -> list[tuple[ir.Node, int]]:
     """Return the operands with weights, and with bias if the layer has one: node and index."""
-    places = [(layer.node, 1)]
+    found = [(layer.node, layer.operand)]
     if layer.add is not None:
-        places.append((layer.add, layer.addend))
+        found.append((layer.add, layer.addend))
     elif layer.bias:
-        places.append((layer.node, operator_of(layer.node).roles.index("b")))
-    return places
+        found.append((layer.node, operator_of(layer.node).roles.index("b")))
+    return found
 
 
 def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:

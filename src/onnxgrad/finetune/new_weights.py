@@ -41,17 +41,14 @@ def replace_all(
     Those of several are numbered. Layers that share their weights share the new ones. `kept` puts
     old units among the new weights and biases of each layer.
     """
-    tied: dict[tuple, list[Layer]] = {}
-    fills: list[Fill | None] = []
+    tied: dict[tuple, tuple[list[Layer], Fill | None]] = {}
     for layer, fill in zip(layers, kept, strict=True):
         read = [(node.op_type, node.inputs[i], i) for node, i in operands(layer)]
         turned = layer.node.attributes.get_int("transB", 0)
         key = (*read, turned)
-        if key not in tied:
-            fills.append(fill)
-        tied.setdefault(key, []).append(layer)
+        tied.setdefault(key, ([], fill))[0].append(layer)
     names = []
-    for i, ((first, *twins), fill) in enumerate(zip(tied.values(), fills, strict=True)):
+    for i, ((first, *twins), fill) in enumerate(tied.values()):
         own = f"{name}.{i}" if len(tied) > 1 else name
         names += replace_weights(op, first, units, own, seed + i, twins, fill)
     return names
@@ -78,7 +75,7 @@ def replace_weights(
     weights, biases = fresh((units, *layer.shape[1:]), layer.kind, seed), np.zeros(units)
     if kept is not None:
         weights, biases = kept(weights), kept(biases)
-    if columns_are_units(node):
+    if columns_are_units(node, layer.operand):
         weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
     new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
     if layer.bias:
@@ -86,7 +83,7 @@ def replace_weights(
         dtype = layer.dtype
         if layer.add is not None and (bias := layer.add.inputs[layer.addend]) is not None:
             before, dtype = static(dims(bias)) or (1,), bias.dtype or dtype
-            shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
+            shape = tuple(units if i == layer.bias_axis else 1 for i in range(-len(before), 0))
         new.append(initializer(op, biases.reshape(shape), dtype, f"{name}.bias"))
     for each in (layer, *twins):
         for (reader, i), value in zip(operands(each), new, strict=True):

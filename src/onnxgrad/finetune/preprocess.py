@@ -47,10 +47,11 @@ def preprocess(
     """Return `model` with `transforms` in front of an input, as nodes: it then takes raw input.
 
     - Images are uint8 (N, height, width, channels) of any size, one size for a batch. The result
-      is what `image_folder` with these transforms feeds the model in evaluations, to one level of
-      255: what is random crops at the center or does nothing, images are resized and cropped to
-      the size of the input at the end, and values are from 0 to 1 before `normalize`.
-    - Waveforms are float32 (N, samples). The result is what the transforms return for arrays.
+      equals, to one level of 255, the images that `image_folder` with these transforms feeds the
+      model in evaluations: random transforms crop at the center or do nothing, images are resized
+      and cropped to the size of the input at the end, and values are from 0 to 1 before
+      `normalize`.
+    - Waveforms are float32 (N, samples). The result equals the arrays that the transforms return.
 
     The new constants do not train by default; other tensors keep their names, so that the model can
     be trained further. Its opset is at least 18.
@@ -90,7 +91,7 @@ def preprocess(
     proto = deepcopy(raise_opset(read(model)))
     write_note(proto, IMAGES, [])  # of the values of the input that is replaced
     target = _Target.of(proto, input)
-    front = _front(target, list(map(adapted, transforms)), size, layout, dtype, scale)
+    front = _write_transforms(target, list(map(adapted, transforms)), size, layout, dtype, scale)
     return _put_in_front(proto, front, target, name)
 
 
@@ -128,7 +129,7 @@ class _Target:
             raise ValueError(f"the input {printable(name)!r} holds no floats or uint8")
         opset = next(o.version for o in proto.opset_import if not standard(o.domain))
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
-        taken = {*names(proto.graph), *_symbols(proto)}
+        taken = {*names(proto.graph), *_declared_symbols(proto)}
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
 
     def raw(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
@@ -143,7 +144,7 @@ class _Target:
         return value
 
 
-def _front(
+def _write_transforms(
     target: _Target,
     transforms: Sequence[Any],
     size: int | tuple[int, int] | None,
@@ -155,20 +156,20 @@ def _front(
     for transform in transforms:
         if not hasattr(transform, "write"):
             raise ValueError(
-                f"the transform {transform!r} has no nodes: use those of onnxgrad, or an object "
-                "with a method write(op, x)"
+                f"the transform {transform!r} has no nodes: use transforms of onnxgrad, or an "
+                "object with a method write(op, x)"
             )
     if dtype is None and not any(isinstance(transform, Waveforms) for transform in transforms):
-        return _images(target, transforms, size, layout, scale)
+        return _write_image_transforms(target, transforms, size, layout, scale)
     for transform in transforms:
         if type(transform).__module__ == Normalize.__module__:
             raise ValueError(f"{transform!r} is of images: other transforms or dtype= of waveforms")
     if size is not None or layout is not None:
         raise ValueError("size and layout are of images, and the transforms of waveforms")
-    return _waveforms(target, transforms, np.dtype(dtype or np.float32))
+    return _write_waveform_transforms(target, transforms, np.dtype(dtype or np.float32))
 
 
-def _images(
+def _write_image_transforms(
     target: _Target,
     transforms: Sequence[Any],
     size: int | tuple[int, int] | None,
@@ -190,7 +191,7 @@ def _images(
     normalize = transforms[-1] if transforms and isinstance(transforms[-1], Normalize) else None
     for transform in transforms[:-1] if normalize else transforms:
         x = transform.write(op, x)
-    if (final := _size(target, layout, size)) is not None:
+    if (final := _image_size(target, layout, size)) is not None:
         x = image_nodes.write_center(op, image_nodes.write_cover(op, x, final), final)
     if target.dtype == ir.DataType.UINT8:
         if normalize:
@@ -204,7 +205,7 @@ def _images(
     return op.Transpose(x, perm=[0, 3, 1, 2]) if layout == "NCHW" else x
 
 
-def _size(
+def _image_size(
     target: _Target, layout: str, size: int | tuple[int, int] | None
 ) -> tuple[int, int] | None:
     """Return height and width of the input, or `size` where it does not state them."""
@@ -219,7 +220,9 @@ def _size(
     return stated[0], stated[1]
 
 
-def _waveforms(target: _Target, transforms: Sequence[Any], dtype: np.dtype) -> ir.Value:
+def _write_waveform_transforms(
+    target: _Target, transforms: Sequence[Any], dtype: np.dtype
+) -> ir.Value:
     """Write the transforms of waveforms; return their result, with the axes of the input."""
     op = target.op
     if dtype not in (np.float32, np.int16):
@@ -236,17 +239,17 @@ def _waveforms(target: _Target, transforms: Sequence[Any], dtype: np.dtype) -> i
     if want is not None and have is not None and len(want) == len(have) + 1 and want[1] == 1:
         x = op.Unsqueeze(x, [1])
         have = (have[0], 1, *have[1:])
-    if want is not None and have is not None and not _fits(have, want):
+    if want is not None and have is not None and not _shapes_fit(have, want):
         hint = ": try onnxgrad.data.mel_spectrogram(..., frames_first={})"
         other = isinstance(have[-1], int) and not isinstance(have[-2], int)
         raise ValueError(
-            f"the transforms return {_text(have)}, and the input {target.name!r} takes "
-            f"{_text(want)}{hint.format(not other) if _are_swapped(have, want) else ''}"
+            f"the transforms return {_shape_text(have)}, and the input {target.name!r} takes "
+            f"{_shape_text(want)}{hint.format(not other) if _are_swapped(have, want) else ''}"
         )
     return x
 
 
-def _fits(have: shapes.Dims, want: shapes.Dims) -> bool:
+def _shapes_fit(have: shapes.Dims, want: shapes.Dims) -> bool:
     """Return whether a tensor may fit an input; not if the last two axes seem to be swapped."""
     pairs = zip(have, want, strict=False)
     differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
@@ -263,7 +266,7 @@ def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
     )
 
 
-def _text(shape: shapes.Dims) -> str:
+def _shape_text(shape: shapes.Dims) -> str:
     known = [str(d) if shapes.is_stated(d) else "?" for d in shape]
     return f"({', '.join(known)})"
 
@@ -293,12 +296,12 @@ def _put_in_front(proto: ModelProto, x: ir.Value, target: _Target, name: str | N
     for node in reversed(written.graph.node):
         main.node.insert(0, node)
     main.initializer.extend(written.graph.initializer)
-    main.value_info.extend(_buffer(t) for t in written.graph.initializer)
+    main.value_info.extend(_buffer_note(t) for t in written.graph.initializer)
     proto.ir_version = max(proto.ir_version, written.ir_version)
     return proto
 
 
-def _buffer(tensor: TensorProto) -> ValueInfoProto:
+def _buffer_note(tensor: TensorProto) -> ValueInfoProto:
     """Return the statement that an initializer is no parameter."""
     dtype, shape = ir.TensorType(ir.DataType(tensor.data_type)), ir.Shape(tensor.dims)
     return ir.to_proto(
@@ -306,7 +309,7 @@ def _buffer(tensor: TensorProto) -> ValueInfoProto:
     )
 
 
-def _symbols(proto: ModelProto) -> set[str]:
+def _declared_symbols(proto: ModelProto) -> set[str]:
     """Return the names of the dimensions that the model declares."""
     graph = proto.graph
     values = [*graph.input, *graph.output, *graph.value_info]

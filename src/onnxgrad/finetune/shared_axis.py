@@ -46,8 +46,8 @@ def concatenate(tail: Tail, node: ir.Node, axis: int) -> None:
 
 def split(tail: Tail, node: ir.Node, axis: int) -> None:
     """Correct the sizes of a Split along the axis of the units, and follow them into one part."""
-    span = tail.span(_data(node))
-    sizes = _numbers(node, "split", 1)
+    span = tail.span(_first_operand(node))
+    sizes = _constant_integers(node, "split", 1)
     if sizes is None:
         if len(node.inputs) > 1 and node.inputs[1] is not None:
             tail.refuse(node, "its sizes are not constant")
@@ -70,10 +70,10 @@ def split(tail: Tail, node: ir.Node, axis: int) -> None:
 
 def slice_(tail: Tail, node: ir.Node, axis: int) -> None:
     """Correct the bounds of a Slice along the axis of the units: it takes all of them, or none."""
-    x = _data(node)
+    x = _first_operand(node)
     span, named = tail.span(x), named_axes(node) or []
-    starts, ends = _numbers(node, "starts", 1), _numbers(node, "ends", 2)
-    steps = _numbers(node, "steps", 4) or [1] * len(named)
+    starts, ends = _constant_integers(node, "starts", 1), _constant_integers(node, "ends", 2)
+    steps = _constant_integers(node, "steps", 4) or [1] * len(named)
     if starts is None or ends is None:
         tail.refuse(node, "its bounds are not constant")
     i = named.index(axis + tail.rank(node))
@@ -101,7 +101,7 @@ def slice_(tail: Tail, node: ir.Node, axis: int) -> None:
 
 def gather(tail: Tail, node: ir.Node, axis: int) -> None:
     """Correct the indices of a Gather along the axis of the units, which takes none of them."""
-    x, indices = _data(node), constant(node.inputs[1])
+    x, indices = _first_operand(node), constant(node.inputs[1])
     span = tail.span(x)
     if indices is None:
         tail.refuse(node, _SELECTS)
@@ -114,12 +114,12 @@ def gather(tail: Tail, node: ir.Node, axis: int) -> None:
         tail.replace_constant(node, 1, new)
 
 
-def _data(node: ir.Node) -> ir.Value:
+def _first_operand(node: ir.Node) -> ir.Value:
     assert node.inputs[0] is not None
     return node.inputs[0]
 
 
-def _numbers(node: ir.Node, attribute: str, operand: int) -> list[int] | None:
+def _constant_integers(node: ir.Node, attribute: str, operand: int) -> list[int] | None:
     """Return constant integers that `node` has as an operand, or as an attribute in old opsets."""
     if len(node.inputs) > operand and node.inputs[operand] is not None:
         array = constant(node.inputs[operand])

@@ -7,14 +7,15 @@ others, as scores with the coordinates of boxes behind a Concat: their `Span` sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import argument, named, node_text
-from onnxgrad.finetune.layers import initializer, substitute
+from onnxgrad.finetune.head_groups import nodes_text
+from onnxgrad.finetune.layers import Layer, initializer, substitute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.operators.shapes import constant, dims, rank, static
@@ -35,26 +36,26 @@ class Tail:
 
     Args:
         op: emitter of the graph, whose shapes are inferred.
-        layers: the layers as messages show them.
-        axes: `{result of a layer: axis of its units}`, counted from the end.
-        old: the number of units of each in the file.
-        new: the new number.
+        layers: the layers, which standard operators compute.
+        new: the new number of units.
 
     Attributes:
-        axes: `{value: axis}` of the values that have an axis of units, or INDEX.
-        spans: `{value: span}` of those whose units share the axis with others.
+        layers: the layers as messages show them.
+        old: the number of units of each in the file.
+        axes: `{value: axis}` of the values that have an axis of units, counted from the end, or
+            INDEX.
+        spans: `{value: span}` of the values whose units share the axis with others.
         changed: values whose shapes change.
     """
 
-    def __init__(
-        self, op: Emit, layers: str, axes: Mapping[ir.Value, int], old: int, new: int
-    ) -> None:
-        self.op, self.layers, self.old, self.new = op, layers, old, new
-        self.several = len(axes) > 1
-        self.axes: dict[ir.Value, int] = dict(axes)
+    def __init__(self, op: Emit, layers: Sequence[Layer], new: int) -> None:
+        self.op, self.layers = op, nodes_text([layer.node for layer in layers])
+        self.old, self.new, self.several = layers[0].units, new, len(layers) > 1
+        self.axes = {layer.y: layer.axis for layer in layers}
         self.spans: dict[ir.Value, Span] = {}
-        self.changed: set[ir.Value] = set(axes)
-        self.upstream = {x for node in nodes_behind(axes) for x in reads(node)}
+        self.changed = {y for layer in layers for y in (layer.y, *layer.node.outputs)}
+        self._biases = {(layer.add, layer.addend) for layer in layers}  # which get new values
+        self.upstream = {x for node in nodes_behind(self.axes) for x in reads(node)}
 
     def span(self, value: ir.Value) -> Span:
         """Return where the units are on their axis in `value`."""
@@ -158,13 +159,13 @@ class Tail:
         node.replace_input_with(index, initializer(self.op, array, dtype, str(x.name)))
 
     def operand(self, node: ir.Node, index: int, axis: int) -> None:
-        """Make the operand fit the new number of units, as it is broadcast against them."""
+        """Make an operand that is broadcast against the units fit their new number."""
         x = node.inputs[index]
         shape = dims(x)
         if x is None or shape is None:
             self.refuse(node, f"the rank of {getattr(x, 'name', '')!r} is unknown")
         length = shape[axis] if len(shape) >= -axis else 1
-        if length == 1 or not isinstance(length, int):
+        if length == 1 or not isinstance(length, int) or (node, index) in self._biases:
             return
         like = next(v for v in node.inputs if v is not None and self.axes.get(v) == axis)
         span, new = self.span(like), self.new_length(like)
@@ -176,7 +177,7 @@ class Tail:
             self.set_like(x, like)
             return
         array, producer = constant(x), x.producer()
-        resized = None if array is None else self._resized(array, axis, span)
+        resized = None if array is None else self._resized_constant(array, axis, span)
         if resized is not None:
             self.replace_constant(node, index, resized)
         elif producer is not None and producer.op_type == "OneHot":
@@ -184,7 +185,7 @@ class Tail:
         else:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}, a number for each unit")
 
-    def _resized(self, array: np.ndarray, axis: int, span: Span) -> np.ndarray | None:
+    def _resized_constant(self, array: np.ndarray, axis: int, span: Span) -> np.ndarray | None:
         """Return `array` for the new number of units; None if those have different numbers."""
         before, units, behind = np.split(array, [span.start, span.start + self.old], axis)
         first = np.take(units, [0], axis)

@@ -29,11 +29,11 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
     next batch goes on with the state. Constants keep their names, so that
     `replace_initializers_into_onnx(model, trainer.state.weights)` is the model of one step again.
 
-    The steps are those of a Scan, in which a `Trainer` refuses `dropout` and `batch_norm="train"`.
+    A Scan runs the steps, in which a `Trainer` refuses `dropout` and `batch_norm="train"`.
 
     Args:
-        model: model, serialized model or path; never modified. It has rows on the first axis of
-            what is not carried.
+        model: model, serialized model or path; never modified. Its inputs and outputs that are no
+            states have rows on the first axis.
         carry: `{input: output}`, the states.
 
     Raises:
@@ -54,14 +54,14 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
     one = to_ir(proto)
     infer(one)
     body = one.graph
-    _check(body, carry)
-    graph = _scan(body, [*carry], [*carry.values()])
+    _check_states(body, carry)
+    graph = _write_scan(body, [*carry], [*carry.values()])
     made = to_proto(ir.Model(graph, ir_version=one.ir_version, producer_name="onnxgrad"))
     made.metadata_props.extend(proto.metadata_props)
     return made
 
 
-def _scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
+def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
     """Return a graph with a Scan over `body`, of these states before and after a step."""
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
@@ -73,7 +73,7 @@ def _scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
     )
     scanned = [x for x in inputs if x not in before and dims(x)]
     rest = [y for y in outputs if y not in after]
-    outer = {v: _outside(v, v in scanned or v in rest) for v in (*inputs, *outputs)}
+    outer = {v: _outer_value(v, v in scanned or v in rest) for v in (*inputs, *outputs)}
     for x in inputs:
         if x not in before and x not in scanned:
             ir.convenience.replace_all_uses_with(x, outer[x])
@@ -95,7 +95,7 @@ def _scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
     return graph
 
 
-def _check(body: ir.Graph, carry: Mapping[str, str]) -> None:
+def _check_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
     """Raise `ValueError` for states that there are not, or shapes that are not declared."""
     inputs, outputs = ({str(v.name): v for v in vs} for vs in (body.inputs, body.outputs))
     if not carry or len({*carry.values()}) < len(carry):
@@ -131,7 +131,7 @@ def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
         graph.append(node)
 
 
-def _outside(value: ir.Value, stacked: bool) -> ir.Value:
+def _outer_value(value: ir.Value, stacked: bool) -> ir.Value:
     """Return an input or output of the same name, with an axis of steps if it is `stacked`."""
     own = list(value.shape or ())
     shape = ir.Shape([*own[:1], _STEPS, *own[1:]] if stacked else own)

@@ -1,4 +1,4 @@
-"""Language models as they are held: folders with tokenizers, texts, and generation."""
+"""Language models in the forms that users hold: folders, tokenizers, texts; and generation."""
 
 from onnxgrad.lazy_names import offer_names
 

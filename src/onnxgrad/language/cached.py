@@ -1,4 +1,4 @@
-"""A language model in an ordinary session, a token at a time, with what it caches."""
+"""A language model in an ordinary session, a token at a time, with its caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
@@ -14,8 +13,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.feeds import caches
 from onnxgrad.operators.shapes import dims, rank
-from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches
 
 
@@ -26,7 +24,7 @@ class Cached:
         model: inputs `input_ids`, and where it has them `attention_mask`, `position_ids` and
             caches, called "past" with an output called "present" instead; its first output, or
             `logits`, is (rows, tokens, vocabulary).
-        names: those of the inputs, where they are others.
+        names: of the inputs, where the model calls them otherwise.
 
     Raises:
         ModelError: an input that is none of these, or a cache of unknown size.
@@ -40,19 +38,17 @@ class Cached:
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
         self._caches = caches(model)  # the output that follows each
-        self._empty = {name: _empty(inputs[name]) for name in self._caches}
+        self._empty = {name: _empty_cache(inputs[name]) for name in self._caches}
         own = ("input_ids", MASK, POSITIONS, BRANCH)
         self._names = {names.get(n, n): n for n in own if names.get(n, n) in inputs}
-        defaults = {tensor.name for tensor in model.graph.initializer}
-        known = {*self._names, *self._caches, *defaults}
-        if unknown := [name for name in inputs if name not in known]:
+        scores = "logits" if "logits" in outputs else next(iter(outputs))
+        self._predictor = Predictor(model, [scores, *self._caches.values()])
+        known = {*self._names, *self._caches}
+        if unknown := [name for name in self._predictor.inputs if name not in known]:
             raise ModelError(
                 f"generation feeds tokens, masks, positions and caches, and the model has the "
                 f"inputs {unknown}, too"
             )
-        self._types = {name: x.dtype.numpy() for name, x in inputs.items() if x.dtype is not None}
-        self._scores = "logits" if "logits" in outputs else next(iter(outputs))
-        self._session = loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
         self.begin()
 
     def begin(self) -> None:
@@ -70,14 +66,13 @@ class Cached:
             POSITIONS: [np.arange(first, total)],
             BRANCH: [first > 0],
         }
-        feeds = {name: np.asarray(given[n], self._types[name]) for name, n in self._names.items()}
-        read = [self._scores, *self._caches.values()]
-        scores, *held = self._session.run(read, feeds | self._held)
+        feeds = {name: given[n] for name, n in self._names.items()}
+        scores, *held = self._predictor.run(feeds | self._held)
         self._held = dict(zip(self._caches, held, strict=True))
         return scores[0, -1]
 
 
-def _empty(x: ir.Value) -> np.ndarray:
+def _empty_cache(x: ir.Value) -> np.ndarray:
     """Return a cache of no token."""
     heads, size = cache_sizes(x)
     if heads is None or size is None or x.dtype is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _BEGIN, _END = "\ue000<", "\ue000>"  # around what `{% generation %}` encloses; 
 
 
 class _Generation(Extension):
-    """`{% generation %}`, in which newer templates write what the assistant says."""
+    """`{% generation %}`, in which newer templates write the turns of the assistant."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
@@ -34,22 +35,17 @@ class _Generation(Extension):
         return nodes.Scope([marks[0], *body, marks[1]], lineno=line)
 
 
-def _fail(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON without escapes of HTML, as templates expect."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
+def _template_environment() -> ImmutableSandboxedEnvironment:
     """Return what renders templates of strangers; they get what transformers gives them."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _fail
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
+    made.globals["raise_exception"] = _raise_template_error
     made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return made
 
@@ -58,7 +54,7 @@ class ChatTemplate:
     """How a model is told a conversation.
 
     Args:
-        text: a template of jinja2, that of `tokenizer_config.json` or `chat_template.jinja`.
+        text: a template of jinja2, as in `tokenizer_config.json` or `chat_template.jinja`.
         special: texts of special tokens by "bos", "eos" and others, which it may use.
 
     Raises:
@@ -69,7 +65,7 @@ class ChatTemplate:
         self.text = text
         self._tokens = {f"{name}_token": token for name, token in (special or {}).items()}
         try:
-            self._template = _environment().from_string(text)
+            self._template = _template_environment().from_string(text)
         except TemplateError as e:
             raise ValueError(f"the chat template is no template of jinja2: {e}") from None
 
@@ -84,10 +80,10 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation, or fails.
         """
-        text = self._render(messages, add_generation_prompt, more)
+        text = self._render_marked(messages, add_generation_prompt, more)
         return text.replace(_BEGIN, "").replace(_END, "")
 
-    def _render(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+    def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         given = {"tools": None, "documents": None, **self._tokens, **more}
         try:
             return self._template.render(
@@ -99,9 +95,9 @@ class ChatTemplate:
     def spans(self, messages: Messages, first: int = 0, **more: Any) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and which characters the assistant has to say.
 
-        These are its turns and what ends them: those inside of `{% generation %}`, if the template
-        has that, or else what is appended to the conversation before a turn with the beginning of
-        an answer.
+        These are its turns and their ends: the characters inside of `{% generation %}`, if the
+        template has it, or else the text that a turn appends to the conversation before it, which
+        ends with the beginning of an answer.
 
         Args:
             messages: as in `render`.
@@ -111,15 +107,15 @@ class ChatTemplate:
         Raises:
             ValueError: as `render`, or the template has not said where turns are.
         """
-        marked = self._render(messages, False, more)
+        marked = self._render_marked(messages, False, more)
         text = marked.replace(_BEGIN, "").replace(_END, "")
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i >= first]
         if _BEGIN in marked:
-            spans = _marked(marked)
+            spans = _marked_spans(marked)
             return text, spans[len(spans) - len(turns) :] if first else spans
-        return text, [self._turn(text, messages, i, more) for i in turns]
+        return text, [self._turn_span(text, messages, i, more) for i in turns]
 
-    def _turn(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
+    def _turn_span(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
         """Return the characters of the turn `i`."""
         before = self.render(messages[:i], True, **more) if i else ""
         until = self.render(messages[: i + 1], False, **more)
@@ -129,26 +125,26 @@ class ChatTemplate:
         # a template may write a turn in another way once others follow, as without its thoughts
         said = content.strip() if isinstance(content, str) else ""
         start = len(before) if i and text.startswith(before) else None
-        at = text.find(said, _common(before, text)) if said else -1
+        at = text.find(said, _common_length(before, text)) if said else -1
         if at < 0:
             raise ValueError(
                 f"the chat template does not show where message {i} of the assistant is in the "
                 f"conversation: pass {argument('completion_only', False)}"
             )
         end, after = at + len(said), until[until.rfind(said) + len(said) :]
-        ending = after[: _common(after, text[end:])]
+        ending = after[: _common_length(after, text[end:])]
         whole = max(ending.rfind(c) for c in ">]\n") + 1  # without a part of the next token
         return at if start is None else start, end + (whole or len(ending))
 
 
-def _common(a: str, b: str) -> int:
+def _common_length(a: str, b: str) -> int:
     """Return the length of the common beginning."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
-def _marked(text: str) -> list[Span]:
-    """Return what is between the marks, by the positions of the text without them."""
+def _marked_spans(text: str) -> list[Span]:
+    """Return the spans between the marks, by the positions of the text without marks."""
     spans, at = [], 0
     for part in text.split(_BEGIN):
         inside, end, rest = part.partition(_END)

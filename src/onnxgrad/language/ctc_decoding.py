@@ -1,4 +1,4 @@
-"""Decoding of what is trained with CTC: from the scores of time steps to labels."""
+"""Decoding of models that are trained with CTC: from the scores of time steps to labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ctc_decode(
 ) -> tuple[list[int], float]:
     """Return the most likely labels: argmax of p(l), the sum over alignments of prod_t p_t.
 
-    Without a beam, they are those of the most likely alignment, with repeated classes merged and
+    Without a beam, the most likely alignment gives the labels: repeated classes are merged and
     blanks removed (best path decoding, Graves et al. 2006). A beam adds up the alignments of each
     prefix, and keeps the best prefixes from step to step (Hannun et al. 2014, arXiv:1408.2873,
     algorithm 1, without a language model).
@@ -47,19 +47,19 @@ def ctc_decode(
     prefixes: list[tuple[int, ...]] = [()]
     ends = np.array([[0.0], [-np.inf]])
     for step in np.asarray(log_p, np.float64):
-        prefixes, ends = _longer(prefixes, ends, step, blank, beam)
+        prefixes, ends = _extend_prefixes(prefixes, ends, step, blank, beam)
     total = np.logaddexp(*ends)
     return [*prefixes[int(total.argmax())]], float(np.exp(total.max()))
 
 
-def _longer(
+def _extend_prefixes(
     prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Return the best prefixes after one more step, and log p of each with a blank or label last.
 
     Args:
-        prefixes: those before it.
-        ends: the same of these, (2, prefixes).
+        prefixes: the best prefixes before this step.
+        ends: log p of each with a blank or a label last, (2, prefixes).
         step: log p of the classes.
         blank: as in `ctc_decode`.
         beam: as in `ctc_decode`.

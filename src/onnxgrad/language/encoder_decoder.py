@@ -31,7 +31,7 @@ _Names = dict[str, str]
 def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
     """Return one model of the two files of an encoder-decoder, as optimum lays them out.
 
-    It is trained with teacher forcing: its inputs are those of the encoder, such as `input_ids` and
+    It is trained with teacher forcing: it has the inputs of the encoder, such as `input_ids` and
     `attention_mask`, and `decoder_input_ids`, see `shift_right`; its output `logits` has the scores
     of the next token at each position. A weight that both files store, as the table of words, is
     one tensor: see `tie_copies`. `split_encoder_decoder` writes the files again.
@@ -66,14 +66,14 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
         (['input_ids', 'decoder_input_ids'], ['table'])
     """
     first, second = separate_merged(read(encoder)), separate_merged(without_cache(read(decoder)))
-    mapping, rename = _wiring(first, second)
+    mapping, rename = _wire_inputs(first, second)
     joined = attach(first, second, mapping, prefix=PREFIX, rename=rename)
     kept = [y.name for y in second.graph.output if not y.name.startswith("present.")]
     joined = select_model_inputs_outputs(joined, kept)
     return joined if read_adapters(joined) else tie_copies(joined)
 
 
-def _wiring(encoder: ModelProto, decoder: ModelProto) -> tuple[dict[str, str] | None, _Names]:
+def _wire_inputs(encoder: ModelProto, decoder: ModelProto) -> tuple[dict[str, str] | None, _Names]:
     """Return which outputs of the encoder feed which inputs of the decoder, by name, and what the
     others are called in the joined model.
 
@@ -101,12 +101,13 @@ def _output_names(model: ModelProto) -> list[str]:
 
 
 def without_cache(decoder: ModelProto) -> ModelProto:
-    """Return a merged decoder as its branch without a cache; another decoder as it is."""
+    """Return the branch of a merged decoder without a cache; another decoder unchanged."""
     if CACHED not in names_without_default(decoder):
         return decoder
     model = to_ir(decoder)
     graph = model.graph
-    for node in [n for n in graph if n.op_type == "If" and _reads(n, CACHED)]:
+    caching = [n for n in graph if n.op_type == "If" and n.inputs[0] and n.inputs[0].name == CACHED]
+    for node in caching:
         taken, left = (node.attributes[name].as_graph() for name in ("else_branch", "then_branch"))
         release([left])
         with Emit(taken, all_names(graph)) as op:
@@ -129,12 +130,8 @@ def without_cache(decoder: ModelProto) -> ModelProto:
     return to_proto(model)
 
 
-def _reads(node: ir.Node, name: str) -> bool:
-    return node.inputs[0] is not None and node.inputs[0].name == name
-
-
 def shift_right(labels: Any, start: int, pad: int = 0, ignore_index: int = -100) -> np.ndarray:
-    """Return what a decoder reads while it learns to write the labels: teacher forcing.
+    """Return the tokens that a decoder reads while it learns to write labels: teacher forcing.
 
     Args:
         labels: tokens (N, T), integers; `ignore_index` at padding.
@@ -212,7 +209,7 @@ def greedy_decode(
     """
     first, second = read(encoder), without_cache(read(decoder))
     inputs = inputs if isinstance(inputs, Mapping) else _encoder_feed(first, inputs, pad)
-    scores = _scores(first, second, inputs)
+    scores = _next_token_scores(first, second, inputs)
     tokens = np.full((len(next(iter(inputs.values()))), 1), start, np.int64)
     done = np.zeros(len(tokens), bool)
     while tokens.shape[1] <= max_new_tokens and not done.all():
@@ -222,11 +219,11 @@ def greedy_decode(
     return tokens[:, 1:]
 
 
-def _scores(
+def _next_token_scores(
     encoder: ModelProto, decoder: ModelProto, inputs: Mapping[str, Any]
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function from tokens (N, T) to the scores (N, V) of the next one."""
-    mapping, rename = _wiring(encoder, decoder)
+    mapping, rename = _wire_inputs(encoder, decoder)
     fed = dict(mapping or {})
     encoded = Predictor(encoder, [*fed]).run(inputs)
     known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}

@@ -22,7 +22,7 @@ Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
 
 
 class _Piece(NamedTuple):
-    """A text to encode: which characters are learned (None: all), and what is put around it."""
+    """A text to encode, its learned characters (None: all), and which tokens are put around it."""
 
     where: str
     text: str
@@ -57,29 +57,29 @@ class Encoder:
     split: int = field(default=0, init=False)
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """Yield the tokens and labels of records, without those that have nothing to learn.
+        """Yield the tokens and labels of the records that have something to learn.
 
         Raises:
             DataError: a record of another form, or a prompt that fills a row.
         """
         iterator = iter(records)
         while chunk := list(islice(iterator, _AT_ONCE)):
-            made: list[Any] = [self._prepare(*record) for record in chunk]
+            made: list[Any] = [self._prepare_record(*record) for record in chunk]
             for special in (False, True):
                 own = [
                     i for i, p in enumerate(made) if isinstance(p, _Piece) and p.special is special
                 ]
                 encoded = self.tokenizer.encode([made[i].text for i in own], special)
                 for i, (ids, characters) in zip(own, encoded, strict=True):
-                    made[i] = self._label(made[i], ids, characters)
+                    made[i] = self._label_tokens(made[i], ids, characters)
             for (where, _), (ids, labels) in zip(chunk, made, strict=True):
                 self._check_ids(where, ids)
-                if row := self._fit(where, ids, labels):
+                if row := self._fit_row(where, ids, labels):
                     yield row
 
     # -- forms of records ---------------------------------------------------------------------
 
-    def _prepare(self, where: str, record: Any) -> _Piece | Row:
+    def _prepare_record(self, where: str, record: Any) -> _Piece | Row:
         if self.column is not None:
             if not isinstance(record, Mapping) or self.column not in record:
                 has = list(record) if isinstance(record, Mapping) else type(record).__name__
@@ -90,13 +90,13 @@ class Encoder:
         if not isinstance(record, Mapping):
             raise DataError(f"{where} is {type(record).__name__}, not a text or an object")
         if record.get("input_ids") is not None:
-            return self._numbers(where, record)
+            return self._token_row(where, record)
         if record.get("messages") is not None:
-            return self._chat(where, record, [*record["messages"]], 0)
+            return self._chat_piece(where, record, [*record["messages"]], 0)
         if "prompt" in record and "completion" in record:
             prompt, completion = record["prompt"], record["completion"]
             if not isinstance(prompt, str) and not isinstance(completion, str):
-                return self._chat(where, record, [*prompt, *completion], len(prompt))
+                return self._chat_piece(where, record, [*prompt, *completion], len(prompt))
             _check_text(where, "prompt", prompt)
             _check_text(where, "completion", completion)
             whole = prompt + completion
@@ -116,7 +116,7 @@ class Encoder:
             "or 'input_ids'"
         )
 
-    def _numbers(self, where: str, record: Mapping[str, Any]) -> Row:
+    def _token_row(self, where: str, record: Mapping[str, Any]) -> Row:
         ids = np.asarray(record["input_ids"])
         given = record.get("labels")
         labels = ids if given is None else np.asarray(given)
@@ -129,7 +129,7 @@ class Encoder:
             )
         return ids.astype(np.int32), labels.astype(np.int32)
 
-    def _chat(
+    def _chat_piece(
         self, where: str, record: Mapping[str, Any], messages: list[Any], first: int
     ) -> _Piece:
         template = self.tokenizer.chat_template
@@ -152,7 +152,7 @@ class Encoder:
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _label(self, piece: _Piece, ids: np.ndarray, characters: np.ndarray) -> Row:
+    def _label_tokens(self, piece: _Piece, ids: np.ndarray, characters: np.ndarray) -> Row:
         """Return the tokens of a text, and their labels."""
         labels, eos = ids.copy(), self.tokenizer.eos_id
         if not piece.text.strip():
@@ -174,7 +174,7 @@ class Encoder:
             labels[-1] = eos
         return ids, labels
 
-    def _fit(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
+    def _fit_row(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
         """Return a row of at most `max_length` tokens; None if there is nothing to learn in it."""
         if not (labels[1:] != IGNORED).any():  # the first token is not predicted
             self.empty += 1
@@ -199,7 +199,7 @@ class Encoder:
             )
 
     def notes(self) -> list[str]:
-        """Return sentences about the rows that were not taken as they are."""
+        """Return sentences about the rows that were cut, left out or split."""
         said = []
         if self.cut:
             most = argument("max_length", self.max_length)
@@ -228,12 +228,12 @@ def pack(rows: Iterable[Row], length: int) -> Iterator[Row]:
         held.append(row)
         count += len(row[0])
         while count >= length:
-            ids, labels = _join(held)
+            ids, labels = _concatenate_rows(held)
             yield ids[:length], labels[:length]
             held, count = [(ids[length:], labels[length:])], count - length
     if count > 1:
-        yield _join(held)
+        yield _concatenate_rows(held)
 
 
-def _join(rows: Sequence[Row]) -> Row:
+def _concatenate_rows(rows: Sequence[Row]) -> Row:
     return np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])

@@ -1,4 +1,4 @@
-"""Folders of language models: those of onnxruntime-genai, and those of optimum."""
+"""Folders of language models, as onnxruntime-genai and optimum write them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelFolder:
         model: the file of the model.
         config: what `genai_config.json` or `config.json` says.
         pad_id, bos_id: ids of the tokens that pad, and begin a text; None if there is none.
-        eos_ids: those that end one; the first is put behind texts.
+        eos_ids: ids of the tokens that end a text; the first is put behind texts.
         vocab_size: number of tokens that the model has scores for, None if it is unknown.
         context_length: number of tokens that it takes, None if it is unknown.
         input_names: of "input_ids", "attention_mask" and others, their names in the model.
@@ -88,9 +88,9 @@ class ModelFolder:
 def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder:
     """Return the language model in a folder of onnxruntime-genai or of optimum.
 
-    That of genai has a `genai_config.json`, which names the file of the model; that of optimum has
-    a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Beside them are files of
-    the tokenizer. Nothing but the small files of the configuration is read.
+    A folder of genai has a `genai_config.json`, which names the file of the model; a folder of
+    optimum has a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Beside them are
+    files of the tokenizer. Nothing but the small files of the configuration is read.
 
     Args:
         path: the folder.
@@ -146,9 +146,9 @@ def _of_genai(home: Path, config: dict[str, Any], file: str | None) -> ModelFold
     return ModelFolder(
         home,
         "genai",
-        _existing(home, file or decoder["filename"]),
+        _existing_file(home, file or decoder["filename"]),
         config,
-        **_special(model),
+        **_special_ids(model),
         vocab_size=model.get("vocab_size"),
         context_length=model.get("context_length"),
         input_names=names,
@@ -163,9 +163,9 @@ def _of_optimum(home: Path, config: dict[str, Any], file: str | None) -> ModelFo
     return ModelFolder(
         home,
         "optimum",
-        _existing(home, file) if file else _model_of_optimum(home),
+        _existing_file(home, file) if file else _model_of_optimum(home),
         config,
-        **_special(every),
+        **_special_ids(every),
         vocab_size=every.get("vocab_size"),
         context_length=next((every[n] for n in _LENGTHS if every.get(n)), None),
     )
@@ -185,20 +185,20 @@ def _model_of_optimum(home: Path) -> Path:
     )
 
 
-def _existing(home: Path, name: str) -> Path:
+def _existing_file(home: Path, name: str) -> Path:
     if not (home / name).is_file():
         raise ModelError(f"{str(home)!r} lacks the file of its model, {name!r}")
     return home / name
 
 
-def _special(config: Mapping[str, Any]) -> dict[str, Any]:
+def _special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of special tokens, as fields of a `ModelFolder`."""
     pad, bos, eos = (config.get(f"{name}_token_id") for name in SPECIAL)
     ids = eos if isinstance(eos, Sequence) else [] if eos is None else [eos]
-    return {"pad_id": _first(pad), "bos_id": _first(bos), "eos_ids": tuple(ids)}
+    return {"pad_id": _first_id(pad), "bos_id": _first_id(bos), "eos_ids": tuple(ids)}
 
 
-def _first(ids: Any) -> int | None:
+def _first_id(ids: Any) -> int | None:
     return (ids[0] if ids else None) if isinstance(ids, Sequence) else ids
 
 

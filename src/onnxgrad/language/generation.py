@@ -66,7 +66,7 @@ def generate(
     """Return how a language model goes on with prompts.
 
     A folder of onnxruntime-genai runs there, if that is installed and has the device of the folder.
-    Otherwise each token is a call of an ordinary session, which keeps what the model caches.
+    Otherwise each token is a call of an ordinary session, which keeps the caches of the model.
 
     Args:
         model: a `ModelFolder`, or the path of one; or a `Trainer` or a model with a `tokenizer`.
@@ -76,7 +76,7 @@ def generate(
             the probabilities.
         top_p: draw from the most probable tokens that have this probability together.
         seed: of the draws.
-        tokenizer: as for `texts`; None: that of the folder.
+        tokenizer: as for `texts`; None: the tokenizer of the folder.
         adapter: name of an adapter of the folder, as `save_folder(..., adapter=...)` wrote it.
 
     Returns:
@@ -98,38 +98,28 @@ def generate(
     """
     choice = Choice(temperature, top_p, seed)
     check_count("max_new_tokens", max_new_tokens)
-    several = isinstance(prompts, (list, tuple)) and not _is_chat(prompts)
+    is_chat = bool(prompts) and all(isinstance(m, Mapping) and "role" in m for m in prompts)
+    several = isinstance(prompts, (list, tuple)) and not is_chat
     given = [*prompts] if several else [prompts]
-    found = _generate(model, given, max_new_tokens, choice, tokenizer, adapter)
-    return found if several else found[0]
-
-
-def _generate(
-    model: Any,
-    prompts: list[Any],
-    count: int,
-    choice: Choice,
-    tokenizer: Any,
-    adapter: str | None,
-) -> list[str]:
-    folder = _folder(model)
+    folder = _as_folder(model)
     if tokenizer is None and folder is None:
         raise ValueError("pass the tokenizer, as its folder: this model is not in one")
     own = as_tokenizer(folder if tokenizer is None else tokenizer)
-    ids = [_encode(own, prompt) for prompt in prompts]
+    ids = [_encode_prompt(own, prompt) for prompt in given]
     running = None if folder is None else _genai_model(folder)
     if folder is not None and running is not None:
-        tokens = _by_genai(running, folder, ids, count, choice, adapter)
+        tokens = _by_genai(running, folder, ids, max_new_tokens, choice, adapter)
     else:
         proto = read(model.model if isinstance(model, Trainer) else folder or model)
         if adapter is not None:
             proto = load_adapter(proto, _adapter_of(folder, adapter))
-        about = _folder(tokenizer) if folder is None else folder
-        tokens = _by_session(proto, own, about, ids, count, choice)
-    return [own.decode(each) for each in tokens]
+        about = _as_folder(tokenizer) if folder is None else folder
+        tokens = _by_session(proto, own, about, ids, max_new_tokens, choice)
+    found = [own.decode(each) for each in tokens]
+    return found if several else found[0]
 
 
-def _folder(model: Any) -> ModelFolder | None:
+def _as_folder(model: Any) -> ModelFolder | None:
     if isinstance(model, ModelFolder):
         return model
     is_path = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
@@ -152,11 +142,7 @@ def _adapter_of(folder: ModelFolder | None, name: str) -> Path:
     return file
 
 
-def _is_chat(prompt: Any) -> bool:
-    return bool(prompt) and all(isinstance(m, Mapping) and "role" in m for m in prompt)
-
-
-def _encode(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     """Return the tokens of a prompt, without one that ends it."""
     text, special = prompt, True
     if not isinstance(prompt, str):
@@ -179,10 +165,10 @@ def _genai_model(folder: ModelFolder) -> Any:
         return None
     try:
         import onnxruntime_genai as genai
+
+        return genai.Model(str(folder.path))
     except ImportError:
         return None
-    try:
-        return genai.Model(str(folder.path))
     except Exception as e:  # such as a folder for another device
         warnings.warn(
             f"onnxruntime-genai does not run {str(folder.path)!r} here, an ordinary session on the "
@@ -206,18 +192,15 @@ def _by_genai(
     adapters = genai.Adapters(model)
     if adapter is not None:
         adapters.load(str(_adapter_of(folder, adapter)), adapter)
-    window = _window(folder)
+    nodes = load_model_from_string(folder.model.read_bytes()).graph.node
+    attributes = (a for node in nodes for a in node.attribute if a.name == "local_window_size")
+    window = max((a.i for a in attributes), default=0)  # the caches must have room for it
     for ids in prompts:
         most = min(len(ids) + count, folder.context_length or len(ids) + count)
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": choice.temperature > 0}
         if choice.temperature:
-            options = {
-                "do_sample": True,
-                "top_k": 0,
-                "top_p": choice.top_p,
-                "temperature": choice.temperature,
-                "random_seed": choice.seed,
-            }
+            options |= {"temperature": choice.temperature, "random_seed": choice.seed}
+            options |= {"top_k": 0, "top_p": choice.top_p}
         params = genai.GeneratorParams(model)
         params.set_search_options(max_length=max(most, window), **options)
         generator = genai.Generator(model, params)
@@ -227,13 +210,6 @@ def _by_genai(
         while not generator.is_done() and generator.token_count() < most:
             generator.generate_next_token()
         yield [int(i) for i in generator.get_sequence(0)[len(ids) :]]
-
-
-def _window(folder: ModelFolder) -> int:
-    """Return the longest window of attention: the caches must have room for it."""
-    nodes = load_model_from_string(folder.model.read_bytes()).graph.node
-    attributes = (a for node in nodes for a in node.attribute)
-    return max((a.i for a in attributes if a.name == "local_window_size"), default=0)
 
 
 def _by_session(

@@ -26,8 +26,8 @@ def sequence_log_probs(
 ) -> ModelProto:
     """Return a language model whose output is the log-probability of each text.
 
-    That is the sum of log p of its tokens, each given those before it. Losses of preferences are
-    functions of it: see the recipe of DPO. The logits of all positions are in memory.
+    That is the sum of log p of its tokens, each given the tokens before it. Losses of preferences
+    are functions of it: see the recipe of DPO. The logits of all positions are in memory.
 
     Args:
         model: inputs (rows, tokens) such as `input_ids` and `attention_mask`; output: logits (rows,
@@ -103,8 +103,8 @@ def _take_alternatives(op: Emit, count: int) -> None:
         shape = dims(x)
         if not shape or isinstance(shape[0], int):
             raise ValueError(
-                f"the input {x.name!r} has the shape {shape}: its first axis must be that of the "
-                "rows, of any length"
+                f"the input {x.name!r} has the shape {shape}: its first axis must be the axis "
+                "of rows, of any length"
             )
         taken = ir.Value(name=x.name, type=x.type, shape=ir.Shape(["rows", count, *shape[1:]]))
         x.name = op.name(f"{x.name}_of_each")

@@ -48,7 +48,7 @@ def records(source: Any, by_line: bool = True) -> Iterator[Record]:
         return
     if callable(source):
         source = source()
-    for number, record in enumerate(_rows(source)):
+    for number, record in enumerate(_iterate_rows(source)):
         yield f"row {number}", record
 
 
@@ -96,7 +96,7 @@ def _delimited_records(path: Path) -> Iterator[Record]:
         raise DataError(f"{name!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
-def _rows(source: Any) -> Any:
+def _iterate_rows(source: Any) -> Any:
     """Return what iterates over the rows of a table or dataset."""
     if is_hugging_face(source):
         return iter(source)

@@ -35,7 +35,7 @@ def save_folder(
     """Write a folder like another, with another model in it, completely or not at all.
 
     The model gets the name that it has in `like`, and its tensors are in the same files as there;
-    new ones, as those of adapters, are beside the others. All other files are copied, byte for
+    new ones, as of adapters, are beside the others. All other files are copied, byte for
     byte, but hidden folders such as `.git`.
 
     Args:
@@ -46,7 +46,7 @@ def save_folder(
             values to the file `adapters/<this name>.onnx_adapter`: one base serves several. See
             `adapter_inputs`.
         overwrite: whether `path` may be a folder of a language model, whose files are replaced by
-            those of the same name; others stay.
+            the new files of the same name; others stay.
 
     Returns:
         The new folder, as `load_folder` returns it.
@@ -83,35 +83,23 @@ def save_folder(
         proto = adapter_inputs(adapted)
     target = check_folder(path, overwrite, origin, proto)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _save(proto, origin, target, adapter, adapted)
-    return load_folder(target, origin.model.relative_to(origin.path).as_posix())
-
-
-def _save(
-    proto: ModelProto, origin: ModelFolder, target: Path, adapter: str | None, adapted: ModelProto
-) -> None:
-    """Write a folder beside `target`, and move it there; an adapter is that of `adapted`."""
-    temporary, file = _beside(target), origin.model.relative_to(origin.path)
+    temporary, file = _temporary_beside(target), origin.model.relative_to(origin.path)
     temporary.mkdir()
     try:
         _copy_others(origin, temporary, target)
         (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-        _write(proto, temporary / file, origin.model)
+        _write_model(proto, temporary / file, origin.model)
         if adapter is not None:
             placed = file_of_adapter(temporary, adapter)
             placed.parent.mkdir(exist_ok=True)
             save_adapter(adapted, placed)
-        _flush(temporary)
-        _put(temporary, target)
+        for each in (each for each in temporary.rglob("*") if each.is_file()):
+            with suppress(PermissionError), each.open("rb+") as opened:  # of one that is read-only
+                os.fsync(opened.fileno())  # in case of a power cut
+        _move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Write the files of a folder to the disk, in case of a power cut."""
-    for file in (each for each in folder.rglob("*") if each.is_file()):
-        with suppress(PermissionError), file.open("rb+") as opened:  # of one that is read-only
-            os.fsync(opened.fileno())
+    return load_folder(target, file.as_posix())
 
 
 def check_folder(
@@ -168,7 +156,7 @@ def _check_interface(model: ModelProto, like: ModelFolder) -> None:
         )
 
 
-def _beside(target: Path) -> Path:
+def _temporary_beside(target: Path) -> Path:
     return target.with_name(f".onnxgrad-{target.name[:100]}.{os.urandom(8).hex()}")
 
 
@@ -194,17 +182,17 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
             shutil.copy2(file, temporary / relative)
     if stale:
         warnings.warn(
-            f"of {sorted(stale)}, which are copied as they are, the weights are not those of the "
-            f"model that was written, {origin.model.name!r}",
+            f"{sorted(stale)} are copied unchanged: they do not have the weights of the model that "
+            f"was written, {origin.model.name!r}",
             stacklevel=3,
         )
 
 
-def _write(proto: ModelProto, file: Path, like: Path) -> None:
-    """Write a model with its tensors in the files in which those of `like` are."""
+def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
+    """Write a model with its tensors in the same files as the tensors of `like`."""
     old = onnx.load_model_from_string(like.read_bytes())
     own = {tensor.name for tensor in old.graph.initializer}
-    places = {n: _location(t) for n, t in external.external_tensors(old) if n in own}
+    places = {n: _data_location(t) for n, t in external.external_tensors(old) if n in own}
     if bad := next((p for p in places.values() if p.is_absolute() or ".." in p.parts), None):
         raise ModelError(f"{str(like)!r} has its data outside of its folder, in {str(bad)!r}")
     data = next((place for place, _ in Counter(places.values()).most_common(1)), None)
@@ -223,23 +211,23 @@ def _write(proto: ModelProto, file: Path, like: Path) -> None:
 
     written = external.written_out(proto, place)
     for _, tensor in external.external_tensors(written):
-        if _location(tensor).is_absolute():  # of a subgraph
+        if _data_location(tensor).is_absolute():  # of a subgraph
             tensor.raw_data = external.array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     external.write_filled(written, file, {})
 
 
-def _location(tensor: TensorProto) -> Path:
+def _data_location(tensor: TensorProto) -> Path:
     return Path(next(e.value for e in tensor.external_data if e.key == "location"))
 
 
-def _put(temporary: Path, target: Path) -> None:
+def _move_into_place(temporary: Path, target: Path) -> None:
     """Move a folder to its place; files of an old one that the new one lacks stay."""
     if not target.exists():
         temporary.rename(target)
         return
-    aside = _beside(target)
+    aside = _temporary_beside(target)
     target.rename(aside)
     try:
         temporary.rename(target)

@@ -56,10 +56,10 @@ def texts(
             of tokenizers or transformers.
         max_length: tokens of a row, at most; longer ones are cut, and counted in a warning. None:
             as many as the model of the folder takes.
-        completion_only: whether only completions, and what the assistant says, are learned; None:
+        completion_only: whether only completions, and turns of the assistant, are learned; None:
             they are, where there are any.
         packing: write all texts one after another, cut into rows of `max_length`. A text then sees
-            those before it in its row, and may go on in the next.
+            the texts before it in its row, and may go on in the next.
         column: of the texts, where it is not called "text".
         by_line: whether each line of a plain text is a record; False: a file is one.
 
@@ -70,7 +70,7 @@ def texts(
         DataError: no text, a record of another form, a line that is no JSON, a prompt that is
             longer than `max_length`, or the tokenizer of another model.
         ImportError: the library `tokenizers` is not installed.
-        ValueError: a `max_length` below 2 or above that of the model, or packing without one.
+        ValueError: a `max_length` below 2 or above the model's, or packing without one.
 
     Examples:
         >>> import onnxgrad as og
@@ -81,30 +81,17 @@ def texts(
         >>> X["input_ids"].tolist(), labels.tolist()
         ([[5, 6, 7], [8, 9, 0]], [[5, 6, 7], [-100, 9, -100]])
     """
-    return _read(source, tokenizer, max_length, completion_only, packing, column, by_line)
-
-
-def _read(
-    source: Any,
-    tokenizer: Any,
-    max_length: int | None,
-    completion_only: bool | None,
-    packing: bool,
-    column: str | None,
-    by_line: bool,
-) -> Reader:
     folder = tokenizer if isinstance(tokenizer, ModelFolder) else None
     if folder is None and isinstance(tokenizer, (str, os.PathLike)) and is_folder(tokenizer):
         with suppress(ModelError):  # it may have a tokenizer only
             tokenizer = folder = load_folder(tokenizer)
     own, most = as_tokenizer(tokenizer), None if folder is None else folder.context_length
+    given = argument("max_length", max_length)
     if max_length is None:
         max_length = most
     elif max_length < 2:
-        given = argument("max_length", max_length)
         raise ValueError(f"{given}: a row needs 2 tokens, one to predict another")
     elif most and max_length > most:
-        given = argument("max_length", max_length)
         raise ValueError(f"{given}, and the model takes {most} tokens")
     if packing and max_length is None:
         given = argument("packing", True)
@@ -116,17 +103,17 @@ def _read(
     block = max_length if packing else None
     if is_stream(source):
         return TextStream(source, encoder, pad, names, block)
-    rows = list(_encoded(source, encoder, block, by_line))
+    rows = list(_encode_rows(source, encoder, block, by_line))
     if not rows:
         is_path = isinstance(source, (str, os.PathLike))
         name = repr(str(source)) if is_path else f"the {type(source).__name__}"
         raise DataError(f"{name} has no text to learn")
     for note in encoder.notes():
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return Texts(rows, pad, names, encoder.notes(), own if folder is None else folder)
 
 
-def _encoded(source: Any, encoder: Encoder, block: int | None, by_line: bool) -> Iterator[Row]:
+def _encode_rows(source: Any, encoder: Encoder, block: int | None, by_line: bool) -> Iterator[Row]:
     rows = encoder.rows(records(source, by_line))
     return rows if block is None else pack(rows, block)
 
@@ -143,7 +130,7 @@ class _TextReader(Reader):
         new.masked = self.names.get(_MASK, _MASK) in shapes
         return new
 
-    def _batch(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
+    def _name_inputs(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
         kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
         return kept, labels, None
 
@@ -154,8 +141,8 @@ class Texts(_TextReader):
     Attributes:
         rows: their number.
         tokens: number of tokens of all.
-        learned: number of those that are learned.
-        notes: sentences about those that were not taken as they are.
+        learned: number of learned tokens.
+        notes: sentences about the texts that were cut, left out or split.
         tokenizer: the tokenizer, or its folder.
     """
 
@@ -180,7 +167,7 @@ class Texts(_TextReader):
         ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
         padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
         for X, y, _ in padded.batches(size, seed, skip):
-            yield self._batch(X, y)
+            yield self._name_inputs(X, y)
 
     def subset(self, numbers: np.ndarray) -> Texts:
         """Return some of the rows."""
@@ -212,21 +199,21 @@ class TextStream(_TextReader):
     def first(self) -> Any:
         """Return a batch of one row, without reading the source."""
         ids = np.zeros((1, 2), np.int32)
-        return self._batch({_IDS: ids, _MASK: ids}, ids)
+        return self._name_inputs({_IDS: ids, _MASK: ids}, ids)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; the rows of those that are left out are read, too."""
-        yield from islice(self._all(size, seed), skip, None)
+        """Yield the batches of one pass; the rows of skipped batches are read, too."""
+        yield from islice(self._all_batches(size, seed), skip, None)
         if not self._told:  # once, at the end of the first pass
             for note in self.encoder.notes():
                 warnings.warn(note, stacklevel=2)
         self._told = True
 
-    def _all(self, size: int, seed: int | None) -> Iterator[Any]:
+    def _all_batches(self, size: int, seed: int | None) -> Iterator[Any]:
         source, rng = self.source, None if seed is None else np.random.default_rng(seed)
         if seed is not None and is_hugging_face_stream(source):
             source = source.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER)
-        rows = _encoded(source, self.encoder, self.block, True)
+        rows = _encode_rows(source, self.encoder, self.block, True)
         while pool := list(islice(rows, size * (1 if rng is None else _POOL))):
             if rng is not None:
                 pool = [pool[i] for i in rng.permutation(len(pool))]
@@ -235,7 +222,7 @@ class TextStream(_TextReader):
             for i in range(len(cut)) if rng is None else rng.permutation(len(cut)):
                 ids, mask, _ = pad_sequences([row[0] for row in cut[i]], self.pad)
                 labels, _, _ = pad_sequences([row[1] for row in cut[i]], IGNORED)
-                yield self._batch({_IDS: ids, _MASK: mask}, labels)
+                yield self._name_inputs({_IDS: ids, _MASK: mask}, labels)
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the source."""

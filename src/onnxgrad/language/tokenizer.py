@@ -19,7 +19,7 @@ _NAMED = (*SPECIAL, "unk", "sep", "cls", "mask")
 _FILLS = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 
 
-def _library() -> Any:
+def _tokenizers_library() -> Any:
     try:
         import tokenizers
     except ImportError as e:
@@ -37,9 +37,9 @@ class Tokenizer:
         ids: of special tokens that `special` lacks.
 
     Attributes:
-        size: number of tokens, those that were added included.
-        pad_id, bos_id, eos_id: ids of special tokens, None for those that there are not.
-        fill_id: what fills rows up: `pad_id`, or that of a token with a usual name, or 0.
+        size: number of tokens, added ones included.
+        pad_id, bos_id, eos_id: ids of special tokens, None where the tokenizer lacks one.
+        fill_id: the id that fills rows up: `pad_id`, or the id of a token with a usual name, or 0.
         max_length: number of tokens at which its file cuts texts, None if it does not; `encode`
             does not cut.
     """
@@ -80,9 +80,9 @@ class Tokenizer:
                 f"{os.fspath(folder)!r} has no {FILE}: let transformers write it, with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
-        backend = _read(home / FILE)
-        config = _config(home)
-        special = {n: t for n in _NAMED if (t := _text(config.get(f"{n}_token"))) is not None}
+        backend = _read_backend(home / FILE)
+        config = _special_config(home)
+        special = {n: t for n in _NAMED if (t := _token_text(config.get(f"{n}_token"))) is not None}
         return cls(backend, special, read_template(home, config, special), ids)
 
     def encode(
@@ -110,7 +110,7 @@ def as_tokenizer(source: Any) -> Tokenizer:
     Args:
         source: a `ModelFolder`; the path of a folder, of a `tokenizer.json` or of the `vocab.txt`
             of a BERT; a `tokenizers.Tokenizer`; or a fast tokenizer of transformers. It is not
-            changed: what it cuts and pads is not what the result does.
+            changed; the result neither cuts nor pads.
 
     Raises:
         ValueError: it is none of these.
@@ -126,23 +126,23 @@ def as_tokenizer(source: Any) -> Tokenizer:
         copy = type(backend).from_str(backend.to_str())
         return Tokenizer(copy, special, template and ChatTemplate(template, special))
     if hasattr(source, "encode_batch"):
-        return Tokenizer(_library().Tokenizer.from_str(source.to_str()))
+        return Tokenizer(_tokenizers_library().Tokenizer.from_str(source.to_str()))
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir() and not (path / FILE).is_file() and (path / VOCABULARY).is_file():
             path = path / VOCABULARY
         if path.is_file() and path.name != FILE:
-            return Tokenizer(_read(path))
+            return Tokenizer(_read_backend(path))
         return Tokenizer.of_folder(path.parent if path.name == FILE else path)
     raise ValueError(
-        "a tokenizer is that of a folder, a path, or an object of tokenizers or transformers, not "
+        "a tokenizer is a folder, a path, or an object of tokenizers or transformers, not "
         f"{type(source).__name__}"
     )
 
 
-def _read(path: Path) -> Any:
+def _read_backend(path: Path) -> Any:
     """Return the `tokenizers.Tokenizer` of a file, JSON or the vocabulary of a BERT."""
-    library = _library()
+    library = _tokenizers_library()
     try:
         if path.suffix != ".txt":
             return library.Tokenizer.from_file(str(path))
@@ -154,8 +154,8 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{str(path)!r} cannot be read: {e}") from None
 
 
-def _config(home: Path) -> dict[str, Any]:
-    """Return what the folder says of special tokens."""
+def _special_config(home: Path) -> dict[str, Any]:
+    """Return the settings of the folder about special tokens."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (home / name).is_file():
@@ -166,6 +166,6 @@ def _config(home: Path) -> dict[str, Any]:
     return config
 
 
-def _text(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """Return the text of a special token, which may be an object with more about it."""
     return token.get("content") if isinstance(token, dict) else token

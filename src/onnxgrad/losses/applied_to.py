@@ -66,6 +66,11 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
             )
     if options.get("soft_labels", False) is None:
         shape = dims(prediction)
+        if n == 1:
+            raise ValueError(
+                f"{name!r} has the shape {list(shape or ())}, and {spec.name!r} compares scores of "
+                "several classes in each row: choose another output or loss"
+            )
         filled["soft_labels"] = _are_soft_labels(spec.label_shape, shape, filled.get("axis", 1))
         logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
     if options.get("from_logits") is None and "from_logits" in options:

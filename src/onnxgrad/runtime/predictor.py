@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import onnxruntime as ort
 from onnxgrad.errors import argument, escaping
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.reporting import warn_once
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, session
 
@@ -54,6 +56,10 @@ class Predictor:
         self.outputs = {y.name: y for y in self.session.get_outputs()}
         self.returned = list(outputs) or list(self.outputs)
         self.fixed_rows = self._declared_rows if fixed_rows is None else fixed_rows
+        # whether the file states any number of rows for an output: else it may be of all rows
+        returned = (y for y in running.graph.output if y.name in self.returned)
+        first = [d for y in returned for d in y.type.tensor_type.shape.dim[:1]]
+        self._stated_rows = any(not d.dim_value for d in first)
 
     @property
     def _declared_rows(self) -> int:
@@ -88,43 +94,75 @@ class Predictor:
         unknown = [name for name in by_name if name not in self.inputs]
         raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
 
-    def run_rows(self, feed: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Return the outputs of one call that have a row for each row of `feed`, by name.
+    def run_rows(self, feed: Mapping[str, np.ndarray], most: int | None = None) -> dict[str, Any]:
+        """Return the outputs that have a row for each row of `feed`, by name.
 
-        Rows that a static batch lacks are copies of the last one, and are cut from the outputs.
+        A call has at most so many rows, or the rows of a static batch: missing ones are copies of
+        the last row, and are cut from the outputs. A file may declare any number of rows, and not
+        compute them: where it runs on one row, and not on two copies of it, each call gets one.
 
         Raises:
             ValueError: as `run`.
         """
         count = len(next(iter(feed.values())))
-        size = self.fixed_rows or count
+        size = self.fixed_rows or min(count, most or count)
+        if count > size:
+            starts = range(0, count, size)
+            parts = [self.run_rows({n: a[i : i + size] for n, a in feed.items()}) for i in starts]
+            names = [name for name in self.returned if all(name in part for part in parts)]
+            return {name: _join_rows([part[name] for part in parts]) for name in names}
         if count < size:
             feed = {
                 name: np.concatenate([array, np.repeat(array[-1:], size - count, axis=0)])
                 for name, array in feed.items()
             }
-        results = zip(self.returned, self.run(feed), strict=True)
-        return {name: y[:count] for name, y in results if _count_rows(y) == size}
+        try:
+            named = dict(zip(self.returned, self.run(feed), strict=True))
+        except Exception:  # of several types
+            if self.fixed_rows or count < 2 or not self._takes_one_row(feed):
+                raise
+            return self.run_rows(feed)
+        found = {name: y[:count] for name, y in named.items() if _count_rows(y) == size}
+        several = count > 1 and not self.fixed_rows
+        if several and not found and self._stated_rows and self._takes_one_row(feed):
+            return self.run_rows(feed)
+        return found
+
+    def _takes_one_row(self, feed: Mapping[str, np.ndarray]) -> bool:
+        """Return whether the model runs on the first row, and not on two copies of it.
+
+        If so, each call gets one row from now on, and the logger warns.
+        """
+        for count in (1, 2):
+            rows = {n: np.repeat(array[:1], count, axis=0) for n, array in feed.items()}
+            try:
+                runs = any(_count_rows(y) == count for y in self.run(rows))
+            except Exception:  # of several types
+                runs = False
+            if runs == (count == 2):
+                return False
+        self.fixed_rows = 1
+        warn_once("the file takes one row at a time, whatever number of rows it declares")
+        return True
 
     def predict(self, feed: Mapping[str, np.ndarray], rows: int = ROWS) -> Arrays:
-        """Return outputs for any number of rows, by name, in calls of so many rows.
+        """Return all outputs for any number of rows, by name, in calls of so many rows.
 
         Raises:
             ValueError: as `run`; an output that does not have a row for each.
         """
-        count, size = len(next(iter(feed.values()))), self.fixed_rows or rows
-        parts = []
-        for start in range(0, max(count, 1), size):
-            part = self.run_rows({n: a[start : start + size] for n, a in feed.items()})
-            if lacking := [name for name in self.returned if name not in part]:
-                raise ValueError(
-                    f"the outputs {lacking} do not have a row for each row of the data: choose "
-                    f"others with {argument('outputs')}"
-                )
-            parts.append(part)
-        if len(parts) == 1:
-            return parts[0]
-        return {name: np.concatenate([part[name] for part in parts]) for name in self.returned}
+        found = self.run_rows(feed, rows)
+        if lacking := [name for name in self.returned if name not in found]:
+            raise ValueError(
+                f"the outputs {lacking} do not have a row for each row of the data: choose "
+                f"others with {argument('outputs')}"
+            )
+        return found
+
+
+def _join_rows(parts: list[Any]) -> Any:
+    """Return the rows of several calls as one array, or as one list of maps."""
+    return list(chain(*parts)) if isinstance(parts[0], list) else np.concatenate(parts)
 
 
 def _count_rows(y: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -130,8 +131,10 @@ class RowPredictor:
         fed = self._feeds(X)
         rows = len(next(iter(fed.values())))
         predictor = self._predictor_for(min(rows, self.fixed_rows or _ROWS))
-        if not self.fixed_rows and 0 < rows <= _ROWS:  # arrays are checked: a row takes less time
-            return dict(zip(self.outputs, predictor.session.run(self.outputs, fed), strict=True))
+        if not predictor.fixed_rows and 0 < rows <= _ROWS:  # a row takes less time: it is checked
+            with suppress(Exception):  # by `predict`, if the file takes one row at a time
+                found = predictor.session.run(self.outputs, fed)
+                return dict(zip(self.outputs, found, strict=True))
         return predictor.predict(fed, _ROWS)
 
     def _predictor_for(self, rows: int) -> Predictor:

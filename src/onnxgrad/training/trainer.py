@@ -390,7 +390,8 @@ class Trainer(TrainerBase):
             1 for Adadelta, 0.0001 for Lion.
         train: names of float tensors of the model, and patterns as "layer4.*", that train; they
             match aliases, too, and patterns choose among weights: see `trainable`, which shows
-            the result. None: the weights that train by default.
+            the result. "last": the weights of the last layer. None: the weights that train by
+            default.
         freeze: names and patterns of tensors that do not train.
         train_ranges: whether the scales of QuantizeLinear train, too: learned step size
             quantization (Esser et al. 2020). They begin with the values of the file, and stay

@@ -42,6 +42,7 @@ _TYPES = frozenset(
     TensorProto.DataType.Value(name)
     for name in "INT4 UINT4 INT8 UINT8 FLOAT8E4M3FN FLOAT8E5M2".split()
 )
+LAST = "last"  # instead of a pattern: the weights of the last layer
 WHY = "a quantized weight: it stays; adapters train beside it"
 
 
@@ -81,8 +82,10 @@ def trainable(
     Args:
         model: model, serialized model or path; not modified.
         train: names and patterns of `fnmatch`, as "layer4.*", of tensors that train. A pattern
-            chooses among weights; a constant of another role trains if its name is listed. None:
-            the weights that train by default.
+            chooses among weights; a constant of another role trains if its name is listed. "last",
+            unless a tensor has this name: the weights of the last layer, and of several last ones
+            where an output, or several outputs, are computed from several. None: the weights that
+            train by default.
         freeze: names and patterns of tensors that do not train, also if `train` names them.
         pattern: returns only the tensors whose name or alias matches it.
 
@@ -322,9 +325,10 @@ def matching(
 ) -> list[Tensor]:
     """Return the tensors that `pattern` names, in their order.
 
-    A name counts before an alias, and both before patterns of `fnmatch`, which match either. A
-    pattern with `weights_first` chooses among the weights, and only if it matches none of them,
-    among the other constants: "layer4.*" means no constants of its formulas.
+    A name counts before an alias, and both before "last", which names the weights of the last
+    layer, and before patterns of `fnmatch`, which match either. A pattern with `weights_first`
+    chooses among the weights, and only if it matches none of them, among the other constants:
+    "layer4.*" means no constants of its formulas.
 
     Raises:
         ValueError: none matches; close names and aliases are listed. `kind` is the noun of the
@@ -333,6 +337,10 @@ def matching(
     for exact in ([t for t in rows if t.name == pattern], [t for t in rows if t.alias == pattern]):
         if exact:
             return exact
+    if pattern == LAST:
+        if last := [t for t in rows if t.is_last]:
+            return last
+        raise ValueError(f"{kind} {LAST!r}: the last layer has no weights in floats")
     matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
     if not matched:
         ordered = sorted(rows, key=lambda t: not t.is_weight)

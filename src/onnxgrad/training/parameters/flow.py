@@ -223,16 +223,19 @@ class Surroundings:
         self.stored = StoredIntegers(self.nodes, self.data)
         self.fix(buffers)
 
-    def fix(self, factors: Collection[ir.Value]) -> None:
+    def fix(self, factors: Iterable[ir.Value]) -> None:
         """Add fixed `factors`; find values computed with weights, and values before weights."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
                 self.fixed.update(node.outputs)
         self.weighted = self._computed_from(self._applies_weight)
-        products = filter(self.is_product, self.nodes)
-        operands = (x for node in products for x in value_operands(node, smooth=True))
-        self.hidden = set(reachable(operands, self._smooth_sources))
+        self.hidden = self.values_before(filter(self.is_product, self.nodes))
+
+    def values_before(self, nodes: Iterable[ir.Node]) -> set[ir.Value]:
+        """Return the values of which operands of `nodes` may be smooth functions."""
+        operands = (x for node in nodes for x in value_operands(node, smooth=True))
+        return set(reachable(operands, self._smooth_sources))
 
     def _computed_from(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,21 @@ class Roles(Surroundings):
                     tensor = None if x in self.data else source_of(x).const_value
                     if tensor is not None and evidence.is_transform(tensor.numpy()):
                         yield x
+
+    def mark_last_layers(self, rows: Tensors, constants: Mapping[str, ir.Value]) -> Tensors:
+        """Return the rows, of which weights are last if no product with weights follows a use."""
+        self.fix(constants[t.name] for t in rows.frozen if t.name in constants)
+        hidden = self.values_before(
+            n for n in self.nodes if self.is_product(n) or operator_of(n).coefficients
+        )
+        unread = np.empty(0)  # the elements of a weight: no verdict is asked for
+        return Tensors(
+            replace(t, is_last=any(hidden.isdisjoint(use.node.outputs) for use in uses))
+            for t in rows
+            for uses in [
+                self._uses_of_constant(t.name, unread, constants[t.name]) if t.trains else ()
+            ]
+        )
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
         """Return the verdict of the first use as a weight, or else of the first use."""
@@ -439,7 +454,7 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
                 verdict = _verdict_of_exporter(by_role, array, stated.get(ref.name))
             dtype, (trains, why, doubtful, _) = str(array.dtype), verdict
             rows.append(Tensor(ref.name, array.shape, dtype, array.size, trains, why, doubtful))
-    return inner.graph, rows
+    return inner.graph, roles.mark_last_layers(rows, values)
 
 
 def _verdict_of_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:

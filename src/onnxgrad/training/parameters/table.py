@@ -30,6 +30,7 @@ class Tensor:
         is_weight: whether its role is a weight's: by default weights train.
         copy_of: the table of an embedding that has the same numbers: the network shares one weight,
             of which the exporter stored two copies. Otherwise "".
+        is_last: whether it is a weight of a last layer: no product with weights reads its results.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Tensor:
     alias: str = ""
     is_weight: bool = False
     copy_of: str = ""
+    is_last: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
