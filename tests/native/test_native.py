@@ -14,7 +14,7 @@ from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
 from onnxgrad.native.target import PLAIN
-from onnxgrad.training.step import epoch
+from onnxgrad.training.step import build
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep
 
@@ -176,7 +176,7 @@ def see_steps(monkeypatch, see):
         native.to_native(graph, target)
         see(graph)
 
-    monkeypatch.setattr(epoch, "to_native", seen)
+    monkeypatch.setattr(build, "to_native", seen)
 
 
 def weight_changes(case, rows: int, batch: int, others=()) -> dict[str, np.ndarray]:
@@ -201,7 +201,7 @@ def assert_same_as_plain(case, monkeypatch, rows: int, batch: int, others=()) ->
     """Assert that the native form changes the weights as the plain one does."""
     mine = weight_changes(case, rows, batch, others)
     with monkeypatch.context() as plain:
-        plain.setattr(epoch, "to_native", lambda graph, target: None)
+        plain.setattr(build, "to_native", lambda graph, target: None)
         wanted = weight_changes(case, rows, batch, others)
     for name, want in wanted.items():
         scale = np.abs(want).max()
@@ -348,7 +348,7 @@ def test_statistics_of_the_batch_in_blocks(name, monkeypatch, step_operators):
     mine = trained()
     assert step_operators["", "BatchNormalization"] == 0
     with monkeypatch.context() as plain:
-        plain.setattr(epoch, "to_native", lambda graph, target: None)
+        plain.setattr(build, "to_native", lambda graph, target: None)
         wanted = trained()
     for key, start in weights.items():
         scale = np.abs(wanted[key] - start).max()

@@ -120,8 +120,8 @@ class _Names:
                 (weight,) = group.shapes
                 self.slots[f"{weight}.{slot}"] = value
                 self.slot_weights[f"{weight}.{slot}"] = weight
-        self.buffers = {str(b.name): b for b in step.inputs.buffers}
-        self.scalars = step.inputs.feeds
+        self.buffers = {str(b.name): b for b in step.buffers}
+        self.scalars = step.feeds
 
     @property
     def states(self) -> dict[str, ir.Value]:
@@ -132,11 +132,11 @@ class _Names:
 def _whole(objective: Objective, step: Step, names: _Names) -> ModelProto:
     """Return the step as a model, whose outputs are the mean loss and the new states."""
     graph = step.model.graph
-    op, count = Emit(graph), len(step.inputs.carried)
+    op, count = Emit(graph), len(step.carried)
     loss = op.copy_of(objective.mean(op, list(graph.outputs)[count:]))
-    new = dict(zip(step.inputs.carried, graph.outputs, strict=False))
+    new = dict(zip(step.carried, graph.outputs, strict=False))
     states = names.states
-    graph.inputs[:] = [*states.values(), *step.inputs.data.values(), *names.scalars.values()]
+    graph.inputs[:] = [*states.values(), *step.data.values(), *names.scalars.values()]
     graph.outputs[:] = [loss, *(new[value] for value in states.values())]
     wanted = {**states, **names.scalars, LOSS: loss}
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}

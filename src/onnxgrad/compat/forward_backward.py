@@ -42,10 +42,11 @@ class OrtGradientForwardBackward:
     Args:
         onnx_model: model, serialized model or path; never modified.
         weights_to_train: names of the weights, or patterns as "layer4.*", in the order in which the
-            weights are passed. None: those that train by default, see `trainable`.
-        input_names: the inputs, in the order in which they are passed; None for those of the model.
-        output_names: the outputs, in the order in which they are returned; None for those of the
-            model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
+            weights are passed. None: the weights that train by default, see `trainable`.
+        input_names: the inputs, in the order in which they are passed; None for the inputs of the
+            model.
+        output_names: the outputs, in the order in which they are returned; None for the outputs of
+            the model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
         class_name: name of the pair of passes in messages and names of files.
         sess_options: `onnxruntime.SessionOptions` of both sessions.
         providers: a device, as "cpu" or "cuda:1", or execution providers as onnxruntime takes
@@ -263,7 +264,7 @@ class OrtGradientForwardBackwardFunction:
             inputs: the inputs of the model, then the weights, arrays or OrtValues; a weight may
                 lack axes of length one. With `training`, do not modify them before the backward
                 pass.
-            training: save what the backward pass needs, and forget what was saved before.
+            training: save what the backward pass needs, and forget the values saved before.
 
         Returns:
             The outputs, OrtValues if any of the inputs is one, else arrays.
@@ -283,7 +284,7 @@ class OrtGradientForwardBackwardFunction:
             for x, value in zip(parent.inputs, inputs, strict=True)
         }
         saved = [t.name for t in parent.partition.saved if t.name not in names] if training else []
-        results = self._bindings[0].run(feed, [*names, *saved], parent.run_options)
+        results = self._session_bindings[0].run(feed, [*names, *saved], parent.run_options)
         if training:
             self._shapes = [shape_of(value) for value in inputs]
             values = feed | dict(zip([*names, *saved], results, strict=True))
@@ -330,7 +331,7 @@ class OrtGradientForwardBackwardFunction:
             if name in parent.partition.cotangents:
                 feed[parent.partition.cotangents[name]] = g
         names = [y.name for y in parent.partition.backward.graph.output]
-        results = self._bindings[1].run(feed, names, parent.run_options)
+        results = self._session_bindings[1].run(feed, names, parent.run_options)
         self._saved = None
         gradients = parent.results_like("backward", names, results, grad_outputs)
         by_name = dict(zip(names, gradients, strict=True))
@@ -351,7 +352,7 @@ class OrtGradientForwardBackwardFunction:
         return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property
-    def _bindings(self) -> list[Binding]:
+    def _session_bindings(self) -> list[Binding]:
         return [Binding(session, self.parent.device) for session in self.parent.sessions]
 
     def __reduce__(self) -> Any:

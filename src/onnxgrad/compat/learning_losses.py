@@ -151,7 +151,7 @@ class BaseLearningLoss(SmallFunctions):
         build = partial(
             build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
         )
-        self._keep(
+        self._keep_models(
             device,
             loss_grad_onnx_=build(quantities={LOSS: "sum", GRADIENT: "gradient"}),
             loss_score_onnx_=build(quantities={LOSS: "rows"}),
@@ -171,9 +171,11 @@ class BaseLearningLoss(SmallFunctions):
             ValueError: shapes that do not fit, or labels that the loss does not allow; the message
                 names rows.
         """
-        feed = checked_feed(self, self._session("loss_grad_onnx_"), expected, predicted, weight)
+        feed = checked_feed(
+            self, self._model_session("loss_grad_onnx_"), expected, predicted, weight
+        )
         binds = isinstance(predicted, ort.OrtValue)
-        loss, gradient = self._run("loss_grad_onnx_", feed, binds)
+        loss, gradient = self._run_model("loss_grad_onnx_", feed, binds)
         if len(shape_of(predicted)) == 1:  # the model computes with (N, 1)
             flat = to_numpy(gradient).reshape(-1)
             gradient = owned(flat, self._device) if binds else flat
@@ -181,8 +183,10 @@ class BaseLearningLoss(SmallFunctions):
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:
         """Return the weighted loss of every row, (N, 1); arguments as for `loss_gradient`."""
-        feed = checked_feed(self, self._session("loss_score_onnx_"), expected, predicted, weight)
-        return self._run("loss_score_onnx_", feed, isinstance(predicted, ort.OrtValue))[0]
+        feed = checked_feed(
+            self, self._model_session("loss_score_onnx_"), expected, predicted, weight
+        )
+        return self._run_model("loss_score_onnx_", feed, isinstance(predicted, ort.OrtValue))[0]
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningLoss:

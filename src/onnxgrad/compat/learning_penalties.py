@@ -137,15 +137,15 @@ class BaseLearningPenalty(SmallFunctions):
         """
         names = weight_names(n_tensors) if names is None else list(names)
         self.check(names)
-        self._keep(
+        self._keep_models(
             device,
-            penalty_onnx_=self._model(names, False, opset, dtype),
-            penalty_grad_onnx_=self._model(names, True, opset, dtype),
+            penalty_onnx_=self._penalty_model(names, False, opset, dtype),
+            penalty_grad_onnx_=self._penalty_model(names, True, opset, dtype),
         )
         self._names, self._dtype = names, np.dtype(dtype)
         return self
 
-    def _model(
+    def _penalty_model(
         self, names: Sequence[str], gradient: bool, opset: int | None, dtype: Any
     ) -> ModelProto | None:
         """Return the model of the summed penalty, or of its gradients; None if there is none."""
@@ -176,9 +176,9 @@ class BaseLearningPenalty(SmallFunctions):
             EvaluationError: `build_onnx_function` was not called.
             ValueError: another number of weights.
         """
-        feed, binds = self._feed(weights)
+        feed, binds = self._feed_of_weights(weights)
         if "penalty_onnx_" in self.__dict__:
-            return self._run("penalty_onnx_", feed, binds)[0]
+            return self._run_model("penalty_onnx_", feed, binds)[0]
         zero = np.zeros((), self._dtype)
         return owned(zero, self._device) if binds else zero
 
@@ -187,17 +187,17 @@ class BaseLearningPenalty(SmallFunctions):
 
         Arguments and errors are as for `penalty_loss`.
         """
-        feed, binds = self._feed(weights)
+        feed, binds = self._feed_of_weights(weights)
         if "penalty_grad_onnx_" not in self.__dict__:
             return [None] * len(weights)
-        results = self._run("penalty_grad_onnx_", feed, binds)
-        outputs = [y.name for y in self._session("penalty_grad_onnx_").get_outputs()]
+        results = self._run_model("penalty_grad_onnx_", feed, binds)
+        outputs = [y.name for y in self._model_session("penalty_grad_onnx_").get_outputs()]
         gradients = dict(zip(outputs, results, strict=True))
         return [gradients.get(f"{name}_grad") for name in self._names]
 
-    def _feed(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
+    def _feed_of_weights(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
         if "_names" not in self.__dict__:
-            self._session("penalty_onnx_")  # raises
+            self._model_session("penalty_onnx_")  # raises
         if len(weights) != len(self._names):
             raise ValueError(
                 f"{len(weights)} weights given, but built for {len(self._names)}: {self._names}"

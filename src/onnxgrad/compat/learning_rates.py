@@ -106,12 +106,12 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        attribute, update = self._update
-        self._keep(device, **{attribute: build_model(update, opset, dtype)})
+        attribute, update = self._update_model
+        self._keep_models(device, **{attribute: build_model(update, opset, dtype)})
         return self
 
     @property
-    def _update(self) -> tuple[str, Update]:
+    def _update_model(self) -> tuple[str, Update]:
         """The attribute of the model of the update, and what writes it."""
         return "axpy_onnx_", axpy
 
@@ -132,21 +132,21 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         """
         if velocity is not None:
             raise ValueError(f"{type(self).__name__} has no momentum: leave out the velocity")
-        alpha = {"alpha": -self._current() / batch_size}
-        return self._step("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
+        alpha = {"alpha": -self._current_rate() / batch_size}
+        return self._run_update("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
 
-    def _current(self) -> float:
+    def _current_rate(self) -> float:
         if self.value is None:
             raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
         return self.value
 
-    def _step(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
+    def _run_update(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
         """Return the outputs of the model `name`, OrtValues if the weight `X2` is one.
 
         The inputs `numbers` are of shape (1,), and all `tensors` must be like the weight.
         """
         weight = tensors["X2"]
-        dtype = FLOATS[self._session(name).get_inputs()[0].type].numpy()
+        dtype = FLOATS[self._model_session(name).get_inputs()[0].type].numpy()
         for key, value in tensors.items():
             if shape_of(value) != shape_of(weight):
                 raise ValueError(
@@ -164,7 +164,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
                     f"{dtype}: call build_onnx_function(dtype=np.{actual})"
                 )
         feed = tensors | {key: np.full(1, number, dtype) for key, number in numbers.items()}
-        return self._run(name, feed, isinstance(weight, ort.OrtValue))
+        return self._run_model(name, feed, isinstance(weight, ort.OrtValue))
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningRate:
@@ -188,7 +188,7 @@ class ByEpoch:
     def __init__(self, rate: BaseLearningRate, losses: list[float]) -> None:
         self.rate, self.epochs = rate, 0
         for loss in losses:
-            self._update(loss)
+            self._begin_epoch(loss)
 
     @property
     def steady(self) -> bool:
@@ -204,9 +204,9 @@ class ByEpoch:
     def observe(self, entry: dict[str, Any]) -> None:
         """Go to the next epoch, at the end of one."""
         if "loss" in entry:
-            self._update(entry["loss"])
+            self._begin_epoch(entry["loss"])
 
-    def _update(self, loss: float) -> None:
+    def _begin_epoch(self, loss: float) -> None:
         self.epochs += 1
         self.rate.update_learning_rate(self.epochs, loss)
 
@@ -306,10 +306,10 @@ class LearningRateSGDNesterov(LearningRateSGD):
     @cached_property
     def axpyw_onnx_(self) -> ModelProto:
         """The update of one weight; float32 unless `build_onnx_function` set another dtype."""
-        return build_model(self._update[1])
+        return build_model(self._update_model[1])
 
     @property
-    def _update(self) -> tuple[str, Update]:
+    def _update_model(self) -> tuple[str, Update]:
         return "axpyw_onnx_", axpyw2 if self.nesterov else axpyw
 
     def update_weights(
@@ -327,8 +327,8 @@ class LearningRateSGDNesterov(LearningRateSGD):
             raise ValueError(
                 f"{type(self).__name__} needs a velocity: pass zeros in the first step"
             )
-        numbers = {"alpha": -self._current() / batch_size, "beta": self.momentum}
-        return tuple(self._step("axpyw_onnx_", numbers, X1=gradient, X2=weight, G=velocity))
+        numbers = {"alpha": -self._current_rate() / batch_size, "beta": self.momentum}
+        return tuple(self._run_update("axpyw_onnx_", numbers, X1=gradient, X2=weight, G=velocity))
 
 
 def axpy(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
@@ -347,15 +347,15 @@ def axpyw(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
     A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
     alpha = -learning rate, beta = momentum.
     """
-    return _momentum(draft, shape, ahead=False)
+    return _write_momentum(draft, shape, ahead=False)
 
 
 def axpyw2(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
     """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
-    return _momentum(draft, shape, ahead=True)
+    return _write_momentum(draft, shape, ahead=True)
 
 
-def _momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
+def _write_momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
     op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
     alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
     rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)

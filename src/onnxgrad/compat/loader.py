@@ -49,11 +49,11 @@ class OrtDataLoader:
         random_iter: bool = True,
         random_state: int | np.random.Generator | None = None,
     ) -> None:
-        arrays = {"X": _numbers("X", X), "y": _numbers("y", y)}
+        arrays = {"X": _rows_of_numbers("X", X), "y": _rows_of_numbers("y", y)}
         if arrays["y"].ndim == 1:
             arrays["y"] = arrays["y"].reshape(-1, 1)
         if sample_weight is not None:
-            weight = _numbers("sample_weight", sample_weight)
+            weight = _rows_of_numbers("sample_weight", sample_weight)
             if weight.size != len(weight):
                 raise ValueError(f"'sample_weight' must have shape (N,), not {weight.shape}")
             arrays["sample_weight"] = weight.reshape(-1)
@@ -115,16 +115,16 @@ class OrtDataLoader:
             raise ValueError(
                 f"iter_bind needs {count} names, or one more, for {count} arrays, not {names!r}"
             )
-        return self._bind(bind, names)
+        return self._bind_batches(bind, names)
 
-    def _bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
+    def _bind_batches(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)
             yield batch[0].shape()[0]
 
 
-def _numbers(name: str, data: Any) -> np.ndarray:
+def _rows_of_numbers(name: str, data: Any) -> np.ndarray:
     """Return `data` as a contiguous array with rows."""
     array = to_numbers(name, data)
     if array.ndim == 0 or array.size == 0:

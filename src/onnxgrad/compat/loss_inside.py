@@ -12,14 +12,13 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
-from onnxgrad.compat.estimator_fit import EstimatorFit
-from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer
+from onnxgrad.compat.seed_trainer import EstimatorFit, Fitted, SeedTrainer
 from onnxgrad.model.read import read
 from onnxgrad.model.write import save
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 from onnxgrad.training.model_loss import ComputedLoss
-from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.build import build_epoch
 
 
 @dataclass(eq=False, repr=False)
@@ -33,7 +32,7 @@ class OrtGradientOptimizer(SeedTrainer):
     Args:
         model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
         weights_to_train: names of float constants of the model, or patterns as "layer4.*", see
-            `trainable`. None: those that train by default; a warning names uncertain ones.
+            `trainable`. None: the weights that train by default; a warning names uncertain ones.
         loss_output_name: the output that is the loss, of one element; it counts as a sum over rows
             unless `add_loss_output` noted in the model that it is a mean.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
@@ -53,7 +52,7 @@ class OrtGradientOptimizer(SeedTrainer):
         sample_weight_name: name of the input of sample weights.
         random_state: seed of the order of rows and of `weight_init`; None draws a new one.
         weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
-            uniform) and "normal" (standard normal) initialize those of rank 2 or more.
+            uniform) and "normal" (standard normal) initialize weights of rank 2 or more.
 
     Attributes:
         train_losses_: mean loss of a row, per epoch.
@@ -100,7 +99,9 @@ class OrtGradientOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(lambda self: self._from_cache("session", self._gradient_session))
-    train_function_ = Fitted(lambda self: self._from_cache("function", self._passes().new_instance))
+    train_function_ = Fitted(
+        lambda self: self._from_cache("function", self._new_passes().new_instance)
+    )
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 

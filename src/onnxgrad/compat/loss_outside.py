@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.checks import check_choice
@@ -16,9 +17,14 @@ from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.function_graphs import function_onnx_graph
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
-from onnxgrad.compat.rows_and_penalty import RowLosses, RowsAndPenalty, rows_of
-from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_array
+from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_array, rows_of
 from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.infer import infer
+from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.vocabulary import OwnGradients, scaled
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
@@ -29,9 +35,10 @@ from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.job import Job
+from onnxgrad.training.model_loss import count_rows
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
-from onnxgrad.training.step.build import build_step
-from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.build import build_epoch, build_step
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 _KINDS = ("weight", "grad")
@@ -101,7 +108,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(
-        lambda self: self._passes(self._loss_of_job(False).outputs(read(self.model_onnx)))
+        lambda self: self._new_passes(self._loss_of_job(False).outputs(read(self.model_onnx)))
     )
     train_function_ = Fitted(
         lambda self: self._from_cache("function", self.train_session_.new_instance)
@@ -338,3 +345,73 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 def _models_of(piece: Any) -> dict[str, ModelProto]:
     """Return the models among the attributes of `piece`."""
     return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}
+
+
+# -- the loss: losses of rows and a penalty of weights -------------------------------------------
+
+
+@dataclass
+class RowsAndPenalty:
+    """(sum over rows of w l + penalty) / rows, which sample weights w do not change."""
+
+    loss: BaseLearningLoss  # writes the losses of the rows and their gradient
+    penalty: BaseLearningPenalty
+    weights: Sequence[str]  # names of those to which the penalty applies
+    name: str  # of the loss in the graph
+    weight_name: str | None  # of the input of sample weights; None for none
+    losses: ir.Value | None = field(default=None, init=False)  # (rows,), once it is written
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the name of the prediction; raise `ValueError` if there are none or several."""
+        remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
+        return [choose_output(proto, None, remedy)]
+
+    def write(
+        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the loss, whose gradient starts at the prediction and at the penalty."""
+        ((name, prediction),) = predictions.items()
+        prediction = wide(op, prediction)
+        label, weight = self.loss.label(op, prediction, "label"), None
+        if self.weight_name is not None:  # (N,) or (N, 1)
+            weight = ir.Value(name=op.name(self.weight_name), type=prediction.type)
+        self._require_rows(op, prediction, label)
+        rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
+        sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
+        sums[0].name = op.name(self.name)
+        count = op.Cast(count_rows(op, op.graph.inputs, label), to=rows.dtype)
+        used = {str(w.name): w for w in op.graph.inputs if w.uses()}
+        penalties = [
+            op.Cast(op.Reshape(term, []), to=rows.dtype)
+            for name in self.weights
+            if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
+        ]
+        own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
+        if penalties:
+            sums, own = [*sums, op.total(penalties)], [*own, None]
+        info = replace(self.loss.info(prediction), label=label.name, prediction=name)
+        counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
+        return Written(sums, counts, factors, [label], infos, weight, own)
+
+    def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
+        """Raise if the loss is one number, which sample weights cannot weigh by row."""
+        losses = self.loss.loss(op, prediction, label)
+        if losses.shape is None:
+            infer(ir.Model(op.graph, ir_version=8))
+        have, want = ((dims(v) or (None,))[0] for v in (losses, prediction))
+        if isinstance(have, int) and have != want:
+            raise ValueError(
+                f"{self.loss} writes {have} losses for the {want} rows of {prediction.name!r}: it "
+                "must write one for every element or row"
+            )
+
+
+class RowLosses(Evaluator):
+    """An `Evaluator` that predicts the losses of the rows, (rows,), of `RowsAndPenalty`."""
+
+    def objective(self) -> Objective:
+        """Return the objective, whose prediction is the losses of the rows."""
+        one = super().objective()
+        assert isinstance(self.recipe.loss, RowsAndPenalty)
+        assert self.recipe.loss.losses is not None
+        return replace(one, predictions={"losses": self.recipe.loss.losses})

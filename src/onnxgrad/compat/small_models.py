@@ -42,7 +42,7 @@ class SmallFunctions(BaseEstimator):
 
     _device = CPU
 
-    def _keep(self, device: Any, **models: ModelProto | None) -> None:
+    def _keep_models(self, device: Any, **models: ModelProto | None) -> None:
         """Set the attributes `models`, which run on `device`; None sets no attribute."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
@@ -51,7 +51,7 @@ class SmallFunctions(BaseEstimator):
             if model is not None:
                 setattr(self, name, model)
 
-    def _session(self, name: str) -> ort.InferenceSession:
+    def _model_session(self, name: str) -> ort.InferenceSession:
         model = getattr(self, name, None)
         if model is None:
             raise EvaluationError(
@@ -63,9 +63,9 @@ class SmallFunctions(BaseEstimator):
         return sessions[name]
 
     @escaping()
-    def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
+    def _run_model(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
         """Return the outputs of the model `name`; the inputs are arrays or OrtValues."""
-        ort_session = self._session(name)
+        ort_session = self._model_session(name)
         if not as_ortvalues:
             return ort_session.run(None, {k: to_numpy(v) for k, v in feed.items()})
         ortvalues = {key: to_ortvalue(value, self._device) for key, value in feed.items()}

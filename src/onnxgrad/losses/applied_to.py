@@ -68,7 +68,7 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         shape = dims(prediction)
         if n == 1:
             raise ValueError(
-                f"{name!r} has the shape {list(shape or ())}, and {spec.name!r} compares scores of "
+                f"{name!r} has the shape {shape}, and {spec.name!r} compares scores (N, C, ...) of "
                 "several classes in each row: choose another output or loss"
             )
         filled["soft_labels"] = _are_soft_labels(spec.label_shape, shape, filled.get("axis", 1))

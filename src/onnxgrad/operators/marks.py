@@ -58,7 +58,7 @@ NORMALIZED_IMAGE = "onnxgrad.normalized_image"
 LEAST_SIDES = "onnxgrad.least_sides"
 
 # the same sum by the formula without blocks: losses/vocabulary writes it, training/evaluator,
-# training/run/selection and training/run/row_parts read it
+# training/run/runner and training/run/row_parts read it
 PLAIN_SUM = "onnxgrad.plain_sum"
 
 # returns the shape of this label for the shape of its prediction: losses/in_graph writes it,

@@ -169,9 +169,8 @@ def _examined_data(call: Any) -> tuple[BatchSource, str]:
     """Return the validation data, or the training data if they are in memory, and their kind."""
     if call.validated is not None:
         return call.validated, "validation"
-    source = None if call.loop is None else call.loop.source
-    if isinstance(source, ArraySource):
-        return source, "training"
+    if isinstance(call.source, ArraySource):
+        return call.source, "training"
     raise ValueError("there are no validation data, and the training data are not in memory")
 
 

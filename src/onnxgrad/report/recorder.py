@@ -232,12 +232,11 @@ class Recorder(Callback):
         if self.profile < 1:
             raise ValueError("the recorder was told so: profile=0")
         call = trainer._call
-        sample = None if call.loop is None else sample_step(call.recipe, call.loop)
+        sample = sample_step(call)
         if sample is None:
             raise ValueError("no step was run, or processes share each step")
-        times = operator_times(
-            sample.model, sample.inputs, call.job.device, sample.work, sample.in_order, self.profile
-        )
+        model, inputs, work, in_order = sample
+        times = operator_times(model, inputs, call.job.device, work, in_order, self.profile)
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
 

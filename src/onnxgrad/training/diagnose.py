@@ -32,7 +32,7 @@ from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.progress import shown
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import RATE, Batch
+from onnxgrad.training.step.inputs import RATE, Batch, Call
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Arrays = Mapping[str, np.ndarray]
@@ -104,15 +104,16 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
     """Return the error of a `Loop` in which a number became NaN or infinite.
 
     Args:
-        loop: the loop, which explains why.
+        loop: the loop, which runs.
         what: the number, such as "the validation loss".
         epoch: the number of the epoch, from 1.
         kept: which state is kept, as a clause, where no callback restores the best weights.
     """
     state = loop.state
     recent = ", ".join(shown(v, ".6g") for v in state.losses[-5:]) or "none"
-    watched = loop.callbacks.on_not_finite(loop.trainer, state, loop.control)
-    restoring = (c.key for c in loop.callbacks.all if getattr(c, "restore", False))
+    callbacks = loop.call.callbacks
+    watched = callbacks.on_not_finite(loop.call.trainer, state, loop.control)
+    restoring = (c.key for c in callbacks.all if getattr(c, "restore", False))
     if any(state.kept.get(key) for key in restoring):
         kept = "the best weights so far are kept"
     if state.members is not None:
@@ -120,58 +121,42 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
     return ConvergenceError(
         f"{what} became NaN or infinite in epoch {epoch} at learning rate "
         f"{shown(state.learning_rate, 'g')} (losses of the epochs before: {recent}); {kept}. "
-        f"{loop.explain(loop)}{'. ' if watched else ''}{watched}"
+        f"{cause_in_fit(loop)}{'. ' if watched else ''}{watched}"
     )
 
 
 # -- causes ----------------------------------------------------------------------------------------
 
 
-def cause_in_fit(
-    loop: Any,
-    file: ModelProto | None,
-    outputs: Sequence[str],
-    failed_step: Callable[[], FailedStep | None],
-    evaluator: Any,
-    values: Arrays,
-    columns: Mapping[str, Sequence[str]] = {},
-    weight: str | None = None,
-) -> str:
-    """Return sentences that say why a `Loop` ended, in a step or a validation, and a remedy.
-
-    Args:
-        loop: the loop.
-        file: the model with its own weights, None if only their trained values are in memory.
-        outputs: the tensors of the model that the loss reads.
-        failed_step: returns the step that failed, as `find_failed_step`. It is not called for a
-            step of large weights, of which memory may not hold another copy.
-        evaluator: the `Evaluator` of the validation data.
-        values: the weights that it evaluates.
-        columns: the names of the columns of tables, by input.
-        weight: the input of sample weights.
-    """
+def cause_in_fit(loop: Any) -> str:
+    """Return sentences that say why a `Loop` ended, in a step or a validation, and a remedy."""
+    call, evaluator, in_place = loop.call, loop.call.evaluator, loop.runner.in_place
+    outputs = call.recipe.loss.outputs(call.job.proto)
     batches = [] if evaluator.failed is None else [evaluator.failed]
     if loop.failed is not None:
-        piece, _, position = loop.failed
-        batches = list(piece.each(position))
-    seen = [getattr(loop.source, "arrays", {}), *(batch.arrays for batch in batches)]
-    texts = (largest_number(arrays, columns, weight) for arrays in seen)
+        batches = list(loop.failed.each())
+    seen = [getattr(call.source, "arrays", {}), *(batch.arrays for batch in batches)]
+    weight = evaluator.fields.weight
+    texts = (largest_number(arrays, call.names.columns, weight) for arrays in seen)
     data, rate = next(filter(None, texts), None), loop.state.learning_rate
     remedy = "ower the learning rate" + ("" if rate is None else f", {shown(rate, 'g')}")
     remedy = f"L{remedy}" if data is None else f"{_as_sentence(data)}: scale the data, or l{remedy}"
-    in_place = loop.runner.in_place
     if loop.failed is None and evaluator.failed is None and loop.runner.of_several:
         return f"Another process has the rows at fault, and names them. {remedy}"
-    watched = any(isinstance(c, NanWatch) for c in loop.callbacks.all)
+    watched = any(isinstance(c, NanWatch) for c in call.callbacks.all)
     if loop.failed is not None and in_place and not watched:
         remedy += "; NanWatch() names the node, which needs memory for the step once more"
     try:
         for batch in batches:
-            if file is not None and (text := cause_in_file(file, outputs, batch)):
+            if call.file is not None and (text := cause_in_file(call.file, outputs, batch)):
                 return f"{_NOT_THE_RATE}, {text}. Leave these rows out, or change that node"
         if loop.failed is None:
+            values = call.job.values_to_evaluate(loop.state)
+            if call.job.members is not None:  # none has a finite loss: any one tells
+                values = {name: array[0] for name, array in values.items()}
             return _with_remedy(evaluator.cause(values), remedy)
-        return remedy if in_place else cause_in_step(failed_step(), remedy, data) or remedy
+        # of large weights, memory may not hold another copy
+        return remedy if in_place else cause_in_step(find_failed_step(call), remedy, data) or remedy
     except Exception as e:
         return f"{remedy} (looking for the node at fault failed: {first_line(e)})"
 
@@ -205,7 +190,11 @@ def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str
         text = first_not_finite(step.model, step.inputs, rows, of)
     if text is None:
         return None
-    if step.at_start is None or _is_finite_at_start(step.model, step.at_start):
+    if step.at_start is None:
+        return _with_remedy(f"{where}, {text}", remedy)
+    running = session(step.model, CPU, 0.0)
+    results = running.run(None, {x.name: step.at_start[x.name] for x in running.get_inputs()})
+    if all(np.isfinite(y.astype(np.float64)).all() for y in results):
         return _with_remedy(f"{where}, {text}", remedy)
     states = (a.dtype for name, a in step.inputs.items() if name not in arrays)
     half = any(dtype.itemsize == 2 and dtype.kind in "fV" for dtype in states)
@@ -313,13 +302,6 @@ def label_misfit(
     return None
 
 
-def _is_finite_at_start(model: ModelProto, inputs: Arrays) -> bool:
-    """Return whether a step computes finite numbers with the weights of the file."""
-    running = session(model, CPU, 0.0)
-    results = running.run(None, {x.name: inputs[x.name] for x in running.get_inputs()})
-    return all(np.isfinite(y.astype(np.float64)).all() for y in results)
-
-
 def _with_remedy(clause: str, remedy: str) -> str:
     """Return a clause as a sentence, with the remedy where the rate matters."""
     return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
@@ -331,16 +313,6 @@ def _as_sentence(clause: str) -> str:
 
 
 # -- one step alone --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The model of one step, its inputs, and the arguments of `session` for it."""
-
-    model: ModelProto
-    inputs: dict[str, np.ndarray]
-    work: float
-    in_order: bool
 
 
 @dataclass(frozen=True)
@@ -358,59 +330,65 @@ class FailedStep:
     at_start: dict[str, np.ndarray] | None
 
 
-def find_failed_step(recipe: Any, loop: Any, file: ModelProto | None) -> FailedStep | None:
-    """Return the step of a `Recipe` in which its `Loop` failed; None if none did.
+def find_failed_step(call: Any) -> FailedStep | None:
+    """Return the step in which the loop of a `Fit` failed; None if none did.
 
     Where processes share the step, each one returns the step with its rows; None if it does not
-    have all slots, if its statistics are over all rows, or if that step is finite. `file` is the
-    model with its own weights, None if only their trained values are in memory.
+    have all slots, if its statistics are over all rows, or if that step is finite.
     """
-    if loop.failed is None or _is_shared(recipe, loop):
+    recipe, loop = call.recipe, call.loop
+    if loop.failed is None or _is_shared(call):
         return None
-    (piece, rates, position), runner = loop.failed, loop.runner
-    blocks = not runner.in_place
+    blocks = not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     model = to_proto(step.model)
     running = session(model, recipe.job.device, step.work, step.recomputes)
-    states, fed = _states_and_feeds(step, runner, piece, rates, position)
-    for number, batch in enumerate(piece.each(position)):
+    states, fed = _states_and_feeds(step, loop.runner, loop.failed)
+    for number, batch in enumerate(loop.failed.each()):
         inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}
         results = running.run(None, inputs)
         if not all(np.isfinite(y).all() for y in results):
             losses = [y.name for y in model.graph.output[len(states) :]]
-            at_start = None if file is None else inputs | _states_at_start(step, file)
+            at_start = None if call.file is None else inputs | _states_at_start(step, call.file)
             return FailedStep(model, inputs, batch, losses, at_start)
         states = dict(zip(states, results, strict=False))
     return None
 
 
-def sample_step(recipe: Any, loop: Any) -> Sample | None:
-    """Return the step of a `Recipe` with the states and a full batch of its `Loop`, while it runs.
+def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bool] | None:
+    """Return the step of a `Fit`, while its loop runs.
+
+    It is the model of the step, its inputs, with the states and a full batch of the loop, and two
+    arguments of `session`: its multiply-adds, and whether its nodes run in order.
 
     It is one graph in the native form, also where the training runs it in parts. None without a
     step, and where processes share it.
     """
-    if loop.sample is None or _is_shared(recipe, loop):
+    recipe, loop = call.recipe, call.loop
+    if loop is None or loop.sample is None or _is_shared(call):
         return None
-    piece, rates, position = loop.sample
-    runner, device = loop.runner, recipe.job.device
-    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=not runner.in_place)
-    work = step.work * piece.rows
-    to_native(step.model.graph, Target.of(device, work, piece.rows))
+    rows, device, blocks = loop.sample.piece.rows, recipe.job.device, not loop.runner.in_place
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
+    work = step.work * rows
+    to_native(step.model.graph, Target.of(device, work, rows))
     model = to_proto(step.model)
-    states, fed = _states_and_feeds(step, runner, piece, rates, position)
+    states, fed = _states_and_feeds(step, loop.runner, loop.sample)
     inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
-    return Sample(model, inputs, work, step.recomputes)
+    return model, inputs, work, step.recomputes
+
+
+def _is_shared(call: Any) -> bool:
+    """Return whether this process lacks slots, or statistics of all rows."""
+    return bool(call.loop.runner.step.owners) or call.recipe.across is not None
 
 
 def _states_and_feeds(
-    step: Step, runner: Any, piece: Any, rates: np.ndarray, position: int
+    step: Step, runner: Any, call: Call
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
-    call = runner.call(piece, rates, position)
-    names = [str(v.name) for v in step.inputs.carried]
-    states = dict(zip(names, map(to_numpy, runner.state_values(piece).values()), strict=True))
-    return states, step.inputs.fed(call)
+    states = map(to_numpy, runner.state_values(call.piece).values())
+    names = [str(v.name) for v in step.carried]
+    return dict(zip(names, states, strict=True)), step.fed(runner.next_call(call))
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
@@ -419,11 +397,6 @@ def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
     weights = {ref.name: ref.array() for ref in refs}
     states = [array for group in step.groups for array in group.initial(weights, {})]
-    rate = step.inputs.feeds[RATE.name]
+    rate = step.feeds[RATE.name]
     fed = {str(rate.name): np.zeros((), numpy_dtype(rate))}
     return dict(zip((str(v.name) for v in step.states), states, strict=True)) | fed
-
-
-def _is_shared(recipe: Any, loop: Any) -> bool:
-    """Return whether this process lacks slots, or statistics of all rows."""
-    return bool(loop.runner.step.owners) or recipe.across is not None

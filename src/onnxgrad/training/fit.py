@@ -25,7 +25,6 @@ from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.class_weights import balance, balanced_outputs
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.diagnose import cause_in_fit, find_failed_step
 from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
@@ -33,11 +32,10 @@ from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.remembered import training_notes
-from onnxgrad.training.run.runner import Runner, micro_batches
-from onnxgrad.training.run.selection import Compiled
+from onnxgrad.training.run.runner import Compiled, Runner, micro_batches
 from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.step.gradients import INITIAL
 from onnxgrad.training.step.inputs import Batch
-from onnxgrad.training.step.loss_scale import INITIAL
 
 SIZE = 32  # rows of a step
 
@@ -57,12 +55,20 @@ class Fit:
 
     Attributes:
         recipe: the job, and facts of the data.
+        state: the state before the call, and from `begin` on the state that it trains.
         file: the model with its own weights; None if only their trained values are in memory.
         names: of the columns of tables.
         labels: the classes and limits of each label.
+        shuffle: whether the rows are ordered anew for every epoch.
         loop: the epochs.
+        source: the batches to train on; None in the end.
         validated: the batches of validation data; None without, and in the end.
     """
+
+    source: BatchSource
+    runner: Runner
+    rates: Rates
+    shuffle: bool
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class Fit:
         self.trainer, self.recipe, self.further = trainer, recipe, further
         self.job, self.sharing = recipe.job, recipe.sharing
         self.file = self.job.proto if self.job.digest is None else None
-        self.state = recipe.state  # before the call
+        self.state, self.callbacks = recipe.state, recipe.job.callbacks
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         self.names = names.copy()
         self.labels: dict[str, LossInfo] = {}
@@ -120,46 +126,36 @@ class Fit:
         }
         self.labels, fields = objective.labels, self._training_fields(objective)
         source, held_out = self._all_sources(fields, shuffle)
-        self._check_statistics(source, fields)
+        self._check_batches(source, fields)
         if held_out is not None and job.every_metric:
             values = self.buffers | job.values_to_evaluate(self.state)
             self.evaluator.check_metrics(values, held_out, job.metrics)
         identity = partial(identity_of, job, source, held_out, shuffle, shared)
-        state = self.state if self.further else self._first_state(identity(), resume)
+        state = self.state
+        if not self.further:
+            begun = partial(self._begin_or_resume, identity(), resume)
+            state = begun() if shared is None or resume is None else shared.from_first(begun)
         self.recipe.state = state  # the weights of the state before may be let go of
         self._check_frozen(state)
         first = state.epoch if self.further else 0
-        callbacks = job.callbacks
         if shared is not None:
             shared.check(job, state, identity(), source, held_out)
-            source, callbacks = shared.source(source), shared.callbacks(callbacks)
+            source, self.callbacks = shared.source(source), shared.callbacks(self.callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out)
-        self.validated = held_out
-        runner = self._build_runner(compiled, source, fields)
+        self.state, self.source, self.validated, self.shuffle = state, source, held_out, shuffle
+        self.runner = runner = self._build_runner(compiled, source, fields)
         if not self.further:
             _say_batch(objective, fields, compiled.adds_losses)
-        rates = self._training_rates(state, None if self.further else source.batches, epochs)
-        runner.step.warn(stacklevel=3)
+        self.rates = self._training_rates(None if self.further else source.batches, epochs)
+        runner.step.warn()
         if runner.step.rounding:
-            warnings.warn(straight_through_warning(runner.step.rounding), stacklevel=3)
+            text = straight_through_warning(runner.step.rounding)
+            warnings.warn(text, stacklevel=frames_inside() + 1)
         if self.further:  # nothing is refused from here on
             state.begin_epoch(self.buffers)
         state.begin(runner, self.further)
-        self.loop = Loop(
-            self.trainer,
-            state,
-            runner,
-            rates,
-            source,
-            callbacks,
-            order=lambda s: s.row_order() if shuffle else None,
-            first_epoch=first,
-            last_epoch=first + epochs,
-            evaluate=None if held_out is None else self._validation_results,
-            explain=self._explain_end,
-            label_misfit=self._label_misfit,
-        )
+        self.loop = Loop(self, first, first + epochs)
         return self.loop
 
     def _check_frozen(self, state: TrainState) -> None:
@@ -171,38 +167,25 @@ class Fit:
         if len(state.frozen) == self.job.members:
             raise ValueError(f"all members are frozen: {remedy}")
         text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=frames_inside() + 1)
 
     def end(self) -> None:
-        """Let go of the data."""
-        self.data, self.held_out, self.validated = Dataset(None), None, None
-        if self.loop is not None:
-            self.loop.let_go()
+        """Let go of the data, and of the trainer, which may refer to this call."""
+        self.data = Dataset(None)
+        vars(self).update(trainer=None, held_out=None, source=None, validated=None)
 
-    def _explain_end(self, loop: Loop) -> str:
-        """Return why the loop ended."""
-        job, failed = self.job, partial(find_failed_step, self.recipe, loop, self.file)
-        read = self.recipe.loss.outputs(job.proto)
-        values = job.values_to_evaluate(loop.state)
-        if job.members is not None:  # none has a finite loss: the first is as good as others
-            values = {name: array[0] for name, array in values.items()}
-        known = self.names.columns, self.evaluator.fields.weight
-        return cause_in_fit(loop, self.file, read, failed, self.evaluator, values, *known)
-
-    def _label_misfit(self, batch: Batch) -> str | None:
+    def label_misfit(self, batch: Batch) -> str | None:
         """Return which label of a batch does not fit its prediction; None if all fit."""
         if not self.evaluator.has_computed_labels:  # data are checked against declared shapes
             return None
-        assert self.loop is not None
-        values = self.buffers | self.job.values_to_evaluate(self.loop.state)
+        values = self.buffers | self.job.values_to_evaluate(self.state)
         return self.evaluator.label_misfit({**values, **batch.arrays})
 
-    def _validation_results(self) -> dict[str, Any]:
-        """Return the entries of the history for validation data."""
+    def validation_results(self) -> dict[str, Any]:
+        """Return the entries of the history for validation data, none if it is not due."""
         assert self.validated is not None
-        assert self.loop is not None
         shared = None if self.sharing is None else self.sharing.group
-        values = self.job.values_to_evaluate(self.loop.state)
+        values = self.job.values_to_evaluate(self.state)
         results = self.evaluator.evaluate(values, self.validated, self.job.metrics, shared)
         return {f"validation_{name}": value for name, value in results.items()}
 
@@ -219,7 +202,7 @@ class Fit:
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the runner of the step for the batches of `source`."""
         fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
-        return compiled.runner(self.recipe, source, fields, fixed, self.sharing)
+        return compiled.runner(self.recipe, source, fields, fixed)
 
     def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and the batches that are held out."""
@@ -230,7 +213,6 @@ class Fit:
                 fields.by_input(X, y, weight)
             except ValueError as e:
                 raise ValueError(f"batch 0: {e}") from e
-        self._check_mixed(source)
         if job.carry and shuffle and source.shuffles:
             raise ValueError(
                 f"carry passes a state from batch to batch, and {argument('shuffle', True)} "
@@ -248,8 +230,11 @@ class Fit:
             fields.check_rows(part.rows or 0)
         return both
 
-    def _check_mixed(self, source: BatchSource) -> None:
-        """Raise `ValueError` if rows are to be mixed, and a part of a batch has one row only."""
+    def _check_batches(self, source: BatchSource, fields: Fields) -> None:
+        """Raise `ValueError` for a batch, known before training, that has too few rows.
+
+        Rows of a part of a batch are mixed with each other, and statistics are computed of them.
+        """
         rows = min(source.batch_size, source.rows or source.batch_size)
         if self.job.mix is not None and rows < 2 * self._count_parts(rows):
             processes = 1 if self.sharing is None else self.sharing.part.size
@@ -258,16 +243,6 @@ class Fit:
                 f"rows, by {argument('accumulate', self.job.accumulate)} and {processes} "
                 "processes. Pass a larger batch_size, or leave mix out"
             )
-
-    def _count_parts(self, rows: int, statistics: bool = False) -> int:
-        """Return in how many parts a batch of so many rows is computed."""
-        shared = self.sharing
-        processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
-        own = max(rows // processes, 1)
-        return processes * micro_batches(own, self.job.accumulate, statistics)
-
-    def _check_statistics(self, source: BatchSource, fields: Fields) -> None:
-        """Raise `ValueError` for a batch, known before training, that has too few rows."""
         if fields.one_value is None:
             return
         if source.cuts and source.rows is not None:
@@ -278,51 +253,48 @@ class Fit:
             for _ in source.epoch(None, 0, lambda batch: 1):
                 pass  # which checks each of the batches
 
+    def _count_parts(self, rows: int, statistics: bool = False) -> int:
+        """Return in how many parts a batch of so many rows is computed."""
+        shared = self.sharing
+        processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
+        own = max(rows // processes, 1)
+        return processes * micro_batches(own, self.job.accumulate, statistics)
+
     def _source_of(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
-        fields.names = self.names
-        return data.source(fields, self.batch_size or self._default_size(fields))
+        fields.names, size = self.names, self.batch_size
+        if not size:  # as in the file, unless that takes one row and keeps no state
+            own = fields.fixed_rows or self.evaluator.described.freed
+            size = SIZE if own in (0, 1) and not (own and self.job.carry) else own
+        return data.source(fields, size)
 
-    def _default_size(self, fields: Fields) -> int:
-        """Return the rows of a batch: as the file, unless it takes one row and keeps no state."""
-        own = fields.fixed_rows or self.evaluator.described.freed
-        return SIZE if own in (0, 1) and not (own and self.job.carry) else own
+    def _training_rates(self, batches: int | None, epochs: int) -> Rates:
+        """Return the learning rates of the steps; of a stack, of all its members.
 
-    def _training_rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
-        job = self.job
-        rates = [
-            self._model_rates(rate, state, batches, epochs, None if job.members is None else k)
-            for k, rate in enumerate(job.learning_rates)
-        ]
+        Raises:
+            ValueError: a rate that depends on validation data without any, or that would jump.
+        """
+        job, state, rates = self.job, self.state, list[Rates]()
+        steps = None if batches is None else batches * epochs
+        for k, rate in enumerate(job.learning_rates):
+            unseen = [m for m in rate.monitors if m.startswith("validation_")]
+            if unseen and self.held_out is None:
+                given = f"pass {argument('validation')} data"
+                remedy = "partial_fit has none, call fit" if self.further else given
+                raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
+            if batches is not None:
+                _check_length(rate, state, batches, epochs)
+            rates.append(rate.rates_of_training(state, steps, None if job.members is None else k))
         state.epochs = None if self.further else epochs
         return rates[0] if job.members is None else OfMembers(rates, state)
 
-    def _model_rates(
-        self, rate: Any, state: TrainState, batches: int | None, epochs: int, k: int | None = None
-    ) -> Rates:
-        """Return the rates of a model, in a stack of the member `k`."""
-        unseen = [m for m in rate.monitors if m.startswith("validation_")]
-        if unseen and self.held_out is None:
-            given = f"pass {argument('validation')} data"
-            remedy = "partial_fit has none, call fit" if self.further else given
-            raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
-        if batches is not None:
-            _check_length(rate, state, batches, epochs)
-        return rate.rates_of_training(state, None if batches is None else batches * epochs, k)
-
-    def _first_state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
-        """Return the state that a new training begins with, or the state of a checkpoint.
+    def _begin_or_resume(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+        """Return a new state with the current weights, or the state of a checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: it is of another training.
         """
-        shared = self.sharing
-        begun = partial(self._begin_or_resume, identity, resume)
-        return begun() if shared is None or resume is None else shared.from_first(begun)
-
-    def _begin_or_resume(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
-        """Return a new state with the current weights, or the state of a checkpoint."""
         old, balanced = self.state, self.recipe.balanced
         found = None if resume is None else newest(resume, TrainState.load)
         if found is not None:
@@ -333,7 +305,7 @@ class Fit:
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
                     f"dataset, or {argument('shuffle', False)}",
-                    stacklevel=4,
+                    stacklevel=frames_inside() + 1,
                 )
             state.stop_reason, state.balanced = None, balanced
             return state

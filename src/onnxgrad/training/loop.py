@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.errors import ConvergenceError
-from onnxgrad.schedules.rates import Rates
-from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.callbacks.base import Callbacks, TrainingControl
+from onnxgrad.training.batches import ArraySource
+from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
-from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals, over_members
-from onnxgrad.training.run.runner import Asked, Losses, Runner
+from onnxgrad.training.run.runner import Losses, Runner
+from onnxgrad.training.run.stages import Asked
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.inputs import FIRST, Batch, Slice
-from onnxgrad.training.step.loss_scale import SCALE, SKIPPED
+from onnxgrad.training.step.gradients import SCALE, SKIPPED
+from onnxgrad.training.step.inputs import FIRST, Call, Slice
 
 # why `fit` ended
 MAX_ITER, CALLBACK, NOT_FINITE = "max_iter", "callback", "not finite"
 INTERRUPTED, ERROR = "interrupted", "error"
 
 
-@dataclass
 class Loop:
     """The epochs of one call of `fit`, whose arguments are checked already.
 
-    - `trainer`: what callbacks are shown.
-    - `order`: returns the generator that orders the rows of an epoch; None for no other order.
-    - `first_epoch`: the number of finished epochs from which progress counts, 0 of a training that
-      is resumed.
-    - `last_epoch`: the number at which training ends.
-    - `evaluate`: returns the entries that an evaluation adds to the history, none if it is not due;
-      None without data.
-    - `explain`: says why the loss or a weight is not finite, and what helps.
-    - `label_misfit`: says which label of a batch does not fit its prediction; None if all fit.
+    Args:
+        call: the `Fit`, with its state, runner, source, rates and callbacks; until training ends.
+        first_epoch: the number of finished epochs from which progress counts, 0 of a training that
+            is resumed.
+        last_epoch: the number at which training ends.
+
+    Attributes:
+        progress: the `FitProgress`.
+        sample: a call of the runtime with full batches, while it trains.
+        failed: the call of the runtime that gave NaN or infinity; None without.
     """
 
-    trainer: Any
-    state: TrainState
-    runner: Runner
-    rates: Rates
-    source: BatchSource
-    callbacks: Callbacks
-    order: Callable[[TrainState], np.random.Generator | None]
-    first_epoch: int
-    last_epoch: int
-    evaluate: Callable[[], dict[str, float]] | None = None
-    explain: Callable[[Any], str] = lambda loop: "Lower the learning rate, or scale the data"
-    label_misfit: Callable[[Batch], str | None] = lambda batch: None
-    control: TrainingControl = field(default_factory=TrainingControl)
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    sample: tuple[Slice, np.ndarray, int] | None = None  # arguments of a run, while it trains
-    failed: tuple[Slice, np.ndarray, int] | None = None  # arguments of the run that gave NaN
-
-    def __post_init__(self) -> None:
+    def __init__(self, call: Any, first_epoch: int, last_epoch: int) -> None:
+        self.call, self.first_epoch, self.last_epoch = call, first_epoch, last_epoch
+        self.state: TrainState = call.state
+        self.runner: Runner = call.runner
+        self.control, self.interrupts = TrainingControl(), Interrupts()
+        self.sample: Call | None = None
+        self.failed: Call | None = None
         self._began = self.runner.now.steps
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
@@ -70,6 +60,7 @@ class Loop:
         self.progress = self._progress_after(0.0)
 
     def _resumed_totals(self) -> Totals:
+        """Return the sums of the unfinished epoch, which are zeros before its first step."""
         state = self.state
         return Totals.of(self.runner.step.factors, state.running, state.members)
 
@@ -79,19 +70,14 @@ class Loop:
         rate = self.state.learning_rate
         return rate if self.state.members is None else np.array(rate)
 
-    @property
-    def _epochs_done(self) -> int:
-        """The number of finished epochs of this `fit`."""
-        return self.state.epoch - self.first_epoch
-
     def _progress_after(self, seconds: float) -> FitProgress:
         """Return the progress of training after so many seconds of this epoch."""
-        state, totals, source = self.state, self._totals, self.source
+        state, totals, source = self.state, self._totals, self.call.source
         steps = None
         if isinstance(source.batches, int):
             steps = state.step - state.position + (self.last_epoch - state.epoch) * source.batches
         return FitProgress(
-            self._epochs_done,
+            state.epoch - self.first_epoch,
             self.last_epoch - self.first_epoch,
             totals.rows,
             source.rows,
@@ -102,13 +88,6 @@ class Loop:
             steps,
             *self._seconds,
         )
-
-    def let_go(self) -> None:
-        """Let go of the data, and of what refers to this loop, once training has ended.
-
-        States in a circle of references would stay in memory until the garbage is collected.
-        """
-        vars(self).update(source=None, evaluate=None, explain=None, label_misfit=None, _before=None)
 
     @property
     def moved(self) -> bool:
@@ -121,14 +100,16 @@ class Loop:
         Raises:
             ConvergenceError: the loss, a weight or the validation loss is not finite.
         """
-        state = self.state
-        held = self.interrupts.held
+        state, call, held = self.state, self.call, self.interrupts.held
         with self.interrupts.installed():
             try:
-                with self.callbacks.training(self.trainer, state, self.control, held):
+                with call.callbacks.training(call.trainer, state, self.control, held):
                     self._run_epochs()
             finally:
-                self.sample = None  # which holds data
+                # they hold data and states, and the call refers to this loop, so that both would
+                # stay in memory until the garbage is collected
+                self.sample = self._before = None
+                del self.call
                 with held():
                     state.end()
 
@@ -145,14 +126,10 @@ class Loop:
                     self._run_epoch()
             self.runner.collect()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
-        except (KeyboardInterrupt, SystemExit):
-            state.stop_reason = INTERRUPTED
-            raise
-        except ConvergenceError:
-            state.stop_reason = NOT_FINITE
-            raise
-        except BaseException:
-            state.stop_reason = ERROR
+        except BaseException as e:
+            interrupted = isinstance(e, (KeyboardInterrupt, SystemExit))
+            failed = NOT_FINITE if isinstance(e, ConvergenceError) else ERROR
+            state.stop_reason = INTERRUPTED if interrupted else failed
             raise
 
     @contextmanager
@@ -177,40 +154,40 @@ class Loop:
         called than to be trained: for a step of 30 microseconds, an epoch of 50 of them takes
         1.5 ms, and the Python around its call half a millisecond.
         """
-        state, source, runner = self.state, self.source, self.runner
-        if self.callbacks.all or self.evaluate is not None or not isinstance(source, ArraySource):
+        state, call, runner = self.state, self.call, self.runner
+        source, step = call.source, runner.step
+        if call.callbacks.all or call.validated is not None or not isinstance(source, ArraySource):
             return 1
-        if not runner.joins_epochs:  # what freezes members, or updates in place, looks
+        if runner.member_shape or not runner.compute.joins_batches:  # else the runner looks
             return 1
-        step, begun = runner.step, state.position or state.pending
-        if begun or step.scaled or FIRST.name in step.inputs.feeds or not self.rates.steady:
+        begun = state.position or state.pending
+        if begun or step.scaled or FIRST.name in step.feeds or not call.rates.steady:
             return 1
         most = min(source.joins, runner.budget() // source.batches)
         return min(most, self.last_epoch - state.epoch)
 
     def _epochs_at_once(self, count: int) -> None:
         """Run epochs between which nothing looks at the state, in one call of the runtime."""
-        state, source, start = self.state, self.source, time.perf_counter()
+        state, source, start = self.state, self.call.source, time.perf_counter()
         assert isinstance(source, ArraySource)
         with self.interrupts.held(), self._whole_or_nothing():
             first, orders = state.epoch, []
             for state.epoch in range(first, first + count):
-                orders.append(self.order(state))
+                orders.append(state.row_order() if self.call.shuffle else None)
             state.epoch = first
-            piece, batches = source.epochs(orders), source.batches
-            rates = self.rates.at(state.step, piece.batches)
-            losses = self._run_steps(piece, rates, 0)
-            for i in range(count):
-                part = slice(i * batches, (i + 1) * batches)
+            call, batches = self._next_call(source.epochs(orders)), source.batches
+            losses = self._run_call(call)
+            for i in range(0, count * batches, batches):
+                own = call.part_of(i, batches)
                 self._totals = self._resumed_totals()
                 if losses is None:  # one of these epochs has the step that is not finite
-                    self._run_slice(piece.part_of(part.start, batches))
+                    self._run_slice(own.piece)
                 else:
-                    own = Losses(losses.sums[part], losses.counts[part])
-                    self._count_steps(batches, piece.rows, rates[part], own)
+                    sums, counts = losses
+                    self._count_steps(own, (sums[i : i + batches], counts[i : i + batches]))
                 state.pending = False
-                self._record_epoch(0 if losses is None else (count - 1 - i) * batches)
-                self.rates.observe(state.history[-1])
+                self._record_epoch(0 if losses is None else (count - 1) * batches - i)
+                self.call.rates.observe(state.history[-1])
         self.progress = self._progress_after(time.perf_counter() - start)
 
     def _run_epoch(self) -> None:
@@ -218,15 +195,16 @@ class Loop:
         state, start = self.state, time.perf_counter()
         self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
         with self._whole_or_nothing():
-            self._call_and_agree("on_epoch_begin")
+            self._call_event("on_epoch_begin")
             self._obey_requests()
         if self.control.stop:
             return
         restore = None
         if state.pending:
             restore = self._end_step()
-            if self._ends_surely and restore is None:
+            if restore is None and self.control.stop and not self._asked:
                 return
+        source = self.call.source
         with closing(self._timed_slices()) as slices:  # which ends a thread that reads ahead
             for piece in slices:
                 if not self._run_whole_slice(piece):  # a process has asked for something before
@@ -237,17 +215,14 @@ class Loop:
                     self._run_whole_slice(piece)
                 self.progress = self._progress_after(time.perf_counter() - start)
                 restore = self._end_step()
-                if self._ends_surely and restore is None and self._goes_on(slices):
-                    return
+                if restore is None and self.control.stop and not self._asked:
+                    known = source.rows is not None or source.batches is not None
+                    if known or next(slices, None) is not None:  # else the epoch has ended, too
+                        return
         if self._asked:  # and no step has followed
             self._share_requests()
         with self._whole_or_nothing(restore):
             self._finish_epoch()
-
-    @property
-    def _ends_surely(self) -> bool:
-        """Whether it is known of all processes that training ends."""
-        return self.control.stop and not self._asked
 
     def _run_whole_slice(self, piece: Slice) -> bool:
         """Run the steps of a slice; False: none, as a process has requests of the step before."""
@@ -267,8 +242,8 @@ class Loop:
         restore = self.state.memento()
         with self._whole_or_nothing(restore):
             self.state.pending = False
-            self._call_event("on_step_end")
-            control, source = self.control, self.source
+            self._call_event("on_step_end", shares=False)
+            control, source = self.control, self.call.source
             if source.rows == self._totals.rows or source.batches == self.state.position:
                 self._share_requests()
                 return restore  # requests are obeyed at the end, in one entry of the history
@@ -281,18 +256,17 @@ class Loop:
                 self._obey_requests()
         return None
 
-    def _goes_on(self, slices: Iterator[Slice]) -> bool:
-        """Return whether an epoch that `_end_step` has not ended has further batches."""
-        known = self.source.rows is not None or self.source.batches is not None
-        return known or next(slices, None) is not None
-
     def _timed_slices(self) -> Generator[Slice, None, None]:
         """Yield the slices of the epoch, and measure the time until each is there."""
-        state = self.state
+        state, call = self.state, self.call
         done = state.step - state.position  # in earlier epochs
-        slices = self.source.epoch(
-            self.order(state), state.position, lambda batch: self._most_batches(done + batch)
-        )
+
+        def most_batches(batch: int) -> int:
+            most = self.runner.budget()
+            return min(most, call.callbacks.steps_until_stop(done + batch) or most)
+
+        order = state.row_order() if call.shuffle else None
+        slices = call.source.epoch(order, state.position, most_batches)
         try:
             while True:
                 start = time.perf_counter()
@@ -304,48 +278,46 @@ class Loop:
         finally:
             slices.close()
 
-    def _most_batches(self, step: int) -> int:
-        """Return how many batches a call may run that begins with this step."""
-        most = self.runner.budget()
-        return min(most, self.callbacks.steps_until_stop(step) or most)
+    def _next_call(self, piece: Slice) -> Call:
+        """Return the steps of a slice at their learning rates."""
+        state = self.state
+        return Call(piece, self.call.rates.at(state.step, piece.batches), state.position)
 
     def _run_slice(self, piece: Slice) -> None:
         """Run the steps of a slice, and count them."""
-        state, start = self.state, time.perf_counter()
-        rates = self.rates.at(state.step, piece.batches)
-        arguments = piece, rates, state.position
-        if self.sample is None or piece.rows >= self.sample[0].rows:  # not a short last batch
-            self.sample = arguments
-        losses = self._run_steps(*arguments)
+        start, call = time.perf_counter(), self._next_call(piece)
+        if self.sample is None or piece.rows >= self.sample.piece.rows:  # not a short last batch
+            self.sample = call
+        losses = self._run_call(call)
         self._seconds[1] += time.perf_counter() - start
         if losses is None:
-            state.learning_rate, self.failed = rates[-1].tolist(), arguments
-            kept = "the state before it is kept"
-            raise divergence_error(self, "the loss or a weight", self._epochs_done + 1, kept)
-        self._count_steps(piece.batches, piece.rows, rates, losses)
+            self.state.learning_rate, self.failed = call.rates[-1].tolist(), call
+            epoch, kept = self.state.epoch - self.first_epoch + 1, "the state before it is kept"
+            raise divergence_error(self, "the loss or a weight", epoch, kept)
+        self._count_steps(call, losses)
 
-    def _run_steps(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
-        """Return the losses of the steps of a slice; None if one is not finite.
+    def _run_call(self, call: Call) -> Losses | None:
+        """Return the losses of the steps of a call; None if one is not finite.
 
         Raises:
             ValueError: onnxruntime fails, as a label does not fit its prediction.
         """
         try:
-            return self.runner.run(piece, rates, position)
+            return self.runner.run(call)
         except Asked:
             raise
         except Exception as e:
-            misfits = map(self.label_misfit, piece.each(position))
+            misfits = map(self.call.label_misfit, call.each())
             if misfit := next(filter(None, misfits), None):
                 raise ValueError(misfit) from e
             raise
 
-    def _count_steps(self, batches: int, rows: int, rates: np.ndarray, losses: Losses) -> None:
-        """Count steps in the state, one for each of the batches of so many rows."""
-        state = self.state
-        state.learning_rate = rates[-1].tolist()
-        state.position, state.pending = state.position + batches, True
-        self._totals.add(losses.sums, losses.counts, batches * rows)
+    def _count_steps(self, call: Call, losses: Losses) -> None:
+        """Count the steps of a call in the state, and add their losses up."""
+        state, piece = self.state, call.piece
+        state.learning_rate = call.rates[-1].tolist()
+        state.position, state.pending = state.position + piece.batches, True
+        self._totals.add(*losses, piece.batches * piece.rows)
         state.running = self._totals.to_json()
 
     def _finish_epoch(self) -> None:
@@ -353,10 +325,10 @@ class Loop:
         self.runner.collect()
         self._record_epoch()
         entry = self.state.history[-1]
-        if self.evaluate is not None:
+        if self.call.validated is not None:
             self._evaluate_into(entry)
-        self.rates.observe(entry)
-        self._call_and_agree("on_epoch_end")
+        self.call.rates.observe(entry)
+        self._call_event("on_epoch_end")
         self._obey_requests()
 
     def _record_epoch(self, further: int = 0) -> None:
@@ -380,15 +352,14 @@ class Loop:
 
     def _evaluate_into(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
-        assert self.evaluate is not None
         self.runner.collect()  # an average of weights may be among the slots
-        results, history = self.evaluate(), self.state.history
+        results, history = self.call.validation_results(), self.state.history
         if not results:
             return
         fine = np.isfinite(results["validation_loss"])
         if not fine.any():
-            kept = "the state after that epoch is kept"
-            raise divergence_error(self, "the validation loss", self._epochs_done, kept)
+            epoch, kept = self.state.epoch - self.first_epoch, "the state after that epoch is kept"
+            raise divergence_error(self, "the validation loss", epoch, kept)
         if not fine.all():
             self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)
@@ -397,14 +368,13 @@ class Loop:
         self._validated = over_members(results["validation_loss"])
         self.progress.validation_loss = self._validated
         self.control.evaluate = False
-        self._call_and_agree("on_evaluate")
+        self._call_event("on_evaluate")
 
-    def _call_event(self, event: str) -> None:
-        self.callbacks.call(event, self.trainer, self.state, self.control)
-
-    def _call_and_agree(self, event: str) -> None:
-        self._call_event(event)
-        self._share_requests()
+    def _call_event(self, event: str, shares: bool = True) -> None:
+        """Call the methods `event` of callbacks; processes share the requests if `shares`."""
+        self.call.callbacks.call(event, self.call.trainer, self.state, self.control)
+        if shares:
+            self._share_requests()
 
     def _share_requests(self) -> None:
         """Let all processes that share the training have the requests of each."""
@@ -424,15 +394,15 @@ class Loop:
             self.runner.freeze(asked)
             control.freeze = set()
             control.stop |= len(self.state.frozen) == members
-        if control.evaluate and self.evaluate is not None:
+        if control.evaluate and self.call.validated is not None:
             self._extra_evaluation()
         control.evaluate = False
         if control.save:
             control.save = False
             with self.interrupts.held():
                 self.runner.collect()
-                self.callbacks.save(self.trainer, self.state)
-            self._call_and_agree("on_save")
+                self.call.callbacks.save(self.call.trainer, self.state)
+            self._call_event("on_save")
 
     def _extra_evaluation(self) -> None:
         """Evaluate within an epoch, or after one that is not evaluated otherwise."""
@@ -446,4 +416,63 @@ class Loop:
             entry["learning_rate"] = self._learning_rate
         self._evaluate_into(entry)
         if entry is not last:
-            self.rates.observe(entry)
+            self.call.rates.observe(entry)
+
+
+class Interrupts:
+    """Holds signals back inside of `with interrupts.held():`, and raises them after it.
+
+    Elsewhere they are raised at once: Ctrl-C as `KeyboardInterrupt`, SIGTERM as `SystemExit`. After
+    one was raised, further signals wait for the end of the next such block, so that they do not
+    interrupt saving the state. Only the main thread gets signals; handlers that the program has set
+    stay.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._depth = False, 0
+        self._waiting: int | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle signals inside of the block."""
+        previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            own: dict[int, Any] = {
+                signal.SIGINT: signal.default_int_handler,
+                signal.SIGTERM: signal.SIG_DFL,
+            }
+            for number, default in own.items():
+                if signal.getsignal(number) is default:
+                    previous[number] = signal.signal(number, self._handle_signal)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold signals back inside of the block, which may be nested; raise one at the end."""
+        self._held, self._depth = True, self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._held = self._depth > 0
+        if self._waiting is not None and not self._held:
+            number, self._waiting = self._waiting, None
+            self._raise_signal(number)
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Keep the first signal inside of `held`, and raise it elsewhere."""
+        if self._held:
+            self._waiting = self._waiting or number
+        else:
+            self._raise_signal(number)
+
+    def _raise_signal(self, number: int) -> None:
+        """Raise `SystemExit` or `KeyboardInterrupt`, and hold further signals back."""
+        self._held = True
+        if number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+        raise KeyboardInterrupt

@@ -47,10 +47,8 @@ from onnxgrad.training.modes.training_form import fold_normalizations, training_
 from onnxgrad.training.objective import Objective, TrainingLoss
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.accumulate import build_accumulating_step
-from onnxgrad.training.step.build import Step, StepOptions, build_step
-from onnxgrad.training.step.exchange import Across
-from onnxgrad.training.step.gradients import build_gradients
+from onnxgrad.training.step.build import Step, build_step
+from onnxgrad.training.step.gradients import Across, build_gradients
 from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
@@ -216,25 +214,29 @@ class Recipe:
             NoGradientRule: an operator on the way has no rule.
         """
         job, on_cpu = self.job, self.job.device.kind == "cpu"
-        in_place &= on_cpu and members is None
-        norms = self.norms if norms is None else norms
-        options = StepOptions(
-            norms, blocks and on_cpu, job.recompute, in_place, across, members=members
-        )
         parts = job.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
-        if parts == 1 and fixed_rows is None:
-            return build_step(objective, self.optimizers[0], options)
-        if job.carry:
+        accumulates = parts > 1 or fixed_rows is not None
+        if accumulates and job.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
-        step = build_accumulating_step(
-            self.objective, self.optimizers[0], parts, options, adds_losses
+        step = build_step(
+            self.objective() if accumulates else objective,
+            self.optimizers[0],
+            recompute=job.recompute,
+            norms=self.norms if norms is None else norms,
+            blocks=blocks and on_cpu,
+            in_place=in_place and on_cpu and members is None,
+            members=members,
+            across=across,
+            accumulate=parts,
+            counted=self.objective() if accumulates else None,
+            adds_losses=adds_losses,
         )
         step.fixed_rows = fixed_rows
         return step
 
     def named_step(self, objective: Objective) -> Step:
         """Return the step whose inputs are the weights and slots themselves, none joined."""
-        return build_step(objective, self.optimizers[0], StepOptions(blocks=False, packed=0))
+        return build_step(objective, self.optimizers[0], blocks=False, packed=0)
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return the two halves of a step as models: the gradients, and the update."""

@@ -15,6 +15,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.parallel.part import Part
 from onnxgrad.parallel.process_groups import DataParallel, Group, group_of
+from onnxgrad.reporting import frames_inside
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slices
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import describe, options_of
@@ -22,7 +23,7 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.gradients import Across
 from onnxgrad.training.step.inputs import Slice
 
 _SHOWN = 80  # characters of a value in a message
@@ -198,7 +199,7 @@ class Sharing:
                 "depends on the number of processes, as with DistributedDataParallel. The reasons "
                 "can be statistics of a batch (see sync_batch_norm), dropout, or a loss that "
                 "compares rows",
-                stacklevel=7,
+                stacklevel=frames_inside() + 1,
             )
 
 

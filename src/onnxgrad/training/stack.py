@@ -20,6 +20,7 @@ from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer
+from onnxgrad.reporting import frames_inside
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import require_known, select_rate
@@ -141,21 +142,7 @@ class TrainerStack(TrainerBase):
         optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
         rates = per_member("learning_rate", learning_rate, count)
         super().__init__(model, loss, optimizer=optimizers[0], learning_rate=rates[0], **arguments)
-        self._begin_members(weights, init, rates, optimizers)
-
-    def _begin_members(
-        self,
-        weights: Sequence[Mapping[str, Any]] | None,
-        init: str,
-        rates: list[Any],
-        optimizers: list[Optimizer],
-    ) -> None:
-        """Set the weights, optimizers and learning rates of the members.
-
-        Raises:
-            ValueError: all members are equal; weights or `init` that do not fit.
-        """
-        model_weights, count = self.state.weights, len(optimizers)
+        own = self.state.weights
         self._change_job(
             members=count,
             optimizers=optimizers,
@@ -163,12 +150,14 @@ class TrainerStack(TrainerBase):
             parallel=False,
         )
         self._job.callbacks.check_members()
-        if weights is None:
-            begun = initial_weights(model_weights, count, init, self._job.seed)
+        if weights is None:  # member k draws by the seed and k, whatever the number of members
+            draw = _INITS[check_choice("init", init, tuple(_INITS))]
+            seeds = [np.random.default_rng([self._job.seed, 2, k]) for k in range(count)]
+            begun = [{name: draw(rng, w) for name, w in own.items()} for rng in seeds]
         elif init != "model":
             raise ValueError("pass weights or init, not both")
         else:
-            begun = given_weights(model_weights, per_member("weights", list(weights), count))
+            begun = given_weights(own, per_member("weights", list(weights), count))
         first, *others = begun
         same = others and all(
             np.array_equal(w[name], first[name], equal_nan=True) for w in others for name in w
@@ -206,7 +195,7 @@ class TrainerStack(TrainerBase):
                 "the loss or weights of some members became NaN or infinite, and these were "
                 f"frozen: {named}. Lower their learning rates",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=frames_inside() + 1,
             )
         return self
 
@@ -292,22 +281,6 @@ _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = 
     "redrawn": _redraw_weight,
     "glorot": glorot,
 }
-
-
-def initial_weights(own: Arrays, members: int, init: str, seed: int) -> list[Arrays]:
-    """Return the weights with which each member begins.
-
-    Args:
-        own: the weights of the model.
-        members: the number of members.
-        init: "model": the weights of the model. "redrawn": a weight with two or more axes is drawn
-            from the normal distribution with the mean and standard deviation of its elements.
-            "glorot": it is drawn by Glorot's rule. Weights with one axis, such as biases, stay.
-        seed: of the draws: member k draws by the seed (`seed`, k), whatever the number of members.
-    """
-    check_choice("init", init, tuple(_INITS))
-    generators = [np.random.default_rng([seed, 2, k]) for k in range(members)]
-    return [{name: _INITS[init](rng, w) for name, w in own.items()} for rng in generators]
 
 
 def given_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -35,33 +35,6 @@ class Values:
         slots = {name: {s: a[k] for s, a in each.items()} for name, each in self.slots.items()}
         weights, buffers = ({n: a[k] for n, a in d.items()} for d in (self.weights, self.buffers))
         return Values(weights, slots, self.frozen.get(k, self.steps), buffers)
-
-
-class OnDevice(Protocol):
-    """Values on a device, and the number of steps done there: a `Runner`."""
-
-    in_place: bool  # whether there is no memory for other copies of the values
-    now: Any  # another object after every call of the runtime
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether the values need not be kept anywhere else."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether this process has all values: none is in another process only."""
-
-    def load(self, values: Values) -> None:
-        """Put values on the device."""
-
-    def release(self) -> None:
-        """Free memory that only steps need."""
-
-    def unpacked(self, now: Any, copies: bool = True) -> Values:
-        """Return the values of `now`; values that are not on the device are missing.
-
-        Without `copies`, arrays may share the device's memory, and no further step may run.
-        """
 
 
 @dataclass(eq=False)
@@ -127,7 +100,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self._values = Values()
-        self._runner: OnDevice | None = None
+        self._runner: Any = None  # the `Runner`, while `fit` runs
         self._read: tuple[object, Values] | None = None  # runner.now, and its values
         self._names: tuple[str, ...] = ()  # the order of the weights, where `_values` lacks some
 
@@ -151,7 +124,7 @@ class TrainState:
         if self._runner is None:
             self._values = new
         else:
-            self._load_on_device(self._runner, new)
+            self.begin(self._runner, self.further, new)
 
     @property
     def weights(self) -> Arrays:
@@ -215,14 +188,6 @@ class TrainState:
         """The loss of the validation data, of every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
-    def _load_on_device(self, runner: OnDevice, values: Values) -> None:
-        """Put values on the device, and drop the host's copies of values that the device holds."""
-        runner.load(values)
-        self._runner, self._read, self._values = runner, (runner.now, values), values
-        if runner.holds_all:
-            self._read, self._names = None, tuple(values.weights)
-            self._values = _values_not_in(values, runner.unpacked(runner.now, copies=False))
-
     def _merge_device_values(self, new: Values) -> Values:
         """Return values read from the device, merged over the values on the host."""
         old = self._values
@@ -247,9 +212,24 @@ class TrainState:
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
 
-    def begin(self, runner: OnDevice, further: bool = False) -> None:
-        """Copy the values to the device of `runner`, where training changes them until `end`."""
-        self._load_on_device(runner, self._values)
+    def begin(self, runner: Any, further: bool = False, values: Values | None = None) -> None:
+        """Copy values to the device of `runner`, where training changes them until `end`.
+
+        They are the current ones if none are given. The host's copies of values that the device
+        holds are dropped.
+        """
+        values = self._values if values is None else values
+        runner.load(values)
+        self._runner, self._read, self._values = runner, (runner.now, values), values
+        if runner.holds_all:
+            self._read, self._names = None, tuple(values.weights)
+            on_device = runner.unpacked(runner.now, copies=False)
+            self._values = replace(
+                values,
+                weights={n: a for n, a in values.weights.items() if n not in on_device.weights},
+                slots={n: own for n, own in values.slots.items() if n not in on_device.slots},
+                buffers={n: a for n, a in values.buffers.items() if n not in on_device.buffers},
+            )
         self.further = further
 
     def end(self) -> None:
@@ -258,7 +238,7 @@ class TrainState:
         if runner is None:
             return
         try:
-            runner.release()
+            runner.states.release()
             read = runner.unpacked(runner.now, not runner.in_place)
             self._values = self._merge_device_values(read)
         except BaseException:
@@ -280,7 +260,7 @@ class TrainState:
         callbacks = {key: dict(entry) for key, entry in self.callbacks.items()}
         kept = {key: dict(arrays) for key, arrays in self.kept.items()}
         runner = self._runner
-        now = None if runner is None else runner.now
+        now: Any = None if runner is None else runner.now
 
         def restore() -> None:
             vars(self).update(attributes)
@@ -396,14 +376,6 @@ def _make_read_only(values: Values) -> Values:
     for array in (*values.weights.values(), *slots, *values.buffers.values()):
         array.flags.writeable = False
     return values
-
-
-def _values_not_in(values: Values, others: Values) -> Values:
-    """Return the values whose names are not in `others`."""
-    weights = {n: a for n, a in values.weights.items() if n not in others.weights}
-    slots = {n: each for n, each in values.slots.items() if n not in others.slots}
-    buffers = {n: a for n, a in values.buffers.items() if n not in others.buffers}
-    return Values(weights, slots, values.steps, buffers, values.frozen)
 
 
 def _cast_like_old(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:

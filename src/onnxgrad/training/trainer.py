@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any, Self, TypeAlias
@@ -179,15 +178,7 @@ class TrainerBase:
             KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
             RuntimeError: called by its own callback, or while another thread calls it.
         """
-        with self._only_call(), shared_call(self._job.parallel) as sharing:
-            held_out = held_out_data(validation)
-            data = as_dataset(X, y, sample_weight)
-            check_arguments({"batch_size": batch_size, "epochs": epochs})
-            recipe = Recipe.of(self._job, self.state, data, held_out, sharing)
-            call = Fit(self, recipe, self._names, data, batch_size, held_out)
-            with garbage_kept():
-                loop = call.begin(index(epochs), shuffle, resume)
-            return self._run_loop(call, loop)
+        return self._train((X, y, sample_weight), batch_size, shuffle, validation, epochs, resume)
 
     def partial_fit(
         self,
@@ -215,23 +206,35 @@ class TrainerBase:
             ValueError: as `fit`.
             ConvergenceError: as `fit`.
         """
-        with self._only_call(), shared_call(self._job.parallel) as sharing:
-            check_arguments({"batch_size": batch_size})
-            data = as_dataset(X, y, sample_weight)
-            recipe = Recipe.of(self._job, self.state, data, None, sharing)
-            call = Fit(self, recipe, self._names, data, batch_size, further=True)
-            with garbage_kept():
-                loop = call.begin(1, shuffle)
-            return self._run_loop(call, loop)
+        return self._train((X, y, sample_weight), batch_size, shuffle, further=True)
 
-    @contextmanager
-    def _only_call(self) -> Iterator[None]:
-        """Refuse another call of `fit` or `partial_fit` until the block ends, of any thread."""
+    def _train(
+        self,
+        columns: tuple[Any, Any, Any],
+        batch_size: int | None,
+        shuffle: bool,
+        validation: Any = None,
+        epochs: int = 1,
+        resume: str | os.PathLike | None = None,
+        further: bool = False,
+    ) -> Self:
+        """Run a call of `fit`, or of `partial_fit`, which goes on `further`.
+
+        It refuses another call before it ends, of any thread. `columns` are the features, labels
+        and sample weights.
+        """
         own = object()
         if vars(self).setdefault(_RUNNING, own) is not own:  # which is atomic
             raise RuntimeError("fit is running: no other call can begin before it ends")
         try:
-            yield
+            with shared_call(self._job.parallel) as sharing:
+                held_out, data = held_out_data(validation), as_dataset(*columns)
+                check_arguments({"batch_size": batch_size, "epochs": epochs})
+                recipe = Recipe.of(self._job, self.state, data, held_out, sharing)
+                call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
+                with garbage_kept():
+                    loop = call.begin(index(epochs), shuffle, resume)
+                return self._run_loop(call, loop)
         finally:
             del vars(self)[_RUNNING]
 
@@ -307,7 +310,7 @@ class TrainerBase:
         """
         if self._call is None or self._job.members is not None:
             return None
-        step = find_failed_step(self._call.recipe, self._last_loop, self._call.file)
+        step = find_failed_step(self._call)
         return None if step is None else (step.model, step.inputs)
 
     # -- results ------------------------------------------------------------------------------
@@ -359,13 +362,10 @@ class TrainerBase:
     def _repr_html_(self) -> str:
         last = self.state.history[-_SHOWN_RECORDS:]
         names = list(dict.fromkeys(name for entry in last for name in entry))
-        rows = [[_cell_text(entry.get(name, "")) for name in names] for entry in last]
+        cells = [[entry.get(name, "") for name in names] for entry in last]
+        rows = [[f"{v:.5g}" if isinstance(v, float) else str(v) for v in row] for row in cells]
         trained = f"{len(self.trained)} weights train; {self.state.step} steps were made"
         return html_table(names, rows, [trained])
-
-
-def _cell_text(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 class Trainer(TrainerBase):

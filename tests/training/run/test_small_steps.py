@@ -10,7 +10,8 @@ import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.training import loop as training_loop
-from onnxgrad.training.step import epoch
+from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.step import build
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep
 from tests.support.trainings import (
@@ -80,7 +81,7 @@ def loops(monkeypatch):
         native.loop_to_native(graph, target)
         seen.append([node.op_type for node in all_nodes(graph)])
 
-    monkeypatch.setattr(epoch, "loop_to_native", loop_to_native)
+    monkeypatch.setattr(build, "loop_to_native", loop_to_native)
     return seen
 
 
@@ -101,7 +102,7 @@ def test_loop_trains_as_the_plain_step(name, optimizer, accumulate, monkeypatch,
         assert ("Pad" in loops[0]) == (name in WITH_ONES)
         assert "Expand" in loops[0]  # how many rows count stays the same
     for function in ("to_native", "loop_to_native"):
-        monkeypatch.setattr(epoch, function, lambda graph, target: None)
+        monkeypatch.setattr(build, function, lambda graph, target: None)
     want = train_twice(model, X, Y, **options)
     np.testing.assert_allclose(mine.state.losses, want.state.losses, rtol=1e-6)
     assert_close_arrays(mine.state.weights, want.state.weights, rtol=2e-6, atol=2e-6)
@@ -254,7 +255,7 @@ def test_interrupt_between_epochs_at_once(calls, monkeypatch):
     """Ctrl-C in a call takes effect behind all of its epochs."""
     model, _ = layer_model("hidden")
     trainer = og.Trainer(model, "squared_error", learning_rate=0.01)
-    plain = training_loop.Runner.run
+    plain = Runner.run
 
     def run_and_interrupt(self, *arguments):
         losses = plain(self, *arguments)
@@ -262,7 +263,7 @@ def test_interrupt_between_epochs_at_once(calls, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return losses
 
-    monkeypatch.setattr(training_loop.Runner, "run", run_and_interrupt)
+    monkeypatch.setattr(Runner, "run", run_and_interrupt)
     X, Y = normal_rows(16, 5), normal_rows(16, 3)
     with default_signal_handlers(), pytest.raises(KeyboardInterrupt):
         trainer.fit(X, Y, epochs=9, batch_size=4)

@@ -1,26 +1,52 @@
-"""Running the steps of a training, with the states on the device between calls."""
+"""Running the steps of a training, and the one choice of how they run."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.parallel.process_groups import Group
-from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.values import Value, array_of
-from onnxgrad.training.batches import ArraySource
-from onnxgrad.training.run.states import InPlaceStates, ReplacedStates, TargetOf
+from onnxgrad.autodiff.row_proofs import assumed_lengths
+from onnxgrad.errors import argument, named
+from onnxgrad.native import Target
+from onnxgrad.operators import marks
+from onnxgrad.parallel.collectives import exchanges
+from onnxgrad.parallel.process_groups import Alone, Group
+from onnxgrad.reporting import frames_inside
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
+from onnxgrad.runtime.values import array_of
+from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.recipe import Recipe
+from onnxgrad.training.run.row_parts import (
+    Footprint,
+    measure_footprint,
+    micro_batch_effect,
+    mixes_no_rows,
+    splits,
+)
+from onnxgrad.training.run.sessions import OneSession
+from onnxgrad.training.run.stages import Stages
+from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import Call, Slice
+from onnxgrad.training.step.gradients import Across
+from onnxgrad.training.step.inputs import WHOLE, Call, Slice
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
+_FEW = 8  # rows for which shapes that are unknown are not inferred
+
+# the losses of batches: the loss of part k is sums[:, k] / counts[:, k]; of a stack, both have a
+# last axis of members
+Losses = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,82 +64,46 @@ class Now:
     slots: Slots | None = None
 
 
-@dataclass(frozen=True)
-class Losses:
-    """The losses of batches: the loss of part k is `sums[:, k]` / `counts[:, k]`.
-
-    The losses of a stack have a last axis of members.
-    """
-
-    sums: np.ndarray
-    counts: np.ndarray
-
-
-class Asked(Exception):
-    """A process had `requests` when the step began, so that none has done it."""
-
-    def __init__(self, requests: list[bool]) -> None:
-        super().__init__()
-        self.requests = requests
-
-
-class Compute(Protocol):
-    """How a step is computed: by one session, or in pieces between which values are exchanged."""
-
-    device: Device
-
-    @property
-    def joins_batches(self) -> bool:
-        """Whether the batches of a slice are one call of onnxruntime."""
-
-    def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if it is not known."""
-
-    def ask(self, requests: Sequence[bool]) -> bool:
-        """Send requests with the next step; return whether a message of it has room for them."""
-
-    def run(
-        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
-    ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the outputs after the last batch that belong to `states`, and reports by batch.
-
-        Args:
-            states: the states that the step reads, by the names of its inputs.
-            fed: data and feeds by name, one of each for every batch along the first axis.
-            piece: the batches.
-            target_of: returns the array into which to write a state's output, None for any.
-        """
-
-
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls.
 
     One model is a stack without the axis of members, so that `member_shape` is ().
 
     Args:
-        step: the step, whose graph `compute` runs.
-        compute: how it is computed.
-        states: what becomes of its results: new states, or updates of these in memory.
-        group: the processes that share the training.
+        step: its graph is taken over; it runs in pieces if it has nodes that exchange values.
+        target: where the sessions run.
+        work: multiply-adds of the rows that this process computes at once.
         carried: the data inputs of buffers whose first value is in the data.
+        group: the processes that share the step; None: this one computes all of it.
+        part_rows: rows that a process without others computes at once, at most; None: all.
     """
 
     def __init__(
         self,
         step: Step,
-        compute: Compute,
-        states: ReplacedStates | InPlaceStates,
-        group: Group,
+        target: Target,
+        work: float,
         carried: Mapping[str, str] | None = None,
+        group: Group | None = None,
+        part_rows: int | None = None,
     ) -> None:
-        self.step, self.compute, self.states = step, compute, states
-        self.device, self.in_place = compute.device, states.in_place
-        self.group, self.carried = group, carried or {}
+        self.step, self.device, self.group = step, target.device.check(), group or Alone()
+        self.compute: OneSession | Stages
+        if any(map(exchanges, step.model.graph)):
+            self.compute = Stages(step, target, work, self.group, part_rows)
+        else:
+            self.compute = OneSession(step, target, work)
+        self.in_place, self.carried = step.updates is not None, carried or {}
+        self.states: ReplacedStates | InPlaceStates
+        if self.in_place:
+            self.states = InPlaceStates(step, work, self.group)
+        else:
+            self.states = ReplacedStates(step, self.device)
         self.member_shape = () if step.members is None else (len(step.members.optimizers),)
         self.members = prod(self.member_shape)
         self.now = Now([], 0)
         self.not_finite: dict[int, int] = {}  # members that a step froze, and their steps
-        self._fine = np.ones(self.member_shape, bool)  # members without NaN after the last call
+        self._fine: Any = np.ones(self.member_shape, bool)  # members without NaN in the last call
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, Any] = {}  # of the gradients in the last step
@@ -123,16 +113,7 @@ class Runner:
         """Whether other processes run parts of the batches."""
         return self.group.size > 1
 
-    @property
-    def joins_epochs(self) -> bool:
-        """Whether nothing looks at the states between the steps of a call."""
-        return self.compute.joins_batches and not self.member_shape
-
     # -- steps --------------------------------------------------------------------------------
-
-    def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if it is not known."""
-        self.compute.expect(source)
 
     def budget(self) -> int:
         """Return how many batches the next call may run: one, if other processes must agree."""
@@ -140,10 +121,8 @@ class Runner:
             return 1
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
-    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
-        """Train on the batches of `piece` at learning rates of (batches,) or (batches, members).
-
-        `position` is the number of the first batch in its epoch.
+    def run(self, call: Call) -> Losses | None:
+        """Train on the batches of a call.
 
         Return None, and leave the states unchanged, if the loss or a weight is not finite. A member
         of a stack for which this happens is frozen where it was before that step, and does not
@@ -154,23 +133,23 @@ class Runner:
         """
         if len(self.now.frozen) == self.members:
             return None
-        losses = self._run_call(piece, rates, position)
+        losses = self._run_call(call)
         if losses is None and self.member_shape:  # which member, and when?
-            losses = self._run_singly(piece, rates, position)
+            losses = self._run_singly(call)
         if losses is not None:
             for k in self.now.frozen:
-                losses.sums[..., k] = np.nan
+                losses[0][..., k] = np.nan
         return losses
 
-    def _run_call(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
-        """Run the batches of a slice in one call; return None if a living member has NaN."""
-        start, call = time.perf_counter(), self.call(piece, rates, position)
-        values, own = self.state_values(piece), self.step.inputs
-        read = {name: values[name] for v in own.carried if (name := str(v.name))}
-        fed = own.fed(call)
+    def _run_call(self, call: Call) -> Losses | None:
+        """Run the batches of a call at once; return None if a living member has NaN."""
+        start, call = time.perf_counter(), self.next_call(call)
+        piece, now, values = call.piece, self.now, self.state_values(call.piece)
+        read = {(n := str(v.name)): values[n] for v in self.step.carried}
+        fed = self.step.fed(call)
         new, reported = self.compute.run(read, fed, piece, self.states.target_of)
-        losses, now = self.read_losses(reported, piece), self.now
-        self._fine = np.isfinite(losses.sums).all(axis=(0, 1))
+        losses = self._read_losses(reported, piece.batches)
+        self._fine = np.isfinite(losses[0]).all(axis=(0, 1))
         self._fine = self._fine & self.states.are_finite(new, call, now.states)
         for k in now.frozen:
             self._fine[k] = True  # it keeps its state
@@ -185,63 +164,65 @@ class Runner:
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
-    def _run_singly(self, piece: Slice, rates: np.ndarray, position: int) -> Losses | None:
-        """Run the batches of a slice one at a time, and freeze members; None if none is left."""
+    def _run_singly(self, call: Call) -> Losses | None:
+        """Run the batches of a call one at a time, and freeze members; None if none is left."""
         results = []
-        for i in range(piece.batches):
-            one = piece.part_of(i, 1)
-            while (losses := self._run_call(one, rates[i : i + 1], position + i)) is None:
+        for i in range(call.piece.batches):
+            while (losses := self._run_call(call.part_of(i, 1))) is None:
                 self.freeze(np.flatnonzero(~self._fine).tolist(), not_finite=True)
                 if len(self.now.frozen) == self.members:
                     return None
             results.append(losses)
-        sums = np.concatenate([losses.sums for losses in results])
-        return Losses(sums, np.concatenate([losses.counts for losses in results]))
+        sums, counts = zip(*results, strict=True)
+        return np.concatenate(sums), np.concatenate(counts)
 
-    def call(self, piece: Slice, rates: np.ndarray, position: int) -> Call:
-        """Return the next steps of the training, for the arguments of `run`.
+    def next_call(self, call: Call) -> Call:
+        """Return a call as the next one, with the steps before it and its micro-batches.
 
         Raises:
             ValueError: a learning rate that is zero in the dtype of a weight.
         """
-        self.step.check_rates(rates)
-        parts, count = self.step.accumulate, None
-        if parts > 1:
-            count = micro_batches(piece.own, parts, bool(self.step.inputs.buffers))
-        if (fixed := self.step.fixed_rows) is not None:
-            count, rest = divmod(piece.own, fixed)
+        step, rates, rows, count = self.step, call.rates, call.piece.own, None
+        for dtype in {numpy_dtype(group.state) for group in step.groups}:
+            if (lost := rates[(rates.astype(dtype) == 0) & (rates != 0)]).size:
+                raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
+        if step.accumulate > 1:
+            count = micro_batches(rows, step.accumulate, bool(step.buffers))
+        if step.fixed_rows is not None:
+            count, rest = divmod(rows, step.fixed_rows)
             if rest:
                 raise ValueError(
-                    f"the model takes {fixed} rows, and a batch, or the part of this process, has "
-                    f"{piece.own}: pass a multiple"
+                    f"the model takes {step.fixed_rows} rows, and a batch, or the part of this "
+                    f"process, has {rows}: pass a multiple"
                 )
-        return Call(piece, rates, self.now.steps, position, count)
+        return replace(call, done=self.now.steps, micro_batches=count)
 
     def state_values(self, piece: Slice) -> dict[str, ort.OrtValue]:
-        """Return states and buffers; one without a value gets zeros of the shape of its input."""
-        names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
-        return {
-            name: self._zeros_like_data(piece, name) if state is None else state
-            for name, state in zip(names, self.now.states, strict=True)
-        }
+        """Return states and buffers; a buffer without a value gets zeros, which have its shape.
 
-    def _zeros_like_data(self, piece: Slice, name: str) -> ort.OrtValue:
-        """Return the value of a buffer before the first batch, which has its value as data."""
-        array = piece.fed()[self.carried[name]]
-        zeros = np.zeros((*self.member_shape, *array.shape[1:]), array.dtype)
-        return self.device.ortvalue(zeros)
+        Before the first batch, that is a buffer whose first value is in the data.
+        """
+        names = [str(v.name) for v in (*self.step.states, *self.step.buffers)]
+        values = {}
+        for name, state in zip(names, self.now.states, strict=True):
+            if state is None:
+                first = piece.fed()[self.carried[name]]
+                zeros = np.zeros((*self.member_shape, *first.shape[1:]), first.dtype)
+                state = self.device.ortvalue(zeros)
+            values[name] = state
+        return values
 
-    def read_losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
+    def _read_losses(self, reported: list[np.ndarray], batches: int) -> Losses:
         """Return the losses from the outputs of a step, and keep the norms of its gradients."""
         if self.step.norms:
             *reported, norms = reported  # (batches, members, weights), or without members
             last = norms[-1].T if self.member_shape else norms[-1].tolist()
             self.norms = dict(zip(self.step.norms, last, strict=True))
-        shape = piece.batches, *self.member_shape
-        each = piece.batches, *(-1 for _ in self.member_shape)
+        shape = batches, *self.member_shape
+        each = batches, *(-1 for _ in self.member_shape)
         columns = [np.broadcast_to(y.astype(np.float64).reshape(each), shape) for y in reported]
         half = len(columns) // 2
-        return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
+        return np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1)
 
     # -- states -------------------------------------------------------------------------------
 
@@ -255,7 +236,7 @@ class Runner:
         arrays: list[np.ndarray | None] = []
         for group in self.step.groups:
             arrays += group.initial(values.weights, values.slots, self.in_place)
-        arrays += (values.buffers.get(str(b.name)) for b in self.step.inputs.buffers)
+        arrays += (values.buffers.get(str(b.name)) for b in self.step.buffers)
         states = [None if array is None else self.device.ortvalue(array) for array in arrays]
         self.now = Now(states, values.steps, dict(values.frozen))
         self.not_finite = {k: n for k, n in self.not_finite.items() if k in values.frozen}
@@ -282,7 +263,7 @@ class Runner:
             slots |= own_slots
         if now.slots is not None:
             slots |= {name: dict(own) for name, own in now.slots.items()}
-        pairs = zip(self.step.inputs.buffers, arrays, strict=True)
+        pairs = zip(self.step.buffers, arrays, strict=True)
         buffers = {str(b.name): np.array(a) for b, a in pairs if a is not None}
         return Values(weights, slots, now.steps, buffers, dict(now.frozen))
 
@@ -300,10 +281,6 @@ class Runner:
         self.now = replace(self.now, frozen={**self.now.frozen, **new})
         self.not_finite |= new if not_finite else {}
 
-    def release(self) -> None:
-        """Free what only steps need."""
-        self.states.release()
-
     # -- what processes have in common --------------------------------------------------------
 
     def agree(self, requests: Sequence[bool]) -> list[bool]:
@@ -314,11 +291,12 @@ class Runner:
 
     def ask(self, requests: Sequence[bool]) -> bool:
         """Let the next step tell the requests of all processes; return whether it can."""
-        return self.of_several and self.compute.ask(requests)
+        compute = self.compute
+        return self.of_several and isinstance(compute, Stages) and compute.ask(requests)
 
     @property
     def whole(self) -> bool:
-        """Whether this process has all slots: those that it updates, or all that are collected."""
+        """Whether this process has all slots: it updates all, or they are collected."""
         return not self.step.owners or self.now.slots is not None
 
     def collect(self) -> None:
@@ -329,6 +307,127 @@ class Runner:
         every = self.group.gather(own)
         # who has read the values of the state before lacks these slots
         self.now = replace(self.now, slots={n: s for own in every for n, s in own.items()})
+
+
+class Compiled:
+    """An objective, its step, and the runner, once it is known for which batches.
+
+    A job keeps it from call to call, while its recipe stays the same.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.objective = objective = recipe.objective()
+        members = recipe.job.members or 1
+        self.work = multiply_adds(objective.model.graph) * members  # per row
+        data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
+        self._footprint: Footprint | None = Footprint(objective.model.graph, data, weights)
+        self.step: Step | None = None
+        self.adds_losses = False  # whether a batch has the sum of the losses of micro-batches
+        self.running: Runner | None = None
+        self._key: Any = None  # the facts that the runner depends on, beside the objective
+
+    def runner(self, recipe: Recipe, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
+        """Return the runner for the batches of `source`, which processes may share.
+
+        `fixed`: whether calls to come have batches of this size, too.
+        """
+        job, shared, rows = recipe.job, recipe.sharing, source.batch_size
+        work = self.work * rows * job.accumulate / (1 if shared is None else shared.part.size)
+        taken = fields.fixed_rows if fields.accumulates else None
+        if source.cuts and rows == taken and job.accumulate == 1:
+            taken = None  # the model takes all rows of a batch
+        most = self._part_rows(recipe, source, taken)
+        key = threads(work), work >= WORK_PER_THREAD, most
+        lacks = self.step is not None and taken is not None and self.step.fixed_rows is None
+        if self.running is None or lacks or (fixed and self._key != key):
+            if self.step is not None:  # it has taken the graph of the objective
+                self.objective = recipe.objective()
+            self.adds_losses = self._adds_losses(recipe, source, taken)
+            self.running = self._build_runner(recipe, source, taken, work, most)
+            self._key = key
+        self.running.compute.expect(source if fixed and isinstance(source, ArraySource) else None)
+        return self.running
+
+    def _build_runner(
+        self, recipe: Recipe, source: BatchSource, taken: int | None, work: float, most: int | None
+    ) -> Runner:
+        """Build the step and its runner.
+
+        Args:
+            recipe: the job, and facts of its data.
+            source: the batches.
+            taken: the rows that the model takes of a batch; None: all.
+            work: multiply-adds of the rows of this process.
+            most: rows that run at once, if their gradients are proven to add up; None: all.
+        """
+        objective, shared, rows = self.objective, recipe.sharing, source.batch_size
+        across = group = None
+        if shared is not None:
+            shared.warn(objective, source)
+            rows //= shared.part.size
+            across, group = shared.across, shared.group
+        if isinstance(source, ArraySource) and most is not None:
+            most = most if splits(objective, source.axes, source.batch_shapes()) else None
+        if most is not None:
+            work, rows, across = work * most / rows, most, Across(WHOLE)
+        self.step = recipe.step(
+            objective,
+            across=across,
+            members=recipe.members,
+            fixed_rows=taken,
+            rows=rows,
+            adds_losses=self.adds_losses,
+        )
+        target = Target.of(recipe.job.device, work, rows)
+        return Runner(self.step, target, work, objective.carried, group, most)
+
+    def _adds_losses(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
+        """Return whether the loss of a batch is the sum of the losses of its micro-batches.
+
+        Otherwise it is their mean. Warn if neither is proven of micro-batches that a user asks for.
+        """
+        parts, objective = recipe.job.accumulate, self.objective
+        if parts == 1 and taken is None:
+            return False
+        if recipe.job.dropout or not mixes_no_rows(objective):
+            objective = recipe.objective(training=False)
+        if isinstance(source, ArraySource):
+            axes, lengths = source.axes, source.batch_shapes()
+        else:
+            stated = Fields(objective, recipe.job.batch_axes).row_axes.stated
+            lengths = assumed_lengths(objective.data)
+            axes = {name: stated(name) for name in lengths}
+        effect, reason = micro_batch_effect(objective, axes, lengths)
+        if self.objective.buffers:
+            reason = "BatchNormalization normalizes by the statistics of a batch"
+        if reason and taken is None:
+            warnings.warn(
+                f"{argument('accumulate', parts)} trains another model than whole batches may do: "
+                f"{reason}. The micro-batches are computed by themselves, and their gradients "
+                f"averaged. Pass a smaller {named('batch_size')} or {argument('recompute', 'all')} "
+                "to save memory otherwise",
+                stacklevel=frames_inside() + 1,
+            )
+        return effect == "sum"
+
+    def _part_rows(self, recipe: Recipe, source: BatchSource, taken: int | None) -> int | None:
+        """Return how many rows of a batch to compute at once if their gradients add up; None: all.
+
+        All, where anything else divides a batch, or needs all of its rows.
+        """
+        job = recipe.job
+        whole = recipe.sharing is not None or job.members is not None or job.accumulate > 1
+        whole |= job.device.kind != "cpu" or taken is not None
+        # the loss in blocks divides the rows itself
+        whole |= any(marks.PLAIN_SUM in value.meta for value in self.objective.reported)
+        if whole or not isinstance(source, ArraySource):
+            return None
+        shapes, rows = source.batch_shapes(), source.batch_size
+        if self._footprint is not None and self._footprint.unknown and rows > _FEW:
+            objective = self.objective if self.step is None else recipe.objective()
+            self._footprint = measure_footprint(objective, source.axes, shapes)
+        most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
+        return most if most is not None and most < source.rows else None
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -12,6 +12,7 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import external
+from onnxgrad.native import Target
 from onnxgrad.native.order import order_all
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
@@ -21,7 +22,7 @@ from onnxgrad.runtime.values import Value, bind_output
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.states import TargetOf
 from onnxgrad.training.state import Arrays
-from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.build import Step, build_epoch, build_half
 from onnxgrad.training.step.inputs import Slice
 
 
@@ -84,7 +85,7 @@ class Sessions:
     def _symbol_lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the lengths of the symbolic dimensions of the data."""
         lengths: dict[str, int] = {}
-        for name, value in self.step.inputs.data.items():
+        for name, value in self.step.data.items():
             shape, own = dims(value), arrays.get(name)
             if shape is not None and own is not None and len(own) == len(shape):
                 pairs = zip(shape, own, strict=True)
@@ -96,16 +97,15 @@ class OneSession:
     """Computes a step in one session: all batches of a slice, or the first half of one step.
 
     Args:
-        model: of `build_epoch`, or of `build_half` if the step has `updates`.
-        step: the step.
-        device: where to run.
+        step: its graph is taken over.
+        target: where to run.
         work: multiply-adds of a batch.
     """
 
-    def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
-        self.device = device
-        self.joins_batches = step.updates is None
-        self._sessions = Sessions(model, step, device, work)
+    def __init__(self, step: Step, target: Target, work: float) -> None:
+        self.device, self.joins_batches = target.device, step.updates is None
+        model = build_epoch(step, target) if self.joins_batches else build_half(step, target)
+        self._sessions = Sessions(model, step, self.device, work)
         self._inputs = [x.name for x in model.graph.input]
         self._outputs = [y.name for y in model.graph.output]
 
@@ -113,14 +113,17 @@ class OneSession:
         """Announce the source of most batches; None if it is not known."""
         self._sessions.expect({} if source is None else source.batch_shapes())
 
-    def ask(self, requests: Sequence[bool]) -> bool:
-        """Return that no message has room for requests: nothing is exchanged."""
-        return False
-
     def run(
         self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
     ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the outputs after the last batch that belong to `states`, and reports by batch."""
+        """Return the outputs after the last batch that belong to `states`, and reports by batch.
+
+        Args:
+            states: the states that the step reads, by the names of its inputs.
+            fed: data and feeds by name, one of each for every batch along the first axis.
+            piece: the batches.
+            target_of: returns the array into which to write the output of a state, None for any.
+        """
         whole, running = self.joins_batches, self._sessions.of(piece.fed())
         binding, into = running.io_binding(), {}
         names = iter(self._inputs)

@@ -25,18 +25,25 @@ from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.row_parts import rows_at_once, rows_of_part
-from onnxgrad.training.run.runner import Asked
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.run.states import TargetOf, as_state
 from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.inputs import Slice
+from onnxgrad.training.step.inputs import Slice, feed_of
 
 Wait = Callable[[], None]
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATS = (*_HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
 REQUESTS = 3  # of callbacks, that the first message of a step has
+
+
+class Asked(Exception):
+    """A process had `requests` when the step began, so that none has done it."""
+
+    def __init__(self, requests: list[bool]) -> None:
+        super().__init__()
+        self.requests = requests
 
 
 class Stages:
@@ -66,7 +73,7 @@ class Stages:
         to_native(step.model.graph, target)
         self.device, self.group = target.device, group
         self.part, self.part_rows = Part(group.rank, group.size), part_rows
-        self._data = [str(v.name) for v in step.inputs.data.values()]
+        self._data = [str(v.name) for v in step.data.values()]
         self._outputs = [str(y.name) for y in step.model.graph.outputs]
         pieces = cut(step.model, LARGE if group.size > 1 else inf)
         self._pieces = [_Running(piece, step, target.device, work) for piece in pieces]
@@ -203,7 +210,7 @@ class _Running:
         direct: dict[str, np.ndarray] = {}
         if self.device == CPU:
             for sent in self.sums:
-                direct |= sent.places()
+                direct |= sent.views if sent.wide == sent.dtype else {}
         shapes = [array.shape for array in data.values()]
         if self._binding is None or shapes != self._shapes:
             running = self.sessions.of({name: array[None] for name, array in data.items()})
@@ -216,7 +223,8 @@ class _Running:
 
 def _names_of_row_values(step: Step) -> set[str]:
     """Return the names of the values that depend on the rows of a part."""
-    found = set(step.inputs.of_rows)
+    fed = ((feed_of(v), v) for v in step.feeds.values())
+    found = {*step.data.values(), *(v for feed, v in fed if feed and feed.of_rows)}
     for node in step.model.graph:
         if not exchanges(node) and not found.isdisjoint(reads(node)):
             found.update(node.outputs)
@@ -250,13 +258,18 @@ class _Sum:
         pairs = zip(self.exchanges, parts, shapes, strict=False)
         self.views = {e.sent: part.reshape(shape) for e, part, shape in pairs}
 
-    def places(self) -> dict[str, np.ndarray]:
-        """Return the arrays into which sessions write values that are sent, by name."""
-        return self.views if self.wide == self.dtype else {}
-
     def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
-        """Take the values that part number `part` of `count` sends, added to earlier parts."""
-        self._fill_buffer(values)
+        """Take the values that part number `part` of `count` sends, added to earlier parts.
+
+        The session may have written them into the buffer.
+        """
+        arrays = [array_of(values[e.sent]) for e in self.exchanges]
+        shapes = [array.shape for array in arrays]
+        if [view.shape for view in self.views.values()] != shapes:
+            self._set_buffer(shapes)
+        for array, view in zip(arrays, self.views.values(), strict=True):
+            if array is not view:
+                np.copyto(view, array)
         own = self.whole
         if part == 0:
             self._total = own.copy() if count > 1 else None
@@ -322,13 +335,3 @@ class _Sum:
         """Return the requests that any process has sent, once the sums are received."""
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]
-
-    def _fill_buffer(self, values: Mapping[str, Value]) -> None:
-        """Let the buffer have the values to send, which the session may have written there."""
-        arrays = [array_of(values[e.sent]) for e in self.exchanges]
-        shapes = [array.shape for array in arrays]
-        if [view.shape for view in self.views.values()] != shapes:
-            self._set_buffer(shapes)
-        for array, view in zip(arrays, self.views.values(), strict=True):
-            if array is not view:
-                np.copyto(view, array)

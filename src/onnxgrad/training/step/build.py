@@ -1,78 +1,93 @@
 """The step: one model from a batch, weights and slots to the loss, new weights and new slots.
 
-Its first half computes the gradients, its second half updates the weights. Between them are
-functions from `Gradients` to `Gradients`, in this order:
-
-1. accumulation repeats the first half, and sums the gradients of micro-batches;
-2. the loss scale, by which the loss was multiplied, divides them;
-3. the exchange sums them over processes.
+`build_step` writes it from top to bottom: a sweep computes the gradients of a batch, or of
+micro-batches, which are summed; the gradients are divided by the loss scale, and summed over
+processes; the update computes new weights and slots.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_outside
+from onnxgrad.graph.traversal import all_names
+from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, loop_to_native, to_native
+from onnxgrad.operators import made_by
+from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.step.exchange import (
+from onnxgrad.training.step.gradients import (
+    SCALE,
     Across,
-    Expected,
+    LossScale,
+    Ratio,
+    accumulate_gradients,
+    copy_repeated,
     counted_across,
-    owners_of,
-    sharded,
     sum_over_processes,
+    write_gradients,
 )
-from onnxgrad.training.step.gradients import Gradients, copy_repeated, write_gradients
-from onnxgrad.training.step.inputs import RATE, StepInputs, feed_inputs, remove_unread_feeds
-from onnxgrad.training.step.loss_scale import SCALE, LossScale
+from onnxgrad.training.step.inputs import (
+    RATE,
+    Arrays,
+    Call,
+    feed_inputs,
+    feed_of,
+    remove_unread_feeds,
+    stacked_input,
+    stacked_shape,
+)
 from onnxgrad.training.step.members import Members
-from onnxgrad.training.step.update import may_be_in_place, write_update
+from onnxgrad.training.step.update import may_be_in_place, owners_of, sharded, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
-
-Transform = Callable[[Emit, Gradients], Gradients]
 
 
 @dataclass
 class Step:
-    """The graph of a step: from its `inputs` to new states, new buffers and the loss.
+    """The graph of a step: from weights, slots, buffers, data and feeds to new ones and the loss.
 
-    With `updates`, the graph is the first half of a step, whose states are the weights, and returns
-    the gradient of each group instead of new states. The updates are the second half, a model for
-    each group.
+    The inputs of the graph are in this order, and its first outputs are the new values of the
+    states and buffers that it reads.
+
+    With `updates`, the graph is the first half of a step, which reads the weights, not the slots,
+    and returns the gradient of each group instead of new states. The updates are the second half, a
+    model for each group.
     """
 
     model: ir.Model
     groups: list[Group]
-    inputs: StepInputs
+    buffers: list[ir.Value]  # other states that it replaces
+    data: dict[str, ir.Value]  # the inputs of a batch, by their names in the objective
     unreached: list[str]  # weights without a gradient, which a step does not change
     factors: tuple[float, ...]  # of the sums and counts that it reports
-    accumulate: int = 1  # micro-batches of a step
-    norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
-    rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
-    recomputes: bool = False  # whether the order of its nodes saves memory
+    accumulate: int  # micro-batches of a step
+    norms: list[str]  # weights whose gradient's norm is returned
+    rounding: list[str]  # operators that gradients pass through
+    recomputes: bool  # whether the order of its nodes saves memory
     # of the groups, if they are not part of the graph; None for one that another process updates
-    updates: Sequence[ModelProto | None] | None = None
-    owners: list[int] = field(default_factory=list)  # the processes that update the groups
-    members: Members | None = None  # of a stack, whose axis all states have
-    work: float = 0.0  # multiply-adds of the forward pass, per row
+    updates: Sequence[ModelProto | None] | None
+    owners: list[int]  # the processes that update the groups
+    members: Members | None  # of a stack, whose axis all states have
+    work: float  # multiply-adds of the forward pass, per row
+    feeds: dict[str, ir.Value] = field(default_factory=dict)  # inputs by the names of their feeds
     fixed_rows: int | None = None  # rows of a micro-batch, if the model states them
     warned: bool = False  # of weights in 16 bits
 
     @property
     def scaled(self) -> bool:
         """Whether buffers hold a loss scale."""
-        return any(b.name == SCALE for b in self.inputs.buffers)
+        return any(b.name == SCALE for b in self.buffers)
 
     @property
     def weights(self) -> list[str]:
@@ -84,17 +99,30 @@ class Step:
         """The weights and slots of all groups."""
         return [v for group in self.groups for v in group.inputs]
 
-    def check_rates(self, rates: np.ndarray) -> None:
-        """Raise `ValueError` for a learning rate that is zero in the dtype of a weight."""
-        for dtype in {numpy_dtype(group.state) for group in self.groups}:
-            if (lost := rates[(rates.astype(dtype) == 0) & (rates != 0)]).size:
-                raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
+    @property
+    def carried(self) -> list[ir.Value]:
+        """The inputs whose new values are the first outputs: states and buffers."""
+        read = self.states if self.updates is None else [group.state for group in self.groups]
+        return [*read, *self.buffers]
 
-    def warn(self, stacklevel: int) -> None:
+    def fed(self, call: Call) -> Arrays:
+        """Return the values of data and feeds for the steps of a call, by the names of inputs.
+
+        Raises:
+            ValueError: the batches cannot be split into micro-batches; see `Slice.fed`.
+        """
+        arrays = call.piece.fed(call.micro_batches)
+        fed = {str(x.name): arrays[name] for name, x in self.data.items()}
+        for value in self.feeds.values():
+            if (feed := feed_of(value)) is not None:
+                fed[str(value.name)] = feed.arrays(call, value.dtype)
+        return fed
+
+    def warn(self) -> None:
         """Warn of weights without a gradient, and once of weights that train in 16 bits."""
         if self.unreached:
             text = f"the loss does not depend on {self.unreached}: they stay as they are"
-            warnings.warn(text, stacklevel=stacklevel + 1)
+            warnings.warn(text, stacklevel=frames_inside() + 1)
         half = [group for group in self.groups if numpy_dtype(group.state).itemsize == 2]
         if half and not self.warned:
             self.warned = True
@@ -104,95 +132,75 @@ class Step:
                 f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
                 "rates, steps and squares of gradients are rounded, small ones to zero, and NaN is "
                 f"likely. A Trainer with {argument('precision', 'auto')} keeps both in float32",
-                stacklevel=stacklevel + 1,
+                stacklevel=frames_inside() + 1,
             )
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does beside its numbers.
-
-    - `norms`: it also returns the 2-norm of the gradient of every weight.
-    - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
-    - `recompute`: the argument of `Trainer`.
-    - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
-    - `across`: how processes share the step, whose graph has nodes that exchange values.
-    - `packed`: elements up to which weights are small, and parts of one input; None is the default.
-    - `members`: the members of a stack; None: it trains one model.
-    """
-
-    norms: bool = False
-    blocks: bool = True
-    recompute: str = "none"
-    in_place: bool = False
-    across: Across | None = None
-    packed: int | None = None
-    members: Members | None = None
-
-
 def build_step(
-    objective: Objective, optimizer: Optimizer, options: StepOptions | None = None
+    objective: Objective,
+    optimizer: Optimizer,
+    *,
+    recompute: str = "none",
+    norms: bool = False,
+    packed: int | None = None,
+    blocks: bool = True,
+    in_place: bool = False,
+    members: Members | None = None,
+    across: Across | None = None,
+    accumulate: int = 1,
+    counted: Objective | None = None,
+    adds_losses: bool = False,
 ) -> Step:
     """Return the training step, written into the graph of the objective.
+
+    Args:
+        objective: the loss to minimize.
+        optimizer: of the update.
+        recompute: as for `Trainer`.
+        norms: whether it also returns the 2-norm of the gradient of every weight.
+        packed: elements up to which weights are small, and parts of one input; None: `PACKED`.
+        blocks: whether large weights are updated in parts that stay in the cache of a CPU.
+        in_place: whether the update of large states is no part of the graph: see `Step.updates`.
+        members: the members of a stack; None: it trains one model.
+        across: how processes share the step, whose graph has nodes that exchange values.
+        accumulate: the micro-batches whose gradients are added up before the update. The data have
+            another first axis, of this length.
+        counted: another objective of the same loss, which counts its terms in all micro-batches;
+            None: the step takes a batch whole.
+        adds_losses: whether the loss of a batch is the sum of the losses of its micro-batches, of
+            equal numbers of rows, and not their mean.
 
     Raises:
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    options = options or StepOptions()
-    multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
-    scale, expected = LossScale.new(op) if objective.scales else None, None
+    multiply_adds = work(objective.model.graph) * accumulate
+    ratio: Ratio = ()
+    scale = LossScale.new() if objective.scales else None
     factor = None if scale is None else scale.scale
-    if options.across is None:
-        seeds = objective.cotangents(op, factor)
+    if counted is not None:
+        op, parts = accumulate_gradients(
+            objective, counted, factor, recompute, across is not None, adds_losses
+        )
     else:
-        objective, seeds, expected = counted_across(op, objective, factor)
-    parts = write_gradients(op, objective, seeds, options.recompute)
-    return write_step(op, parts, optimizer, options, multiply_adds, scale, expected)
-
-
-def write_step(
-    op: Emit,
-    parts: Gradients,
-    optimizer: Optimizer,
-    options: StepOptions,
-    multiply_adds: float,
-    scale: LossScale | None = None,
-    expected: Expected | None = None,
-    accumulate: int = 1,
-    sum_micro_batches: Transform | None = None,
-) -> Step:
-    """Write the update behind the gradients, and set the inputs and outputs of the graph.
-
-    Args:
-        op: writes into the graph of the step.
-        parts: the gradients of one batch, or of one micro-batch.
-        optimizer: of the update.
-        options: of the step.
-        multiply_adds: of the forward pass, per row.
-        scale: of the loss.
-        expected: the number of terms that the loss is divided by; None: it is their count.
-        accumulate: the micro-batches of a step.
-        sum_micro_batches: makes the graph of `parts` the body of a loop.
-    """
-    across, members = options.across, options.members
-    transforms: list[Transform | None] = [
-        sum_micro_batches,
-        None if scale is None else scale.unscale,
-        None if across is None else partial(sum_over_processes, across=across, expected=expected),
-    ]
-    for transform in filter(None, transforms):
-        parts = transform(op, parts)
-    graph = parts.model.graph
-    named = {str(w.name): g for w, g in parts.gradients.items()} if options.norms else {}
-    returned = [_write_norms(op, list(named.values()))] if named else []
+        op, whole = Emit(objective.model.graph), objective
+        if across is None:
+            seeds = whole.cotangents(op, factor)
+        else:
+            whole, seeds, ratio = counted_across(op, whole, factor)
+        parts = write_gradients(op, whole, seeds, recompute)
+    if scale is not None:
+        parts = scale.unscale(op, parts)
+    if across is not None:
+        parts = sum_over_processes(op, parts, across, ratio)
+    reported = list(parts.reported)
+    if norms:
+        reported.append(_write_norms(op, list(parts.gradients.values())))
     if members is not None:
-        update = members.write_update(op, parts.gradients, options.packed)
+        update = members.write_update(op, parts.gradients, packed)
     else:
-        in_place = options.in_place and scale is None
-        in_place &= may_be_in_place(parts.gradients, optimizer)
-        own = options.packed, options.blocks, in_place
-        update = write_update(op, parts.gradients, optimizer, *own)
+        in_place = in_place and scale is None and may_be_in_place(parts.gradients, optimizer)
+        update = write_update(op, parts.gradients, optimizer, packed, blocks, in_place)
     buffers = parts.buffers
     if scale is not None:
         buffers = scale.guard(op, parts.gradients, update, buffers)
@@ -200,34 +208,43 @@ def write_step(
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
         update = sharded(op, update, across.part.rank, owners)
-    remove_unread_feeds(graph, but=RATE)
-    inputs = StepInputs(update.read, list(buffers), parts.data, feed_inputs(graph))
-    graph.inputs[:] = inputs.all
-    reported = copy_repeated(op, [*parts.reported, *returned])
-    protected = {*graph.inputs, *reported}
-    new = [*update.new, *buffers.values()]
-    graph.outputs[:] = [
-        op.name_output(after, f"{before.name}.new", before, protected)
-        for before, after in zip(inputs.carried, new, strict=True)
-    ] + reported
-    if members is not None:
-        inputs = members.push(op, inputs)
-    finish(parts.model)
-    return Step(
+    step = Step(
         parts.model,
         update.groups,
-        inputs,
+        list(buffers),
+        parts.data,
         parts.unreached,
-        parts.factors,
-        accumulate=accumulate,
-        norms=list(named),
-        rounding=parts.rounding,
-        recomputes=options.recompute != "none",
-        updates=update.models,
-        owners=owners,
-        members=members,
-        work=multiply_adds,
+        tuple(objective.written.factors),
+        accumulate,
+        [str(w.name) for w in parts.gradients] if norms else [],
+        parts.rounding,
+        recompute != "none",
+        update.models,
+        owners,
+        members,
+        multiply_adds,
     )
+    _set_inputs_and_outputs(op, step, [*update.new, *buffers.values()], reported)
+    return step
+
+
+def _set_inputs_and_outputs(
+    op: Emit, step: Step, new: list[ir.Value], reported: list[ir.Value]
+) -> None:
+    """Set the inputs and outputs of the graph of a step, the latter `new` states and reports."""
+    graph, carried = op.graph, step.carried
+    remove_unread_feeds(graph, but=RATE)
+    graph.inputs[:] = [*carried, *step.data.values(), *feed_inputs(graph).values()]
+    reported = copy_repeated(op, reported)
+    protected = {*graph.inputs, *reported}
+    graph.outputs[:] = [
+        op.name_output(after, f"{before.name}.new", before, protected)
+        for before, after in zip(carried, new, strict=True)
+    ] + reported
+    if step.members is not None:
+        step.members.push(op, carried)
+    step.feeds = feed_inputs(graph)
+    finish(step.model)
 
 
 def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
@@ -240,3 +257,92 @@ def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
         vector = op.Concat(*norms, axis=0)
     vector.name, vector.shape = op.name("gradient_norms"), ir.Shape([len(norms)])
     return vector
+
+
+# -- an epoch: a Scan over batches whose body is the step, so that onnxruntime runs the loop -------
+
+_LARGE = 1 << 16  # bytes
+
+
+def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
+    """Return the model that runs the step over a stack of batches in one call.
+
+    With a `target`, the step is in the native form of sessions there; otherwise, all operators are
+    standard ones.
+
+    Its inputs are the inputs of the step, in their order; all but the states and buffers are
+    stacked over the batches. Outputs: the states and buffers after the last batch, then the losses
+    and other reports of every batch.
+    """
+    body = step.model.graph
+    if target is not None:
+        to_native(body, target)
+    count = len(step.carried)
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
+    inputs = [
+        stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
+    ]
+    graph.inputs.extend(inputs)
+    _move_integers(body, graph)
+    op = Emit(graph, all_names(body))
+    shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
+    move_out(body, op, is_small)
+    results = list(body.outputs)
+    fixed = [i >= count and _is_fixed(y, body) for i, y in enumerate(results)]
+    Emit(body, outer=op).give(y for y, same in zip(results, fixed, strict=True) if not same)
+    attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
+    outputs = iter(op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs)))
+    for i, inner in enumerate(results):
+        outer = _repeat_value(op, inner, inputs[-1]) if fixed[i] else next(outputs)
+        outer.name = f"{inner.name}/last"
+        outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
+        graph.outputs.append(outer)
+    drop_unused(body)
+    if target is not None:
+        loop_to_native(graph, target)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def build_half(step: Step, target: Target) -> ModelProto:
+    """Return the first half of a step, in the native form of sessions on `target`."""
+    graph = step.model.graph
+    to_native(graph, target)
+    for i in range(len(step.groups)):
+        y = graph.outputs[i]
+        node = made_by(y, "Reshape")
+        x = None if node is None else node.inputs[0]
+        known = x is not None and x.producer() is not None and static(dims(x)) is not None
+        if x is not None and node is not None and known and not x.is_graph_output():
+            graph.outputs[i] = x  # the Reshape would copy it
+            if not y.uses():
+                graph.remove(node, safe=True)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def _is_fixed(value: ir.Value, body: ir.Graph) -> bool:
+    """Return whether `value` comes from outside of `body`, or is a constant."""
+    node = value.producer()
+    return value not in body.inputs and (node is None or node.graph is not body)
+
+
+def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
+    """Return a value from outside of the body, repeated for each iteration over `scanned`."""
+    if value.is_initializer() and value.const_value is not None:
+        value = op.const(value.const_value.numpy())
+    length = op.vector(op.dim(scanned, 0), *[1] * (rank(value) or 0))
+    return op.emit("Expand", [value, length], {}, fresh=True)
+
+
+def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:
+    """Let `graph` hold large quantized weights of a body.
+
+    onnxruntime also keeps the body that it is given. It packs constants for the nodes that read
+    them one graph further in, and no deeper; floats stay, as it fuses and blocks floats of one
+    graph.
+    """
+    for name, value in list(body.initializers.items()):
+        tensor = value.const_value
+        large = tensor is not None and tensor.nbytes > _LARGE and tensor.dtype.is_integer()
+        if large and all(node.graph is body for node in value.consumers()):
+            del body.initializers[name]
+            graph.register_initializer(value)

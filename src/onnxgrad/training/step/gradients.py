@@ -1,10 +1,17 @@
-"""The first half of a step: the graph that computes the gradients of one batch."""
+"""The first half of a step: the graph that computes the gradients of one batch.
+
+Behind the sweep, functions from `Gradients` to `Gradients` sum them over micro-batches, divide them
+by the loss scale, and sum them over processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Self
 
+import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
@@ -15,11 +22,38 @@ from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough, refuse_quantized
+from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
-from onnxgrad.training.objective import Objective
-from onnxgrad.training.step.inputs import feed_inputs
+from onnxgrad.operators.shapes import dims, static
+from onnxgrad.parallel.collectives import all_reduce
+from onnxgrad.parallel.part import Part
+from onnxgrad.training.objective import Objective, inverse
+from onnxgrad.training.step.inputs import (
+    ROWS,
+    SHARE,
+    STEP,
+    feed_inputs,
+    feed_of,
+    stacked_input,
+    stacked_shape,
+)
+from onnxgrad.training.step.update import Update
 from onnxgrad.training.step.weight_groups import numpy_dtype
+
+Stacks = dict[ir.Value, ir.Value]  # inputs that hold all micro-batches, by the inputs of one
+# by which sums over processes are multiplied: its two numbers, or none
+Ratio = tuple[()] | tuple[ir.Value, ir.Value]
+SCALE, SKIPPED = "onnxgrad.loss_scale", "onnxgrad.skipped_steps"  # names that no model uses
+_STEPS = "onnxgrad.steps_of_loss_scale"
+INITIAL: dict[str, np.ndarray] = {
+    SCALE: np.array(2.0**15, np.float32),
+    _STEPS: np.array(0, np.int64),
+    SKIPPED: np.array(0, np.int64),
+}
+_LEAST, _GROWS_AFTER = 2.0**-10, 2000
 
 
 @dataclass
@@ -31,7 +65,6 @@ class Gradients:
     - `data`: the inputs of a batch, by name.
     - `buffers`: states with their new values after the batch.
     - `reported`: the sums of the losses, then as many counts.
-    - `factors`: the factor of each sum.
     - `unreached`: the names of weights without a gradient.
     - `rounding`: operators whose rounding gradients pass straight through, one for each node.
     """
@@ -41,7 +74,6 @@ class Gradients:
     data: dict[str, ir.Value]
     buffers: dict[ir.Value, ir.Value]
     reported: list[ir.Value]
-    factors: tuple[float, ...]
     unreached: list[str]
     rounding: list[str]
 
@@ -84,7 +116,6 @@ def write_gradients(
         {str(x.name): x for x in objective.data},
         objective.buffers,
         objective.reported,
-        tuple(objective.written.factors),
         [str(w.name) for w in unreached],
         [node.op_type for node in quantized.rounding],
     )
@@ -125,3 +156,323 @@ def copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
     for v in values:
         separate.append(op.copy_of(v) if v.producer() is None or v in separate else v)
     return separate
+
+
+# -- micro-batches, by a Scan ----------------------------------------------------------------------
+
+
+def accumulate_gradients(
+    objective: Objective,
+    counted: Objective,
+    scale: ir.Value | None = None,
+    recompute: str = "none",
+    shared: bool = False,
+    adds_losses: bool = False,
+) -> tuple[Emit, Gradients]:
+    """Return the gradients of a batch, summed over its micro-batches, and what writes behind them.
+
+    Its data have another first axis. The counts of all micro-batches are computed first, so that
+    the sum is the gradient of the one large batch, whatever the counts are.
+
+    Args:
+        objective: the loss of a micro-batch, whose graph becomes the body of a Scan.
+        counted: another objective of the same loss, whose graph counts its terms.
+        scale: the scale of the loss.
+        recompute: as for `Trainer`.
+        shared: whether the counts are summed over processes.
+        adds_losses: whether the loss of a batch is the sum of the losses of its micro-batches, of
+            equal numbers of rows, and not their mean.
+
+    Raises:
+        ValueError: the loss depends on none of the weights.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    body = objective.model.graph
+    inner = Emit(body)
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="step")
+    inverses = [
+        ir.Value(name=inner.name("inverse_count"), type=n.type, shape=ir.Shape([]))
+        for n in objective.written.counts
+    ]
+    parts = write_gradients(inner, objective, objective.scaled(inner, inverses), recompute)
+    op = Emit(graph, all_names(body))
+    stacks = _stack_inputs(parts, graph)
+    totals = _write_counts(op, counted, stacks)
+    totals = [all_reduce(op, total) for total in totals] if shared else totals
+    number = None
+    if adds_losses:
+        length = op.Shape(next(iter(stacks.values())), start=0, end=1)
+        number = op.Cast(op.Reshape(length, []), to=totals[0].dtype)
+    with op:
+        for placeholder, total in zip(inverses, totals, strict=True):
+            scaled = inverse(op, total, scale)
+            scaled = scaled if number is None else scaled * number
+            ir.convenience.replace_all_uses_with(placeholder, scaled)
+    return op, _sum_micro_batches(op, parts, stacks, totals, number)
+
+
+def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
+    """Return the inputs of `graph` that hold all micro-batches.
+
+    Feeds that are the same for all micro-batches become inputs of `graph`.
+    """
+    stacks = {x: stacked_input(x, "micro_batches") for x in parts.data.values()}
+    for value in feed_inputs(parts.model.graph).values():
+        feed = feed_of(value)
+        if feed is None or not value.uses():
+            continue
+        if feed.of_rows:
+            stacks[value] = feed.mark(stacked_input(value, "micro_batches"))
+            graph.inputs.append(stacks[value])
+        else:
+            parts.model.graph.inputs.remove(value)
+            graph.inputs.append(value)
+    return stacks
+
+
+def _write_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
+    """Write the counts of all micro-batches together, by a Scan over labels and weights only.
+
+    The Scan takes over the graph of `objective`.
+    """
+    body, counts = objective.model.graph, objective.written.counts
+    stack_by_name = {str(x.name): stack for x, stack in stacks.items()}
+    body.outputs[:] = counts
+    tidy(objective.model)
+    data = [x for x in objective.data if x.uses() or x in counts] or objective.data[-1:]
+    if unknown := [x.name for x in body.inputs if x.uses() and x not in data]:
+        raise ValueError(
+            f"the number of terms of the loss depends on {unknown}: use {argument('accumulate', 1)}"
+        )
+    body.inputs[:] = data
+    attributes = {"body": body, "num_scan_inputs": len(data)}
+    stacked = [stack_by_name[str(x.name)] for x in data]
+    stacked_counts = op.emit_many("Scan", stacked, attributes, outputs=len(counts))
+    pairs = zip(stacked_counts, counts, strict=True)
+    return [_sum_stack(op, _set_stacked_type(stack, one)) for stack, one in pairs]
+
+
+def _set_stacked_type(stack: ir.Value, one: ir.Value) -> ir.Value:
+    """Set the type and shape of a `stack` of values like `one`; return it."""
+    stack.type, stack.shape = one.type, stacked_shape(one, "micro_batches")
+    return stack
+
+
+def _sum_stack(op: Emit, stack: ir.Value) -> ir.Value:
+    """Return the sum over micro-batches."""
+    return op.ReduceSum(stack, [0], keepdims=0)
+
+
+def _sum_micro_batches(
+    op: Emit,
+    parts: Gradients,
+    stacks: Stacks,
+    totals: list[ir.Value],
+    number: ir.Value | None,
+) -> Gradients:
+    """Make the graph of `parts` the body of a Scan that sums the gradients; return its results.
+
+    `totals` are the counts that it reports. With a `number` of micro-batches, the losses are their
+    sum, and not their mean.
+    """
+    body, graph = parts.model.graph, op.graph
+    inner, weights = Emit(body, outer=op), list(parts.gradients)
+    sums, results = [], []
+    for w in weights:
+        body.inputs.remove(w)
+        graph.inputs.append(w)
+        before = ir.Value(name=inner.name(f"{w.name}_sum"), type=w.type, shape=w.shape)
+        sums.append(before)
+        results.append(inner.Add(before, parts.gradients[w]))
+    before_buffers = [_take_over_name(inner, b) for b in parts.buffers]
+    after = [*results, *parts.buffers.values(), *parts.reported]
+    body.inputs[:] = [*sums, *parts.buffers, *stacks]
+    body.outputs[:] = []
+    inner.give(after)
+    carried = [op.zeros_like(w) for w in weights] + before_buffers
+    attributes = {"body": body, "num_scan_inputs": len(stacks)}
+    outputs = op.emit_many("Scan", [*carried, *stacks.values()], attributes, outputs=len(after))
+    for outer, result in zip(outputs, after, strict=True):
+        outer.type, outer.shape = result.type, result.shape
+    stacked = zip(outputs[len(carried) :], parts.reported, strict=True)
+    reported = [_set_stacked_type(stack, one) for stack, one in stacked]
+    with op:
+        losses = [_sum_stack(op, sums) for sums in reported[: len(totals)]]
+        losses = losses if number is None else [loss * number for loss in losses]
+    return replace(
+        parts,
+        model=ir.Model(graph, ir_version=parts.model.ir_version),
+        gradients=dict(zip(weights, outputs, strict=False)),
+        data={name: stacks[x] for name, x in parts.data.items()},
+        buffers=dict(zip(before_buffers, outputs[len(weights) : len(carried)], strict=True)),
+        reported=[*losses, *totals],
+    )
+
+
+def _take_over_name(inner: Emit, buffer: ir.Value) -> ir.Value:
+    """Return a value with the name of `buffer`, which gets another name in the body."""
+    outside = ir.Value(
+        name=buffer.name, type=buffer.type, shape=buffer.shape, const_value=buffer.const_value
+    )
+    buffer.name = inner.name(f"{buffer.name}_before")
+    return outside
+
+
+# -- the loss scale --------------------------------------------------------------------------------
+#
+# Where a step computes gradients in 16 bits, small ones would be zero: the cotangent of the loss is
+# multiplied by a scale, and the gradients are divided by it. A step whose gradients are not finite
+# is skipped, and halves the scale; it is doubled after many steps without one (Micikevicius et al.
+# 2018, "Mixed Precision Training", arXiv:1710.03740; with the numbers of `torch.amp.GradScaler`,
+# but for the first scale, which float16 holds).
+
+
+@dataclass
+class LossScale:
+    """Buffers of a step: the scale, how many steps it has, and how many were skipped in all."""
+
+    scale: ir.Value
+    steps: ir.Value
+    skipped: ir.Value
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return one whose buffers begin with the values of `INITIAL`, by their names."""
+        kinds = {n: ir.TensorType(ir.DataType.from_numpy(v.dtype)) for n, v in INITIAL.items()}
+        return cls(*(ir.Value(name=n, type=t, shape=ir.Shape([])) for n, t in kinds.items()))
+
+    def unscale(self, op: Emit, parts: Gradients) -> Gradients:
+        """Return the gradients of the scaled loss, divided by the scale."""
+        with op:
+            inverse = op.Reciprocal(self.scale)
+            gradients = {
+                w: op.set_type_like(op.Mul(g, op.Cast(inverse, to=g.dtype)), g)
+                for w, g in parts.gradients.items()
+            }
+        return replace(parts, gradients=gradients)
+
+    def guard(
+        self,
+        op: Emit,
+        gradients: Mapping[ir.Value, ir.Value],
+        update: Update,
+        buffers: Mapping[ir.Value, ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
+        """Let a step whose gradients are not finite change nothing but the scale.
+
+        Return the new values of the buffers, and of the scale. The update does not count skipped
+        steps. With the least scale, a step is not skipped: then it is the model that is not
+        finite.
+        """
+        with op:
+            squares = [op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
+            total = op.total([op.Cast(s, to=ir.DataType.FLOAT) for s in squares])
+            bad = op.Or(op.IsNaN(total), op.IsInf(total))
+            bad = op.And(bad, op.Greater(self.scale, op.const(np.float32(_LEAST))))
+
+            def kept(old: ir.Value, new: ir.Value) -> ir.Value:
+                return op.set_type_like(op.Where(bad, old, new), new)
+
+            update.new = [kept(*pair) for pair in zip(update.states, update.new, strict=True)]
+            result = {old: kept(old, new) for old, new in buffers.items()}
+            one, steps = op.const(np.int64(1)), op.Add(self.steps, op.const(np.int64(1)))
+            grows = op.Equal(steps, op.const(np.int64(_GROWS_AFTER)))
+            half, twice = (op.Mul(self.scale, op.const(np.float32(k))) for k in (0.5, 2.0))
+            scale = op.Where(bad, half, op.Where(grows, twice, self.scale))
+            zero = op.const(np.int64(0))
+            new = {
+                self.scale: scale,
+                self.steps: op.Where(op.Or(bad, grows), zero, steps),
+                self.skipped: op.Where(bad, op.Add(self.skipped, one), self.skipped),
+            }
+            result |= {old: op.set_type_like(value, old) for old, value in new.items()}
+        self._leave_out_skipped(op)
+        return result
+
+    def _leave_out_skipped(self, op: Emit) -> None:
+        """Let the update read the number of the steps that were not skipped."""
+        number = STEP.input(op)
+        readers = list(number.uses())
+        if not readers:
+            return
+        with op.at(next(iter(op.graph))):
+            counted = op.set_type_like(op.Sub(number, self.skipped), number)
+        for node, index in readers:
+            node.replace_input_with(index, counted)
+
+
+# -- processes -------------------------------------------------------------------------------------
+#
+# Results of the rows of each process become results of all rows: counts of terms, gradients and
+# sums of losses are added up inside of the graph, so that later nodes, such as clipping by the norm
+# of all gradients, read the sums of the whole batch. Most steps need one message.
+
+
+@dataclass(frozen=True)
+class Across:
+    """How the processes of a step share it.
+
+    - `part`: the rows of this process.
+    - `same_buffers`: whether each computes the buffers of the whole batch; else their mean counts.
+    - `shards`: whether each updates some of the weights only.
+    """
+
+    part: Part
+    same_buffers: bool = False
+    shards: bool = False
+
+
+def counted_across(
+    op: Emit, objective: Objective, scale: ir.Value | None
+) -> tuple[Objective, dict[ir.Value, ir.Value], Ratio]:
+    """Return the objective with the counts of all processes, its cotangents times `scale`, a ratio.
+
+    All processes know how many terms the loss of a batch has, unless some are ignored or weighted,
+    before they exchange anything: each divides its gradients by that number, and their sum is
+    multiplied by the ratio of the number to the count of all processes. So the count of this
+    process is in the same message. Without a ratio, the count is known before the gradients.
+    """
+    ratio, own = _expected_terms(op, objective), objective.written.counts
+    counts = [all_reduce(op, n) for n in own]
+    objective = replace(objective, written=replace(objective.written, counts=counts))
+    if not ratio:
+        return objective, objective.cotangents(op, scale), ()
+    return objective, objective.scaled(op, [inverse(op, ratio[0])]), ratio
+
+
+def _expected_terms(op: Emit, objective: Objective) -> Ratio:
+    """Return the number of terms of all rows, from the feed `ROWS`, and the count of this process.
+
+    Neither, where the count must be known before the gradients.
+    """
+    counts, labels = objective.written.counts, objective.written.labels
+    n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    if len(counts) > 1 or objective.scales or n.dtype not in wide:
+        return ()
+    if any(w.dtype != n.dtype or static(dims(w)) is None for w in objective.weights):
+        return ()
+    lengths = (dims(labels[0]) or ())[1:] if labels else ()
+    each = prod(length for length in lengths if isinstance(length, int)) or 1
+    rows = ROWS.input(op, wide=n.dtype == ir.DataType.DOUBLE)
+    with op:
+        terms = rows if each == 1 else op.Mul(rows, op.const(float(each), n.dtype))
+    return op.set_type_like(terms, n), n
+
+
+def sum_over_processes(op: Emit, parts: Gradients, across: Across, ratio: Ratio) -> Gradients:
+    """Return the gradients, losses and buffers of all processes.
+
+    The counts that it reports are the counts of all processes already. Buffers are the mean by the
+    share of rows, unless all processes compute the same.
+    """
+    half, buffers = len(parts.reported) // 2, dict(parts.buffers)
+    sums = [all_reduce(op, total) for total in parts.reported[:half]]
+    summed = {w: all_reduce(op, g, ratio) for w, g in parts.gradients.items()}
+    if buffers and not across.same_buffers:
+        share = SHARE.input(op)
+        with op:
+            for before, after in buffers.items():
+                own = op.set_type_like(after * op.Cast(share, to=after.dtype), after)
+                buffers[before] = all_reduce(op, own)
+    reported = [*sums, *parts.reported[half:]]
+    return replace(parts, gradients=summed, buffers=buffers, reported=reported)

@@ -113,16 +113,25 @@ class Call:
 
     - `piece`: their batches.
     - `rates`: the learning rate of each, (steps,); in a stack (steps, members).
-    - `done`: the number of steps before them.
     - `position`: the number of the first batch in its epoch.
+    - `done`: the number of steps before them.
     - `micro_batches`: into how many parts each batch is split; None: into none.
     """
 
     piece: Slice
     rates: np.ndarray
-    done: int
     position: int
+    done: int = 0
     micro_batches: int | None = None
+
+    def part_of(self, first: int, batches: int) -> Call:
+        """Return the call of so many of the batches, the first of which has the number `first`."""
+        piece, rates = self.piece.part_of(first, batches), self.rates[first : first + batches]
+        return Call(piece, rates, self.position + first)
+
+    def each(self) -> Iterator[Batch]:
+        """Yield the batches as the model has them."""
+        return self.piece.each(self.position)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -238,46 +247,12 @@ ROWS = declare_feed(Feed("rows", ir.DataType.FLOAT, _rows_of_batch))
 SHARE = declare_feed(Feed("share", ir.DataType.DOUBLE, _share_of_rows, of_rows=True))
 
 
-@dataclass
-class StepInputs:
-    """The inputs of the graph of a step, in this order.
+def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:
+    """Return an input for `value` outside of a Scan, with another first axis of `length`."""
+    shape = value.shape if length is None else stacked_shape(value, length)
+    return ir.Value(name=f"{value.name}/all", type=value.type, shape=shape)
 
-    - `states`: the weights and slots of groups, which the graph replaces.
-    - `buffers`: other states that it replaces.
-    - `data`: the inputs of a batch, by their names in the objective.
-    - `feeds`: the inputs that are fed, by the names of their feeds.
-    """
 
-    states: list[ir.Value]
-    buffers: list[ir.Value]
-    data: dict[str, ir.Value]
-    feeds: dict[str, ir.Value]
-
-    @property
-    def carried(self) -> list[ir.Value]:
-        """The inputs whose new values are the first outputs."""
-        return [*self.states, *self.buffers]
-
-    @property
-    def all(self) -> list[ir.Value]:
-        """All inputs, in their order."""
-        return [*self.carried, *self.data.values(), *self.feeds.values()]
-
-    @property
-    def of_rows(self) -> list[ir.Value]:
-        """The inputs of which each part of the rows of a batch may have another value."""
-        feeds = ((feed_of(v), v) for v in self.feeds.values())
-        return [*self.data.values(), *(v for feed, v in feeds if feed and feed.of_rows)]
-
-    def fed(self, call: Call) -> Arrays:
-        """Return the values of data and feeds for the steps of a call, by the names of inputs.
-
-        Raises:
-            ValueError: the batches cannot be split into micro-batches; see `Slice.fed`.
-        """
-        arrays = call.piece.fed(call.micro_batches)
-        fed = {str(x.name): arrays[name] for name, x in self.data.items()}
-        for value in self.feeds.values():
-            if (feed := feed_of(value)) is not None:
-                fed[str(value.name)] = feed.arrays(call, value.dtype)
-        return fed
+def stacked_shape(value: ir.Value, length: int | str) -> ir.Shape | None:
+    """Return the shape of `value` with another first axis."""
+    return None if value.shape is None else ir.Shape([length, *value.shape])

@@ -22,7 +22,7 @@ from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import Chain, Optimizer, Slots, UpdateInputs
 from onnxgrad.optimizers.scaling import AddDecayedWeights
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.step.inputs import FEEDS, StepInputs, feed_inputs, feed_of
+from onnxgrad.training.step.inputs import FEEDS, feed_inputs, feed_of
 from onnxgrad.training.step.update import Update, update_groups
 from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
 
@@ -95,11 +95,10 @@ class Members:
         """
         same = all(optimizer == self.optimizers[0] for optimizer in self.optimizers)
         every = self.optimizers if same else _with_equal_parts(self.optimizers)
-        pairs = write_groups(op, gradients, every[0], packed, blocks=False)
+        plain, own = write_groups(op, gradients, every[0], packed, blocks=False)
         groups: list[Group] = [
-            GroupOfMembers(**vars(group), optimizers=self.optimizers) for group, _ in pairs
+            GroupOfMembers(**vars(group), optimizers=self.optimizers) for group in plain
         ]
-        own = [g for _, g in pairs]
         sketch, places = _Sketch(op, groups, own, every[0]), list[Places]()
         for k, optimizer in enumerate(every):
             if (known := every.index(optimizer)) < k:  # optimizers are compared, not hashed
@@ -137,18 +136,20 @@ class Members:
             values[i, j] = known[key]
         return values
 
-    def push(self, op: Emit, inputs: StepInputs) -> StepInputs:
-        """Push the axis of members through a step; return its inputs with the axis.
+    def push(self, op: Emit, carried: Sequence[ir.Value]) -> None:
+        """Push the axis of members through the graph of a step.
 
-        Weights, slots, buffers and rates have the axis; data have none.
+        The inputs `carried`, which are weights, slots and buffers, get the axis, and so do rates;
+        data have none.
 
         Raises:
             ValueError: a node that cannot be written for all members.
         """
         graph, axis = op.graph, MemberAxis(op, len(self.optimizers), {})
         Walk(graph).infer(graph)  # a node whose operands have unknown ranks is written for each
-        own = {v: feed for v in inputs.feeds.values() if (feed := feed_of(v)) and feed.of_members}
-        for v in (*inputs.carried, *own):
+        fed = feed_inputs(graph).values()
+        own = {v: feed for v in fed if (feed := feed_of(v)) and feed.of_members}
+        for v in (*carried, *own):
             axis.let(v, axis.typed(ir.Value(name=v.name), v))
         for v, feed in own.items():
             feed.mark(axis.of(v))
@@ -157,15 +158,9 @@ class Members:
         for name in [name for name in graph.initializers if name in self.weights]:
             axis.let(graph.initializers[name], op.const(self.weights[name]))
         graph.inputs[:] = axis.all_of(graph.inputs)
-        count, outputs = len(inputs.carried), list(graph.outputs)
+        count, outputs = len(carried), list(graph.outputs)
         axis.push(graph)
         op.give([*map(axis.expanded, outputs[:count]), *axis.all_of(outputs[count:])])
-        return StepInputs(
-            axis.all_of(inputs.states),
-            axis.all_of(inputs.buffers),
-            inputs.data,
-            {name: axis.of(v) for name, v in inputs.feeds.items()},
-        )
 
 
 @dataclass(frozen=True)

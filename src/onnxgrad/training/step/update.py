@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 import numpy as np
@@ -17,12 +17,14 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.optimizers.base import Optimizer, UpdateInputs
+from onnxgrad.parallel.collectives import broadcast
 from onnxgrad.training.step.inputs import FEEDS, STEP, feed_inputs, remove_unread_feeds
 from onnxgrad.training.step.weight_groups import (
     Group,
     Shape,
     graph_input,
     numpy_dtype,
+    stated_shape,
     update_in_blocks,
     write_groups,
 )
@@ -53,11 +55,6 @@ class Update:
         """The weights and slots before the step, as many as there are new ones."""
         return [v for group in self.groups for v in group.inputs]
 
-    @property
-    def read(self) -> list[ir.Value]:
-        """The states that the graph reads, as many as there are `new` values."""
-        return self.states if self.models is None else [group.state for group in self.groups]
-
 
 def write_update(
     op: Emit,
@@ -72,10 +69,8 @@ def write_update(
     With `in_place`, each group has a model that updates it. `write_groups` describes the other
     arguments, and the errors.
     """
-    groups = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
-    return update_groups(
-        op, [group for group, _ in groups], [g for _, g in groups], optimizer, in_place
-    )
+    groups, of_states = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
+    return update_groups(op, groups, of_states, optimizer, in_place)
 
 
 def update_groups(
@@ -87,9 +82,13 @@ def update_groups(
 ) -> Update:
     """Write the nodes that update the states of `groups`, each by its gradient."""
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
-    if optimizer.joint:
-        pairs = zip(groups, gradients, strict=True)
-        gradients = [_zeros_before_first_step(op, g, group) for group, g in pairs]
+    if optimizer.joint:  # no gradient before the first step of its group
+        gradients = list(gradients)
+        for i, (group, g) in enumerate(zip(groups, gradients, strict=True)):
+            if first := group.optimizer.first_step:
+                begun = op.Greater(STEP.input(op), np.int64(first))
+                zero = op.const(0.0, g.dtype)
+                gradients[i] = op.set_type_like(op.Where(begun, g, zero), g)
     cotangents = optimizer.across(op, gradients)
     if in_place:
         models = [update_of(group, wide, op.opset) for group in groups]
@@ -105,16 +104,6 @@ def update_groups(
                 updated += [op.Add(group.state, u), *(new[slot] for slot in group.slots)]
     _remove_unread_casts(op.graph)
     return Update(groups, updated, cotangents)
-
-
-def _zeros_before_first_step(op: Emit, gradient: ir.Value, group: Group) -> ir.Value:
-    """Return a gradient, or zeros before the first step of its group."""
-    first = group.optimizer.first_step
-    if first == 0:
-        return gradient
-    begun = op.Greater(STEP.input(op), np.int64(first))
-    zero = op.const(0.0, gradient.dtype)
-    return op.set_type_like(op.Where(begun, gradient, zero), gradient)
 
 
 def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
@@ -184,6 +173,40 @@ def _remove_unread_casts(graph: ir.Graph) -> None:
             unread = cast.op_type == "Cast" and not any(y.uses() for y in cast.outputs)
             if unread and cast.graph is not None:
                 cast.graph.remove(cast, safe=True)
+
+
+def sharded(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Update:
+    """Return the update of the groups that the process `rank` owns; others send it the new weights.
+
+    The groups of weights that it does not update have no slots.
+    """
+    if update.models is not None:
+        own = [
+            (group, model) if owner == rank else (replace(group, slots={}), None)
+            for group, model, owner in zip(update.groups, update.models, owners, strict=True)
+        ]
+        return replace(update, groups=[g for g, _ in own], models=[m for _, m in own])
+    groups: list[Group] = []
+    new: list[ir.Value] = []
+    results = iter(update.new)
+    for group, owner, g in zip(update.groups, owners, update.gradients, strict=True):
+        state, *slots = (next(results) for _ in group.inputs)
+        if owner != rank:
+            # the gradient, of the same shape, so that all exchange the same values in one order
+            group, state, slots = replace(group, slots={}), g, []
+        groups.append(group)
+        new += [broadcast(op, state, owner), *slots]
+    return replace(update, groups=groups, new=new)
+
+
+def owners_of(groups: Sequence[Group], size: int) -> list[int]:
+    """Return the process that updates each group, so that all have about as many elements."""
+    elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
+    loads, owners = [0] * size, [0] * len(groups)
+    for i in sorted(range(len(groups)), key=lambda i: -elements[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += elements[i]
+    return owners
 
 
 def is_divided(group: Group) -> bool:

@@ -68,35 +68,23 @@ class Group:
                 that differs between them.
         """
         arrays = [self.pack(weights, copies=copies)]
-        for slot in self.slots:
-            if (constant := self._constant_slot(slot, weights, slots)) is not None:
-                arrays.append(constant)
+        for slot, like in self.slots.items():
+            known = {n: slots[n][slot] for n in self.shapes if slot in slots.get(n, {})}
+            values = {
+                n: self.optimizer.slot_initial(slot, np.asarray(weights[n]))
+                for n in self.shapes
+                if n not in known
+            }
+            number = next(iter(values.values()), None)
+            if not known and not any(np.ndim(v) or v != number for v in values.values()):
+                shape, dtype = stated_shape(like), numpy_dtype(like)
+                # zeros take memory only when they are written
+                arrays.append(np.full(shape, number, dtype) if number else np.zeros(shape, dtype))
                 continue
-            values = {}
-            for name, shape in self.shapes.items():
-                value = slots.get(name, {}).get(slot)
-                if value is None:
-                    initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
-                    value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
-                values[name] = value
-            arrays.append(self.pack(values, slot, copies))
+            lengths = self._part_shapes(slot)
+            begun = {n: np.broadcast_to(v, lengths[n]) for n, v in values.items()}
+            arrays.append(self.pack(begun | known, slot, copies))
         return arrays
-
-    def _constant_slot(
-        self, slot: str, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping]
-    ) -> np.ndarray | None:
-        """Return the array of a slot that starts at one number; None if there is another value.
-
-        Zeros take memory only when they are written.
-        """
-        if any(slot in slots.get(name, {}) for name in self.shapes):
-            return None
-        initial = [self.optimizer.slot_initial(slot, np.asarray(weights[n])) for n in self.shapes]
-        if any(np.ndim(value) or value != initial[0] for value in initial):
-            return None
-        like = self.slots[slot]
-        shape, dtype = stated_shape(like), numpy_dtype(like)
-        return np.full(shape, initial[0], dtype) if initial[0] else np.zeros(shape, dtype)
 
     def split(
         self, arrays: Iterable[np.ndarray], copies: bool = True
@@ -164,8 +152,8 @@ def write_groups(
     optimizer: Optimizer,
     packed: int | None = None,
     blocks: bool = True,
-) -> list[tuple[Group, ir.Value]]:
-    """Group weights; return each group with the gradient of its state.
+) -> tuple[list[Group], list[ir.Value]]:
+    """Return the groups of the weights, and the gradients of their states.
 
     Args:
         op: writes into the graph of the gradients.
@@ -181,12 +169,12 @@ def write_groups(
     """
     optimizer.check_names([str(w.name) for w in gradients])
     pieces: dict[ir.Value, ir.Value] = {}
-    limit = PACKED if packed is None else packed
-    groups = [
-        _write_group(op, members, gradients, own, blocks, pieces)
-        for own, members in _partition_weights(gradients, optimizer, limit)
-    ]
-    return [(group, pieces.get(g, g)) for group, g in groups]
+    groups, of_states = list[Group](), list[ir.Value]()
+    for own, members in _partition_weights(gradients, optimizer, packed):
+        group, g = _write_group(op, members, gradients, own, blocks, pieces)
+        groups.append(group)
+        of_states.append(g)
+    return groups, [pieces.get(g, g) for g in of_states]
 
 
 def numpy_dtype(value: ir.Value) -> np.dtype:
@@ -203,21 +191,22 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
 
 
 def _partition_weights(
-    weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
+    weights: Iterable[ir.Value], optimizer: Optimizer, packed: int | None
 ) -> list[tuple[Optimizer, list[ir.Value]]]:
     """Return groups of weights with one optimizer: small weights by dtype, large ones alone."""
+    limit = PACKED if packed is None else packed
     groups: list[tuple[Optimizer, list[ir.Value]]] = []
-    packed: list[tuple[Optimizer, list[ir.Value]]] = []
+    open_groups: list[tuple[Optimizer, list[ir.Value]]] = []  # which take more small weights
     for w in weights:
         own = optimizer.for_weight(str(w.name), stated_shape(w))
         small = own.elementwise and 0 < prod(stated_shape(w)) <= limit
-        same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
+        same = (g for g in open_groups if small and g[1][0].dtype == w.dtype and g[0] == own)
         if (group := next(same, None)) is not None:
             group[1].append(w)
             continue
         groups.append((own, [w]))
         if small:
-            packed.append(groups[-1])
+            open_groups.append(groups[-1])
     return groups
 
 
@@ -253,7 +242,8 @@ def _write_group(
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
-            _replace_weight(w, op.reshape_like(state, w), pieces)
+            pieces[w] = op.reshape_like(state, w)
+        ir.convenience.replace_all_uses_with(w, pieces[w])
         g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
     else:
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
@@ -261,8 +251,8 @@ def _write_group(
             parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
             for w, part, size in zip(members, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
-                piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace_weight(w, piece, pieces)
+                pieces[w] = part if _only_broadcast(w) else op.reshape_like(part, w)
+                ir.convenience.replace_all_uses_with(w, pieces[w])
         flat = [op.Reshape(gradient(w), [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
     prefix = state.name if len(members) > 1 else w.name
@@ -272,12 +262,6 @@ def _write_group(
         slots[slot] = graph_input(op, f"{prefix}.{slot}", state, ir.Shape(lengths))
     names = {str(w.name): stated_shape(w) for w in members}
     return Group(names, state, slots, optimizer, shape is not None), g
-
-
-def _replace_weight(w: ir.Value, piece: ir.Value, pieces: dict[ir.Value, ir.Value]) -> None:
-    """Replace a weight by a piece of the state of its group, also where it is a gradient."""
-    ir.convenience.replace_all_uses_with(w, piece)
-    pieces[w] = piece
 
 
 def _only_broadcast(w: ir.Value) -> bool:
@@ -317,7 +301,10 @@ def update_in_blocks(
     inner = Emit(body, outer=op)
     sliced = [slot for slot in slots if shapes.dims(slots[slot])]
     outer = [inputs.weight, g, *(slots[slot] for slot in sliced)]
-    body.inputs.extend(_block_of_value(inner, value) for value in outer)
+    body.inputs.extend(
+        ir.Value(name=inner.name("block"), type=v.type, shape=ir.Shape(shapes.known_shape(v)[1:]))
+        for v in outer
+    )
     weight, gradient, *rows = body.inputs
     with inner:
         u, new = optimizer.update(
@@ -340,10 +327,3 @@ def update_in_blocks(
         op.set_type_like(value, inputs.weight)
     whole = dict(zip(sliced, outputs[1:], strict=True))
     return [outputs[0], *(whole.get(slot, new[slot]) for slot in slots)]
-
-
-def _block_of_value(op: Emit, value: ir.Value) -> ir.Value:
-    """Return an input of the body: one block of `value`."""
-    return ir.Value(
-        name=op.name("block"), type=value.type, shape=ir.Shape(shapes.known_shape(value)[1:])
-    )
