@@ -57,6 +57,7 @@ HEAD = """
 import logging, multiprocessing, os, sys, traceback
 import numpy as np
 from onnxgrad import *
+from onnxgrad.compat import *
 from tests.support.trainings import linear_model
 X = np.random.default_rng(0).standard_normal((12, 2)).astype(np.float32)
 Y = X[:, :1] - X[:, 1:]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -188,7 +189,10 @@ class Loop:
                 state.pending = False
                 self._record_epoch(0 if losses is None else (count - 1) * batches - i)
                 self.call.rates.observe(state.history[-1])
-        self.progress = self._progress_after(time.perf_counter() - start)
+        progress = self._progress_after(time.perf_counter() - start)
+        self.progress = replace(progress, epoch=progress.epoch - 1)  # the last epoch that ended
+        if (watcher := self.call.callbacks.watcher) is not None:
+            watcher.on_epoch_end(self.call.trainer, state, self.control)
 
     def _run_epoch(self) -> None:
         """Run one epoch, or the rest of it; end early if a callback says so."""

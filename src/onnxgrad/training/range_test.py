@@ -175,6 +175,7 @@ def lr_range_test(
     if trainer._job.members is not None:
         raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
     tested = copy.copy(trainer)
+    tested._is_watched = False
     tested._change_job(callbacks=Callbacks([watch]), learning_rates=[rates])
     try:
         tested.fit(X, y, sample_weight=sample_weight, epochs=steps, batch_size=batch_size)

@@ -25,7 +25,7 @@ from onnxgrad.parallel.process_groups import DataParallel
 from onnxgrad.reporting import html_table, logger
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.callbacks.progress import Progress, with_usual_progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.evaluator import evaluate, predict
@@ -56,6 +56,7 @@ class TrainerBase:
     """Trains one model, or the members of a stack; `Trainer` explains the arguments."""
 
     state: TrainState
+    _is_watched = True  # by a person, as far as the code that created it knows
 
     @refuse_unknown
     def __init__(
@@ -234,6 +235,8 @@ class TrainerBase:
                 call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
                 with garbage_kept():
                     loop = call.begin(index(epochs), shuffle, resume)
+                if self._is_watched and not further:
+                    call.callbacks = with_usual_progress(call.callbacks)
                 return self._run_loop(call, loop)
         finally:
             del vars(self)[_RUNNING]

@@ -167,6 +167,7 @@ class Callbacks:
             raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
         self.all = self.callbacks = list(callbacks)  # `without_writers` calls fewer
         self.silent = False
+        self.watcher: Callback | None = None
         keys, folders = set[str](), set[str]()
         for i, callback in enumerate(self.callbacks):
             _check_callback(callback)
@@ -197,6 +198,12 @@ class Callbacks:
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
+        return new
+
+    def with_watcher(self, watcher: Callback) -> Callbacks:
+        """Return the callbacks with one more that only shows: epochs run at once as without it."""
+        new = copy.copy(self)
+        new.callbacks, new.watcher = [*self.callbacks, watcher], watcher
         return new
 
     @property

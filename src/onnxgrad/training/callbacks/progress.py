@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxgrad.errors import printable
-from onnxgrad.training.callbacks.base import Callback, TrainingControl
+from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 from onnxgrad.training.progress import shown
 
 if TYPE_CHECKING:
@@ -32,9 +33,14 @@ class Progress(Callback):
     or an error. In a notebook, and where stderr is a file or a pipe, it is a line for every epoch,
     and one every `seconds` within an epoch. `onnxgrad report` draws the curves of the losses.
 
+    In a terminal and in a notebook, `Trainer.fit` has one without being told so, whose lines for
+    epochs are at least a second apart; one among the callbacks takes its place, also one that
+    writes to `rich.console.Console(quiet=True)`.
+
     Args:
         seconds: the least time between two lines within an epoch; no effect on the bar.
         console: a `rich.console.Console` to write to; None is stderr.
+        epoch_seconds: the least time between the lines of two epochs; the last one has a line.
 
     Examples:
         >>> from onnxgrad.training.callbacks.progress import Progress
@@ -45,8 +51,10 @@ class Progress(Callback):
     writes = True
     _open = ("_console", "_bar")
 
-    def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
-        self.seconds, self.console = seconds, console
+    def __init__(
+        self, seconds: float = 10.0, console: Console | None = None, epoch_seconds: float = 0.0
+    ) -> None:
+        self.seconds, self.console, self.epoch_seconds = seconds, console, epoch_seconds
         self._bar: RichProgress | None = None
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -85,10 +93,14 @@ class Progress(Callback):
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Show the results of the epoch."""
-        if self._bar is None:
-            self._print_numbers(_epoch_text(trainer.progress), trainer, state)
-        else:
-            self._update_bar(trainer.progress, state)
+        progress = trainer.progress
+        if self._bar is not None:
+            self._update_bar(progress, state)
+        elif (
+            time.monotonic() - self._shown >= self.epoch_seconds
+            or progress.epoch + 1 >= progress.epochs
+        ):
+            self._print_numbers(_epoch_text(progress), trainer, state)
         self._evaluation = ""
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -143,6 +155,21 @@ class Progress(Callback):
             left = (time.monotonic() - start) * (1 - share) / (share - before)
             text += f", {timedelta(seconds=round(left))} left"
         return text
+
+
+def with_usual_progress(callbacks: Callbacks) -> Callbacks:
+    """Return callbacks with a `Progress`, if a person watches and none of them is one."""
+    if callbacks.silent or any(isinstance(c, Progress) for c in callbacks.callbacks):
+        return callbacks
+    return callbacks.with_watcher(Progress(epoch_seconds=1.0)) if _is_watched() else callbacks
+
+
+def _is_watched() -> bool:
+    """Return whether stderr is a terminal, or the program a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    in_notebook = type(shell).__name__ == "ZMQInteractiveShell"
+    return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _progress_bar(console: Console) -> RichProgress:
