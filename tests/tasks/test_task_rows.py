@@ -122,6 +122,16 @@ def test_a_table_in_memory_is_read_as_its_file():
         np.testing.assert_array_equal(own, other)
 
 
+def test_a_dict_of_columns_is_a_table():
+    a, b = features().T
+    columns = {"a": a, "b": b, "price": 2 * a - b}
+    by = {"target": "price", "loss": "squared_error"}
+    task = og.tasks.Table("linear.onnx", columns, **by)
+    assert task.data[0]["x"].shape == (32, 2)
+    with pytest.raises(TypeError, match="ndarray"):
+        og.tasks.Table("linear.onnx", features(), **by)
+
+
 def test_rows_that_are_held_out():
     by = {"target": "price", "loss": "squared_error"}
     assert og.tasks.Table("linear.onnx", "prices.csv", **by, validation=0).validation is None

@@ -85,8 +85,9 @@ class Table(RowsTask):
     Args:
         model: model, serialized model or path.
         data: the rows to train on: a CSV, TSV, Parquet or `.npz` file, a folder of Parquet files, a
-            table of pandas, polars or pyarrow, or what `og.data.read_table` returns; files beyond
-            1 GB are read while training. None: `model` is one that was trained.
+            table of pandas, polars or pyarrow, a dict of columns, or what `og.data.read_table`
+            returns; files beyond 1 GB are read while training. None: `model` is one that was
+            trained.
         target: the column of the labels, or several; `{output: column}` for losses of several
             outputs. None: that of an earlier training.
         columns: the columns of the input in this order, or `{input: columns}`; None: all.
@@ -111,6 +112,7 @@ class Table(RowsTask):
     Raises:
         ValueError: a file that cannot be read, a column that is not there, a label that is no
             class; or no loss, where data and model leave a choice.
+        TypeError: data that are neither a path nor a table.
 
     Examples:
         >>> import pathlib, tempfile, onnx, onnxgrad as og
@@ -166,8 +168,10 @@ class Table(RowsTask):
         """Return a table in memory, or columns that are read while training."""
         if isinstance(data, FileTable):
             return data
-        if is_table(data):
-            names = column_names(data) or []
+        if isinstance(data, Mapping) or is_table(data):
+            names = list(data) if isinstance(data, Mapping) else column_names(data)
+            if names is None:
+                raise DataError("the columns of the table have no names: name them, or fit arrays")
             columns = {name: data[name] for name in names}
             values = {
                 n: column_array(n, c) if is_arrow(c) else np.asarray(c) for n, c in columns.items()
@@ -175,6 +179,11 @@ class Table(RowsTask):
             return FileTable(values, "the table", Rows())
         if isinstance(data, (str, os.PathLike)) and _is_read_while_training(Path(data)):
             return self._open_arrow(os.fspath(data))
+        if not isinstance(data, (str, os.PathLike)) and not hasattr(data, "read"):
+            raise TypeError(
+                f"data is a {type(data).__name__}, and no path or table: pass arrays to the fit of "
+                "a Trainer"
+            )
         source: str | BinaryIO = os.fspath(data) if isinstance(data, os.PathLike) else data
         return read_table(source, self._ignore, self._drops)
 

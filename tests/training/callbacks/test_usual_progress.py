@@ -17,7 +17,7 @@ SCRIPT = """
 import numpy as np, onnxgrad as og
 from tests.support.trainings import linear_model
 X = np.ones((64, 2), np.float32)
-trainer = og.Trainer(linear_model(np.ones((2, 1), np.float32)), "squared_error", callbacks=[{callbacks}])
+trainer = og.Trainer(linear_model([[1], [1]]), "squared_error", callbacks=[{callbacks}])
 trainer.fit(X, X[:, :1], epochs=3)
 """
 
@@ -59,7 +59,7 @@ X = np.ones((64, 2), np.float32)
 
 
 def trained_on_rows(callbacks=(), epochs=300):
-    trainer = og.Trainer(linear_model(np.ones((2, 1), np.float32)), "squared_error", callbacks=callbacks)
+    trainer = og.Trainer(linear_model([[1], [1]]), "squared_error", callbacks=callbacks)
     return trainer.fit(X, X[:, :1], epochs=epochs)
 
 
@@ -73,7 +73,7 @@ def test_a_notebook_shows_few_lines(in_notebook, capsys):
 
 def test_it_shows_and_changes_nothing(in_notebook, capsys):
     watched = trained_on_rows()
-    quiet = og.Trainer(linear_model(np.ones((2, 1), np.float32)), "squared_error")
+    quiet = og.Trainer(linear_model([[1], [1]]), "squared_error")
     quiet._is_watched = False
     quiet.fit(X, X[:, :1], epochs=300)
     for name, array in quiet.state.weights.items():
@@ -86,9 +86,9 @@ def test_it_shows_and_changes_nothing(in_notebook, capsys):
 def test_others_are_silent(in_notebook, capsys):
     trained_on_rows([og.Progress(seconds=60)], epochs=2)
     assert len(capsys.readouterr().err.splitlines()) == 2  # its own lines, once
-    og.Trainer(linear_model(np.ones((2, 1), np.float32)), "squared_error").partial_fit(X, X[:, :1])
-    og.OnnxRegressor(linear_model(np.ones((2, 1), np.float32)), max_iter=2, tol=None).fit(X, X[:, 0])
-    og.schedules.lr_range_test(og.Trainer(linear_model(np.ones((2, 1), np.float32)), "squared_error"), X, X[:, :1])
+    og.Trainer(linear_model([[1], [1]]), "squared_error").partial_fit(X, X[:, :1])
+    og.OnnxRegressor(linear_model([[1], [1]]), max_iter=2, tol=None).fit(X, X[:, 0])
+    og.schedules.lr_range_test(og.Trainer(linear_model([[1], [1]]), "squared_error"), X, X[:, :1])
     assert "epoch" not in capsys.readouterr().err
 
 
