@@ -39,7 +39,7 @@ def _show_version(requested: bool) -> None:
 
 
 @app.callback()
-def _main(
+def _shell_main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
@@ -175,7 +175,7 @@ def merge(options: MergeOptions) -> None:
     "onnxgrad report runs/a",
 )
 def report(options: ReportOptions) -> None:
-    """Write what a training recorded as one page of HTML, which needs no network.
+    """Write the record of a training as one page of HTML, which needs no network.
 
     It shows curves, norms of gradients and updates, histograms of the weights, wrong predictions,
     the time of each operator, the model and the machine; and says what was not recorded.

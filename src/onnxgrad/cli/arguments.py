@@ -46,12 +46,12 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
         "recompute": options.recompute,
         "precision": options.precision,
         "device": options.device,
-        "parallel": _parallel(options),
+        "parallel": _parallel_argument(options),
         "seed": options.seed,
     }
 
 
-def _parallel(options: RunOptions) -> DataParallel | None:
+def _parallel_argument(options: RunOptions) -> DataParallel | None:
     """Return how several processes train together; None: by default, if there are several."""
     chosen = {name: getattr(options, name) for name in ("sync_batch_norm", "shard_optimizer")}
     given = next((name for name, value in chosen.items() if value), None)
@@ -119,7 +119,7 @@ def optimizer(options: OptimizerOptions) -> Optimizer:
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
-    """Return the learning rate by step, that of `--schedule` behind that of `--warmup`."""
+    """Return the learning rate by step: `--warmup`, and then `--schedule`."""
     name, rate, warmup = options.schedule, options.learning_rate, options.warmup
     if name not in SCHEDULES:
         raise unknown("schedule", name, SCHEDULES)
@@ -157,7 +157,7 @@ def _call_preset(
 
 
 def read_value(option: str, text: str) -> tuple[str, Any]:
-    """Return the name and the value of `NAME=VALUE`; what is no JSON is a text."""
+    """Return the name and the value of `NAME=VALUE`, a text unless it is JSON."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"--{option} {text!r} is not NAME=VALUE")

@@ -57,7 +57,7 @@ def register(app: typer.Typer, runs: str, *examples: str) -> Callable[[Callable[
 
     def add(function: Callable[[Any], None]) -> Any:
         command = takes_options(function, runs)
-        guarded = _guard(command, function.__name__)
+        guarded = _with_short_errors(command, function.__name__)
         # typer keeps the line breaks of a docstring, whatever the width of the terminal
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -75,7 +75,7 @@ def reason_of(error: Exception) -> str:
 
 
 def plain_reason(error: Exception) -> str:
-    """Return what is missing or too deep; "" for errors that say so themselves."""
+    """Return the reason of an error of memory or depth; "" for errors whose message has it."""
     if isinstance(error, RecursionError):
         return "a file, or a value of an option, is nested too deep to be read"
     if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY):
@@ -86,7 +86,7 @@ def plain_reason(error: Exception) -> str:
     return ""
 
 
-def _guard(command: Callable[..., None], name: str) -> Callable[..., None]:
+def _with_short_errors(command: Callable[..., None], name: str) -> Callable[..., None]:
     """Return a command whose errors are one line on stderr."""
     face = Shell(frozenset(inspect.signature(command).parameters))
 

@@ -1,4 +1,4 @@
-"""Names that the shell completes; what they come from is imported when it asks."""
+"""Names that the shell completes; their tables are imported when it asks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 
 
-def _completion(*tables: str) -> Callable[[str], list[str]]:
+def _table_completion(*tables: str) -> Callable[[str], list[str]]:
     """Return what completes the keys of tables, each of them `module:NAME`."""
 
     def complete(incomplete: str) -> list[str]:
@@ -16,9 +16,9 @@ def _completion(*tables: str) -> Callable[[str], list[str]]:
     return complete
 
 
-losses = _completion("onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.objectives:ALIASES")
-metrics = _completion("onnxgrad.metrics.select:METRICS")
-optimizers = _completion(
+losses = _table_completion("onnxgrad.losses.formulas:LOSSES", "onnxgrad.losses.objectives:ALIASES")
+metrics = _table_completion("onnxgrad.metrics.select:METRICS")
+optimizers = _table_completion(
     "onnxgrad.optimizers.presets:OPTIMIZERS", "onnxgrad.optimizers.presets:WHOLE_TENSORS"
 )
-schedules = _completion("onnxgrad.cli.schedule_names:SCHEDULES")
+schedules = _table_completion("onnxgrad.cli.schedule_names:SCHEDULES")

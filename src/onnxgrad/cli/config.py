@@ -32,23 +32,23 @@ def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
     except OSError as e:
         raise OSError(f"cannot read --config {path}: {e.strerror or e}") from None
     fields = {name: f for name, f in fields.items() if name not in _UNREAD}
-    return dict(_options(path, text, document, fields))
+    return dict(_section_options(path, text, document, fields))
 
 
-def _options(
+def _section_options(
     path: str, text: str, document: dict[str, Any], fields: Mapping[str, Described]
 ) -> Iterator[tuple[str, Any]]:
     sections = {f.section for f in fields.values()}
     for key, value in document.items():
         if not isinstance(value, dict) or key not in sections:
-            yield _option(f"{path}, line {_line(text, key)}", "", key, value, fields)
+            yield _checked_option(f"{path}, line {_line_number(text, key)}", "", key, value, fields)
             continue
         for inner, one in value.items():
-            where = f"{path}, line {_line(text, inner, key)}, in [{key}]"
-            yield _option(where, key, inner, one, fields)
+            where = f"{path}, line {_line_number(text, inner, key)}, in [{key}]"
+            yield _checked_option(where, key, inner, one, fields)
 
 
-def _option(
+def _checked_option(
     where: str, section: str, key: str, value: Any, fields: Mapping[str, Described]
 ) -> tuple[str, Any]:
     """Return the name of an option and its value, checked."""
@@ -93,7 +93,7 @@ def _check_texts(what: str, value: Any) -> list[str]:
     return list(map(str, values))
 
 
-def _line(text: str, key: str, section: str = "") -> int | str:
+def _line_number(text: str, key: str, section: str = "") -> int | str:
     """Return the number of the line of a key, "?" if it is written in an unusual way."""
     inside = ""
     for number, line in enumerate(text.splitlines(), 1):

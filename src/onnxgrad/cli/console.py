@@ -60,20 +60,20 @@ def results(json: bool = False, output: str = "") -> Console:
 
 def print_json(values: dict[str, Any]) -> None:
     """Print one JSON object on stdout; NaN and infinity, which JSON lacks, are null."""
-    text = json.dumps(_plain(values), indent=2, allow_nan=False)
+    text = json.dumps(_json_value(values), indent=2, allow_nan=False)
     with ignoring_closed_output():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a value in the types that JSON has; arrays and numbers of numpy as Python's."""
     if isinstance(value, dict):
-        return {str(name): _plain(v) for name, v in value.items()}
+        return {str(name): _json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(v) for v in value]
+        return [_json_value(v) for v in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, (str, int, float, type(None))) else str(value)

@@ -1,4 +1,4 @@
-"""The options that say what the columns of data are, of `train`, `eval` and `predict`."""
+"""The options of `train`, `eval` and `predict` on data and their columns."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Probe(Callback):
         self.batch_size = self.batch_size or trainer.progress.rows  # of the first step
         last = len(self.steps) >= _STEPS
         if last and not self.slots:
-            self.slots = _nbytes(state.slots)
+            self.slots = _count_bytes(state.slots)
         control.evaluate = self.validates and len(self.steps) >= _STEPS - 1
         control.stop = last and not control.evaluate
         self._began = time.perf_counter()
@@ -55,11 +55,11 @@ class Probe(Callback):
         self._began = time.perf_counter()
 
 
-def _nbytes(values: Any) -> int:
+def _count_bytes(values: Any) -> int:
     if isinstance(values, Mapping):
-        return sum(map(_nbytes, values.values()))
+        return sum(map(_count_bytes, values.values()))
     if isinstance(values, (list, tuple)):
-        return sum(map(_nbytes, values))
+        return sum(map(_count_bytes, values))
     return int(getattr(values, "nbytes", 0))
 
 
@@ -70,14 +70,14 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     job.trainer._is_watched = False
     probe.validates = job.task.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
-    measured = _measurements(job, options, probe)
+    measured = _measured_values(job, options, probe)
     if options.json:
         print_json(measured)
     else:
-        _show(measured, results(output=options.output))
+        _print_measured(measured, results(output=options.output))
 
 
-def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
+def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
     state, rows = job.trainer.state, job.rows
     size = probe.batch_size
@@ -87,7 +87,11 @@ def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, An
     seconds = None if batches is None else options.epochs * (batches * step + evaluation)
     weights = state.weights
     memory = peak_memory()
-    parts = {"weights": _nbytes(weights), "slots": probe.slots, "data": _nbytes(data_of(job))}
+    parts = {
+        "weights": _count_bytes(weights),
+        "slots": probe.slots,
+        "data": _count_bytes(data_of(job)),
+    }
     return {
         "trained": {name: list(array.shape) for name, array in weights.items()},
         "parameters": sum(int(np.size(array)) for array in weights.values()),
@@ -107,11 +111,11 @@ def _measurements(job: Job, options: TrainOptions, probe: Probe) -> dict[str, An
 
 
 def data_of(job: Job) -> list[Any]:
-    """Return the arrays of the data, as far as they are in memory."""
+    """Return the data to train and to validate on, whose arrays in memory are counted."""
     return [job.task.data, job.task.validation]
 
 
-def _show(measured: dict[str, Any], console: Console) -> None:
+def _print_measured(measured: dict[str, Any], console: Console) -> None:
     trained, validation = measured["trained"], measured["validation_rows"] or "no"
     steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
     per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"

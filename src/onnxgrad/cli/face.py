@@ -26,7 +26,7 @@ OPTIONS = {  # the option of an argument, where it has another name
     "y": "target",
     "size": "image_size",
 }
-NAMES = {  # what is no argument
+NAMES = {  # functions and other names that are no arguments
     "add_head": _FEATURES,
     "replace_head": "`onnxgrad train --head N`",
     "onnxgrad.replace_head": "`onnxgrad train --head N`",
@@ -57,11 +57,11 @@ class Shell(Face):
 
     def named(self, python: str) -> str:
         """Return the option of an argument, or what else the shell has instead of a name."""
-        return NAMES.get(python) or self._option(python) or python
+        return NAMES.get(python) or self._option_flag(python) or python
 
     def given(self, argument: str, *value: Any) -> str:
         """Return an option with its value, if there is one."""
-        option = self._option(argument)
+        option = self._option_flag(argument)
         if option is None or not value:
             return option or super().given(argument, *value)
         given = value[0]
@@ -76,7 +76,7 @@ class Shell(Face):
         several = given if isinstance(given, (list, tuple)) else [given]
         return " ".join(f"{option} {shlex.quote(str(v))}" for v in several)
 
-    def _option(self, argument: str) -> str | None:
+    def _option_flag(self, argument: str) -> str | None:
         if argument.startswith(_LOSSES) and "loss_option" in self.options:
             return f"--loss-option {argument.removeprefix(_LOSSES)}="
         name = OPTIONS.get(argument, argument)

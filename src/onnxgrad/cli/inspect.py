@@ -1,4 +1,4 @@
-"""`onnxgrad trainable`, `check` and `show`: what is known of a model, and of the machine."""
+"""`onnxgrad trainable`, `check` and `show`: facts of a model, and of the machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainable(options: TrainableOptions) -> None:
 def check(options: CheckOptions) -> None:
     """Compare the gradient with central differences; exit with `FAILED` if it differs.
 
-    Without a model, print versions and what the machine has.
+    Without a model, print versions and facts of the machine.
     """
     if not options.model:
         _print_machine(options.json)
@@ -95,16 +95,16 @@ def _print_machine(json: bool) -> None:
 
 
 def show(options: ShowOptions) -> None:
-    """Print the model as text or as a table of its layers, or what it contains as JSON."""
+    """Print the model as text or as a table of its layers, or its contents as JSON."""
     from onnxgrad import onnx_derivative, summary
     from onnxgrad.plot.text import onnx_simple_text_plot
 
     proto = read_model(options.model)
     gradient = onnx_derivative(proto) if options.grad else None
     if options.json:
-        known = _summary(proto, options.summary)
+        known = _model_summary(proto, options.summary)
         if gradient is not None:
-            known["gradient"] = _summary(gradient, options.summary)
+            known["gradient"] = _model_summary(gradient, options.summary)
         print_json(known)
         return
     show_one = summary if options.summary else onnx_simple_text_plot
@@ -114,8 +114,8 @@ def show(options: ShowOptions) -> None:
         typer.echo(show_one(gradient))
 
 
-def _summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
-    """Return the documented keys of `show --json`, with `layers` those of its table."""
+def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
+    """Return the documented keys of `show --json`, with `layers` also the table of layers."""
     from onnxgrad import summary
 
     table = {}
@@ -130,8 +130,8 @@ def _summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
         "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
         "ir_version": proto.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
-        "inputs": list(map(_value, proto.graph.input)),
-        "outputs": list(map(_value, proto.graph.output)),
+        "inputs": list(map(_described_value, proto.graph.input)),
+        "outputs": list(map(_described_value, proto.graph.output)),
         "nodes": len(proto.graph.node),
         "operators": Counter(node.op_type for node in proto.graph.node),
         "functions": [function.name for function in proto.functions],
@@ -139,7 +139,7 @@ def _summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
     }
 
 
-def _value(value: Any) -> dict[str, Any]:
+def _described_value(value: Any) -> dict[str, Any]:
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return {"name": value.name, "type": kind}

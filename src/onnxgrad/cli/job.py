@@ -119,7 +119,7 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
 
 
 def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
-    """Raise `ValueError` if the history will not have what is monitored."""
+    """Raise `ValueError` if the history will not have the monitored number."""
     if options.early_stopping is None and options.monitor is None:
         return
     names, monitor = ["loss", "learning_rate"], options.monitor or "validation_loss"

@@ -1,4 +1,4 @@
-"""`onnxgrad losses`: what the package knows of each loss."""
+"""`onnxgrad losses`: the mathematics and the options of each loss."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def losses(options: LossesOptions) -> None:
         say("\n".join(f"    {line}" if line else "" for line in text.splitlines()))
         for name, value in one["options"].items():
             decided = "  (the model and the labels decide)" if name in one["open"] else ""
-            say(f"    --loss-option {name}={_text(value)}{decided}")
+            say(f"    --loss-option {name}={_option_text(value)}{decided}")
         if options.name:
             say(f"    labels: {one['labels']}")
 
 
-def _text(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return a value as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _by_names() -> list[dict[str, Any]]:
-    """Return the losses, those that are the same under several names once."""
+    """Return the losses, each once, with all its names."""
     from onnxgrad.losses.formulas import LOSSES
     from onnxgrad.losses.objectives import ALIASES
     from onnxgrad.losses.spec import LEFT_OPEN
@@ -52,7 +52,7 @@ def _by_names() -> list[dict[str, Any]]:
         kind = replace(spec, name="")
         same = next((one for other, one in found if other == kind), None)
         if same is None:
-            same = _known(spec)
+            same = _described_loss(spec)
             same["open"] = [n for n in LEFT_OPEN if n in same["options"]]
             same["options"] |= dict.fromkeys(same["open"])
             found.append((kind, same))
@@ -60,7 +60,7 @@ def _by_names() -> list[dict[str, Any]]:
     return [one for _, one in found]
 
 
-def _known(spec: Any) -> dict[str, Any]:
+def _described_loss(spec: Any) -> dict[str, Any]:
     """Return the documented keys of `losses --json`, without names yet."""
     text = inspect.cleandoc(spec.formula.__doc__ or "")
     dtype = spec.label_kind.dtype

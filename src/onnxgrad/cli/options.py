@@ -27,14 +27,14 @@ def option(
         help: one sentence or two.
         default: of the field; an empty list for options that can be repeated.
         names: such as "--output", "-o"; None: derived from the name of the field.
-        panel: the title of its panel in the help; None: that of its class.
+        panel: the title of its panel in the help; None: the title of its class.
         needs: fields, of which it has no effect without one.
         data: the kinds of DATA on which it has an effect, of KINDS; none: all.
         usual: whether `--help` shows it where a command has many options.
         more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
     """
     known = {"help": help, "names": names, "panel": panel, "needs": needs, "data": data}
-    return _field(default, positional=False, **known, usual=usual, more=more)
+    return _dataclass_field(default, positional=False, **known, usual=usual, more=more)
 
 
 def output_option(help: str, default: str | None = None, **more: Any) -> Any:
@@ -44,10 +44,12 @@ def output_option(help: str, default: str | None = None, **more: Any) -> Any:
 
 def argument(help: str, *, required: bool = True, **more: Any) -> Any:
     """Return a field that is a positional argument, a text; "" where one is left out."""
-    return _field("", positional=True, required=required, help=help, names=(), panel="", more=more)
+    return _dataclass_field(
+        "", positional=True, required=required, help=help, names=(), panel="", more=more
+    )
 
 
-def _field(default: Any, **metadata: Any) -> Any:
+def _dataclass_field(default: Any, **metadata: Any) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

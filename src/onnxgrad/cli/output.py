@@ -18,7 +18,7 @@ from onnxgrad.model.write import save
 
 @dataclass(frozen=True)
 class Output:
-    """What `--output` names: a file, or a folder like that of the model."""
+    """The result that `--output` names: a file, or a folder like the folder of the model."""
 
     like: ModelFolder | None
     adapter: str | None = None

@@ -31,13 +31,13 @@ _LISTED = 3  # tensors that do not train, named without --verbose
 
 
 def epochs(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the entries of the history that end an epoch; that of a first one that broke off."""
+    """Return the entries of the history that end an epoch, or of a first epoch that broke off."""
     entries = [entry for entry in trainer.history if "loss" in entry]
     so_far = trainer.progress.loss
     return entries if entries or not math.isfinite(so_far) else [{"epoch": 1, "loss": so_far}]
 
 
-def _untrained(rows: Sequence[Tensor], options: TrainOptions) -> str:
+def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
     """Return which tensors do not train: a few, or with `--verbose` all, with the reasons."""
     if options.verbose or len(rows) <= _LISTED:
         return names_and_reasons(rows, len(rows))
@@ -129,8 +129,8 @@ class Report:
     def show(self, console: Console) -> None:
         """Print a table of losses and metrics, the speed, and what was written."""
         with ignoring_closed_output():
-            if shown := self._epochs():
-                console.print(_table(shown))
+            if shown := self._shown_epochs():
+                console.print(_epoch_table(shown))
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
             say(f"{end_reason(self.job.trainer)}; the model has {self.kept}", console)
@@ -143,11 +143,11 @@ class Report:
         options = self.options
         rows = [] if options.train or options.lora else trainable(self.job.task.model)
         if untrained := [t for t in rows if not t.trains]:
-            say(f"not trained by default: {_untrained(untrained, options)}", console)
+            say(f"not trained by default: {_untrained_text(untrained, options)}", console)
         for remark in self.job.task.remarks:
             say(remark, console)
 
-    def _epochs(self) -> dict[str, dict[str, Any]]:
+    def _shown_epochs(self) -> dict[str, dict[str, Any]]:
         """Return the entries of the first, the best, the last and the kept epoch."""
         trainer, found = self.job.trainer, {}
         if entries := [entry for entry in trainer.history if "loss" in entry]:
@@ -163,7 +163,7 @@ class Report:
         return found
 
 
-def _table(entries: Mapping[str, dict[str, Any]]) -> Table:
+def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
     """Return a table with a column for each epoch, which may have several titles."""
     titles: dict[int, list[str]] = {}
     columns: dict[int, dict[str, Any]] = {}
@@ -175,12 +175,12 @@ def _table(entries: Mapping[str, dict[str, Any]]) -> Table:
     for name in dict.fromkeys(name for n in numbers for name in columns[n]):
         if name == "loss" or name.startswith(_VALIDATION):
             title = "training loss" if name == "loss" else name.replace("_", " ")
-            cells = [_shown(name, columns[n].get(name)) for n in numbers]
+            cells = [_number_text(name, columns[n].get(name)) for n in numbers]
             table.add_row(Text(printable(title)), *map(Text, cells))
     return table
 
 
-def _shown(name: str, value: Any) -> str:
+def _number_text(name: str, value: Any) -> str:
     """Return a number of the history as text."""
     if not isinstance(value, Real):
         return "" if value is None else str(value)

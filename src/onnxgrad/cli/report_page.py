@@ -35,7 +35,7 @@ def report(options: ReportOptions) -> None:
 
 def recorder(options: TrainOptions) -> Recorder:
     """Return the callback that records a training of the command line."""
-    from onnxgrad.report.recorder import Recorder  # what it needs is slow to import
+    from onnxgrad.report.recorder import Recorder  # whose imports are slow
 
     assert options.record is not None
     command = shlex.join(["onnxgrad", *sys.argv[1:]])
@@ -51,7 +51,7 @@ def recorder(options: TrainOptions) -> Recorder:
 
 
 def describe(job: Job) -> None:
-    """Tell the recorder of a training what the data say of classes and rows."""
+    """Tell the recorder of a training the classes and the numbers of the rows of the data."""
     for callback in job.trainer._job.callbacks.callbacks:
         if callback.key == "Recorder":
             folders = getattr(job.task.data, "classes", None)

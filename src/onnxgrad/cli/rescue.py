@@ -30,7 +30,7 @@ class Keeper:
 
     def write(self, output: Path, overwrite: bool) -> Path | None:
         """Write the model; return its path, None if it could not be written anywhere."""
-        if self._write(output, overwrite):
+        if self._write_model(output, overwrite):
             return output
         backup = self._write_backup(output)
         if backup:
@@ -48,7 +48,7 @@ class Keeper:
         stopped = request is not None and request.code != 128 + signal.SIGINT
         return not stopped and sys.stdin is not None and sys.stdin.isatty()
 
-    def _write(self, path: Path, overwrite: bool) -> bool:
+    def _write_model(self, path: Path, overwrite: bool) -> bool:
         """Write the model, or print why not; return whether it is written."""
         try:
             self.output.save(self.model, path, overwrite)
@@ -90,5 +90,5 @@ class Keeper:
             except (OSError, ValueError) as e:
                 self.complain(str(e))
                 continue
-            if path is None or self._write(path, False):
+            if path is None or self._write_model(path, False):
                 return path

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they stop a command without losing what it computed."""
+"""Ctrl-C, SIGTERM and SIGHUP: they stop a command without losing its results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class StopRequests:
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._handle)
+                    self._before[number] = signal.signal(number, self._note_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.request = self.request or Stopped(number)
         if not self._held:
             self._held = True

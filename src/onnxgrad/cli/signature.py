@@ -38,7 +38,7 @@ def takes_options(function: Callable[[Any], None], runs: str) -> Callable[..., N
         resolve_name(runs)(options)
 
     parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
-    parameters += [_parameter(each) for each in described.values()]
+    parameters += [_typer_parameter(each) for each in described.values()]
     vars(command).update(__signature__=inspect.Signature(parameters), __annotations__={})
     vars(command)["usual"] = {name for name, each in described.items() if each.usual}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -57,7 +57,7 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _METAVARS = {int: "N", float: "X", str: "TEXT", list: "TEXT"}
 
 
-def _parameter(each: Described) -> inspect.Parameter:
+def _typer_parameter(each: Described) -> inspect.Parameter:
     """Return the parameter of a field, as `typer` reads it."""
     if each.positional:
         info = typer.Argument(help=each.help, show_default=False, **each.more)

@@ -1,4 +1,4 @@
-"""What DATA are: a table, images or texts; and which options have an effect on them."""
+"""The kind of DATA: a table, images or texts; and which options have an effect on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_PROMPTS = "`onnxgrad generate` goes on with prompts"
 
 
 def data_kind(path: str, options: InputOptions) -> str:
-    """Return what the data at `path` are: tables, images or texts.
+    """Return the kind of the data at `path`: tables, images or texts.
 
     Raises:
         ValueError: a folder with neither images nor tables; or texts where none are read.

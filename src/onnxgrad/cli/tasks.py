@@ -49,7 +49,7 @@ _VALUES = ("normalize", "pixels", "images")  # arguments that say how values of 
 
 
 def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
-    """Return the task of a command: named, noted in the model, or that of the kind of its data.
+    """Return the task of a command: named, noted in the model, or by the kind of its data.
 
     Args:
         options: of `train`, `eval` or `predict`.
@@ -82,7 +82,7 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
         data = standard_input("CSV file") if options.data == STDIN else options.data
         return _checked_task(task_class(model, data, validation=validation, **chosen))
     chosen = _task_arguments(options, name, task_class)
-    # of embeddings, only data say what the loss is; other tasks would adapt the model to them
+    # of embeddings, only data decide the loss; other tasks would adapt the model to them
     reads_data = training or (name == "embeddings" and hasattr(options, "loss"))
     data = options.data if reads_data else None
     task = _checked_task(task_class(_model_of(options, proto), data, **chosen))
@@ -194,7 +194,7 @@ def _given_on(options: Any, task: str, parameters: Collection[str]) -> dict[str,
     normalize = normalization_from_one(options.normalize, options.scale)
     chosen: dict[str, Any] = {"image_size": size, of_values: normalize}
     known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
-    if of_values == "images":  # those of a reader
+    if of_values == "images":  # arguments of a reader
         both = {"size": size, "transforms": None if normalize is None else [normalize]}
         chosen = {"images": {name: value for name, value in both.items() if value is not None}}
         known["image_size"] = "images"

@@ -67,10 +67,10 @@ def train(options: TrainOptions) -> None:
     proto = read_model(options.model, options.data)
     if first and options.output != STDOUT:
         output.check_data(options.output, options.overwrite, options.model, proto)
-        for file in _files(options, output)[1:] if options.overwrite else ():
+        for file in _result_files(options, output)[1:] if options.overwrite else ():
             check_not_data(str(file), options.model)
     watch = Watch(stop)
-    job = prepare_job(options, proto, [watch, *_callbacks(options)])
+    job = prepare_job(options, proto, [watch, *_chosen_callbacks(options)])
     describe(job)
     asked = check_prompts(job, options.prompt)
     for text in job.task.notes if first else ():
@@ -78,7 +78,7 @@ def train(options: TrainOptions) -> None:
     if first and not named and options.output != output.default:
         note(f"{output.default} or its curves exist: the result goes to {options.output}")
     began = time.perf_counter()
-    outcome = _fit(job, options, watch)
+    outcome = _fit_job(job, options, watch)
     seconds = time.perf_counter() - began
     if not first:
         if outcome.reason:
@@ -87,7 +87,7 @@ def train(options: TrainOptions) -> None:
             raise typer.Exit(outcome.code)
         return
     trained = job.trained_model()
-    files = _write(job.trainer, trained, options, output)
+    files = _write_results(job.trainer, trained, options, output)
     beside = job.task.write_beside(files[0].parent) if files else ""
     files += card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
@@ -98,8 +98,10 @@ def train(options: TrainOptions) -> None:
         report.show(results(output=options.output))
     if beside:
         note(beside)
-    expected = _files(options, output)[: None if epochs(job.trainer) else 1] + card_of(options)
-    _exit(outcome, str(report.kept), files, expected)
+    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1] + card_of(
+        options
+    )
+    _exit_with_reason(outcome, str(report.kept), files, expected)
 
 
 # -- before training --------------------------------------------------------------------------
@@ -110,7 +112,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
     _check_different(options, output)
-    for file in _files(options, output)[1:]:
+    for file in _result_files(options, output)[1:]:
         check_writable(file, options.overwrite, inputs)
     if options.history is not None:
         History(options.history)  # raises for an unknown ending
@@ -132,7 +134,7 @@ def _check_different(options: TrainOptions, output: Output) -> None:
     named = ("output", "history", "record", "checkpoint")
     written = [(f"--{name}", getattr(options, name)) for name in named]
     written += [("--card", str(file)) for file in card_of(options)]
-    written += [("the loss curves", str(file)) for file in _files(options, output)[1:]]
+    written += [("the loss curves", str(file)) for file in _result_files(options, output)[1:]]
     known: dict[str, str] = {}
     for name, path in written:
         if path in (None, STDOUT):
@@ -141,7 +143,7 @@ def _check_different(options: TrainOptions, output: Output) -> None:
             raise ValueError(f"{other} {path} is the name of {name}, too: use another")
 
 
-def _files(options: TrainOptions, output: Output) -> list[Path]:
+def _result_files(options: TrainOptions, output: Output) -> list[Path]:
     """Return the files of the model and its curves."""
     if options.output == STDOUT:
         return []
@@ -149,7 +151,7 @@ def _files(options: TrainOptions, output: Output) -> list[Path]:
     return [model, output.curves(model)] if options.curves else [model]
 
 
-def _callbacks(options: TrainOptions) -> list[Callback]:
+def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
     callbacks: list[Callback] = [Progress(console=None), NanWatch()]
     monitor = options.monitor or "validation_loss"
     if options.early_stopping is not None:
@@ -174,7 +176,7 @@ def _callbacks(options: TrainOptions) -> list[Callback]:
 # -- training ---------------------------------------------------------------------------------
 
 
-def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
+def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
     """Train; an error or a signal after the first steps does not lose them."""
     try:
         job.fit(options, options.epochs, options.checkpoint if options.resume else None)
@@ -196,7 +198,7 @@ def _fit(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
 # -- after training ---------------------------------------------------------------------------
 
 
-def _write(
+def _write_results(
     trainer: Trainer, trained: ModelProto, options: TrainOptions, result: Output
 ) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
@@ -227,7 +229,7 @@ def _write(
     return [model_path, curves]
 
 
-def _exit(outcome: Outcome, kept: str, files: list[Path], expected: list[Path]) -> None:
+def _exit_with_reason(outcome: Outcome, kept: str, files: list[Path], expected: list[Path]) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
     reason, code = outcome.reason, outcome.code
     if not reason and stop.request:  # the signal came after the last slice of batches

@@ -31,7 +31,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_
 def grad(options: GradOptions) -> None:
     """Write the model that computes the gradient, or the family of directional derivatives."""
     if options.family is not None:
-        _family(options, options.family)
+        _write_family(options, options.family)
         return
 
     def gradient(proto: ModelProto) -> ModelProto:
@@ -47,10 +47,10 @@ def grad(options: GradOptions) -> None:
             proto = select_model_inputs_outputs(proto, chosen)
         return onnx_derivative(proto, options.weights or None, options.inputs or None, flags)
 
-    _write(options, options.model, gradient)
+    _write_changed_model(options, options.model, gradient)
 
 
-def _family(options: GradOptions, path: str) -> None:
+def _write_family(options: GradOptions, path: str) -> None:
     if options.output is not None or options.fill_grad or options.keep_outputs:
         raise ValueError("--family takes no --output, --fill-grad or --keep-outputs")
     if path == STDOUT:
@@ -66,13 +66,13 @@ def _family(options: GradOptions, path: str) -> None:
     family = derivative_family(
         proto, path, options.weights, options.inputs or None, options.outputs or None, options.dtype
     )
-    signatures = {file: _signature(m) for file, m in zip(files, family.values(), strict=True)}
+    signatures = {file: _model_signature(m) for file, m in zip(files, family.values(), strict=True)}
     if options.json:
         print_json({"files": files, "models": signatures})
         return
     table = Table("file", "nodes", "inputs", "outputs")
     for file, signature in signatures.items():
-        lists = (_text(signature[kind]) for kind in ("inputs", "outputs"))
+        lists = (_names_text(signature[kind]) for kind in ("inputs", "outputs"))
         table.add_row(Text(printable(file)), str(signature["nodes"]), *lists)
     results(output=path).print(table)
 
@@ -96,7 +96,7 @@ def merge(options: MergeOptions) -> None:
         return merge_lora(proto, requantize=options.requantize)
 
     like = load_folder(options.model) if language else None
-    _write(options, options.model, merge_adapters, like=like)
+    _write_changed_model(options, options.model, merge_adapters, like=like)
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:
@@ -111,17 +111,17 @@ def _merge_folder(options: MergeOptions, folder: str) -> None:
     def merge_files(proto: ModelProto) -> ModelProto:
         return merge_artifacts(folder, options.checkpoint, options.prefix)
 
-    _write(options, model, merge_files, inputs)
+    _write_changed_model(options, model, merge_files, inputs)
 
 
-def _write(
+def _write_changed_model(
     options: GradOptions | MergeOptions,
     model: str,
     change: Callable[[ModelProto], ModelProto],
     inputs: Sequence[Path] = (),
     like: ModelFolder | None = None,
 ) -> None:
-    """Write what a model is changed to, if that replaces none of the inputs, and report."""
+    """Write the changed model, unless it would replace an input, and report."""
     output = options.output
     if output is None:
         raise ValueError(
@@ -136,13 +136,13 @@ def _write(
         write_model(changed, output)
     else:
         place.save(changed, Path(output), options.overwrite)
-    _report(options, proto, changed, output)
+    _print_report(options, proto, changed, output)
 
 
-def _report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
+def _print_report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
     """Print what was written."""
     counts = Counter(node.op_type for node in after.graph.node)
-    names = _signature(after)
+    names = _model_signature(after)
     if options.json:
         sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
@@ -152,12 +152,12 @@ def _report(options: Any, before: ModelProto, after: ModelProto, output: str) ->
         "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
         "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
     }
-    print_rows(rows | {kind: _text(each) for kind, each in names.items()}, console)
+    print_rows(rows | {kind: _names_text(each) for kind, each in names.items()}, console)
     if output != STDOUT:
         say(f"wrote {output}", console)
 
 
-def _signature(proto: ModelProto) -> dict[str, Any]:
+def _model_signature(proto: ModelProto) -> dict[str, Any]:
     return {
         "nodes": len(proto.graph.node),
         "inputs": [x.name for x in proto.graph.input],
@@ -165,5 +165,5 @@ def _signature(proto: ModelProto) -> dict[str, Any]:
     }
 
 
-def _text(names: list[str]) -> Text:
+def _names_text(names: list[str]) -> Text:
     return Text(printable(first_names(names)))

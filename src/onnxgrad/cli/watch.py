@@ -11,7 +11,7 @@ from onnxgrad.training.callbacks.base import Callback, TrainingControl
 class Watch(Callback):
     """Raises `Stopped` after a signal, where nothing is lost, and counts rows.
 
-    `rows` are those that this training has been through, counted once an epoch.
+    `rows` is the number of rows that this training went through, counted once an epoch.
     """
 
     def __init__(self, stop: StopRequests) -> None:
@@ -20,7 +20,7 @@ class Watch(Callback):
         self._first = 0, 0  # epochs and rows that a resumed training has behind it
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Take notice of what a resumed training has behind it."""
+        """Remember where a resumed training starts."""
         self._first = trainer.progress.epoch, trainer.progress.rows
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:

@@ -25,19 +25,19 @@ from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_op
 
 
 class Task:
-    """A job on a model: how its files are read, what is minimized, measured and predicted.
+    """A job on a model: its files, its loss, its metrics and its predictions.
 
     A subclass is created with `(model, data=None, **options)`: `data` are the rows to train on, in
-    the files that are usual for the task. They say what the classes are; where these are not those
-    of the model, it gets a new last layer. Without data, `model` is one that was trained: it has
-    the options `remembered` in its metadata, so that they need not be passed again.
+    the files that are usual for the task. They name the classes; where the model has others, it
+    gets a new last layer. Without data, `model` is one that was trained: it has the options
+    `remembered` in its metadata, so that they need not be passed again.
 
     Attributes:
         model: the model to train.
         data: the rows of `data`, as `Trainer.fit` takes them; None without.
         validation: the rows that `data` holds out, None if it names none.
         loss: what a `Trainer` minimizes.
-        metrics: what it measures: a list, or one by output.
+        metrics: metrics of a `Trainer`: a list, or one by output.
         arguments: further arguments of a `Trainer` that the task needs, such as `carry`.
         classes: names of the classes, in the order of their numbers; empty where there are none.
         remembered: names of the options that predictions and evaluations need, too.
@@ -85,7 +85,7 @@ class Task:
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` are those of `Trainer`, and win.
+        """Return a trainer of the model; `arguments`, named as for `Trainer`, win.
 
         Raises:
             ValueError: the model was trained with a loss that its file cannot hold, and no loss is
@@ -135,14 +135,14 @@ class Task:
         if validation is None and not round(count * share):
             self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
             return
-        kept, drawn = _draw_rows(count, share, seed, self._strata())
+        kept, drawn = _draw_rows(count, share, seed, self._class_strata())
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
             raise ValueError(f"{given} of {count} rows leaves a part empty: use 0")
         self.held_out = drawn
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
-    def _strata(self) -> np.ndarray | None:
+    def _class_strata(self) -> np.ndarray | None:
         """Return the numbers of the classes of the rows, of each of which a share is held out."""
         return None
 
@@ -161,7 +161,7 @@ class Task:
         return trainer.evaluate(rows, batch_size=batch_size)
 
     def finished(self, model: ModelProto) -> ModelProto:
-        """Return a trained model without what only its training needs, as it is deployed."""
+        """Return the trained model as users deploy it, without parts for its training only."""
         return model
 
     def read(self, path: Any) -> Any:
@@ -189,7 +189,7 @@ class Task:
         """Write results into a folder as people look at them, and return the files.
 
         Args:
-            inputs: as those of `predict`.
+            inputs: as of `predict`.
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
         """
@@ -286,7 +286,7 @@ CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, 
 
 
 def model_of(model: Any) -> ModelProto:
-    """Return a model, one in a file or serialized, or that of a trainer."""
+    """Return a model: given, in a file, serialized, or of a trainer."""
     if isinstance(model, og.Trainer):
         return model.model
     if isinstance(model, bytes):
@@ -300,7 +300,7 @@ def notes_of(model: ModelProto) -> dict[str, str]:
 
 
 def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto:
-    """Return a model with other metadata of these keys, without those that are None."""
+    """Return a model with other metadata of these keys; a value of None removes its key."""
     old = notes_of(model)
     if (new := {k: v for k, v in {**old, **notes}.items() if v is not None}) == old:
         return model
@@ -315,15 +315,17 @@ def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto
 def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     """Return the lengths of each input by name, None where unknown."""
     weights = {tensor.name for tensor in model.graph.initializer}
-    return {n: shape for n, shape in _shapes(model.graph.input).items() if n not in weights}
+    return {
+        n: shape for n, shape in _declared_shapes(model.graph.input).items() if n not in weights
+    }
 
 
 def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
     """Return the lengths of each output by name, None where unknown."""
-    return _shapes(model.graph.output)
+    return _declared_shapes(model.graph.output)
 
 
-def _shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
+def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
     dims = {v.name: v.type.tensor_type.shape.dim for v in values}
     return {name: tuple(d.dim_value or None for d in each) for name, each in dims.items()}
 

@@ -35,7 +35,7 @@ class ClassLabels:
     def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
         """Return the classes of one of the outputs; None if none has as many, or has its labels.
 
-        Nor has a model that was trained by a loss of other scores, as those of labels that do not
+        Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
         """
         classes: Labels = read_note(proto, CLASSES)
@@ -43,7 +43,9 @@ class ClassLabels:
             return None
         model = to_ir(proto)
         infer(model)
-        fitting = [y for y in model.graph.outputs if y.name in outputs and _fits(y, len(classes))]
+        fitting = [
+            y for y in model.graph.outputs if y.name in outputs and _scores_classes(y, len(classes))
+        ]
         if len(fitting) != 1 or not _has_shares(noted_loss_name(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
@@ -76,7 +78,7 @@ def _is_single(output: Any) -> bool:
     return rank(output) == 1 or (rank(output) == 2 and output.shape[-1] == 1)
 
 
-def _fits(output: Any, classes: int) -> bool:
+def _scores_classes(output: Any, classes: int) -> bool:
     """Return whether an output has a score for each of so many classes, or one for two of them."""
     if _is_single(output):
         return classes == 2

@@ -41,7 +41,7 @@ def checked_scale(scale: float) -> float:
 
 
 def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
-    """Return the normalization of values from 0 to `scale`; None for values as they are.
+    """Return the normalization of values from 0 to `scale`; None for unchanged values.
 
     Args:
         normalize: "imagenet", "none", "MEAN/STD" with a number each or one for each channel, what

@@ -48,7 +48,7 @@ from onnxgrad.training.objective import Objective
 
 __all__ = ["Images"]
 
-_SEEN = 10_000  # files of a folder that say what it holds
+_SEEN = 10_000  # files of a folder that tell its kind
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class Images(RowsTask):
             None: `model` is one that was trained.
         image_size: height and width, or a number for both; None: as the input declares, or as in an
             earlier training.
-        scale: the value of white, 1 or 255; None: that of an earlier training, or 1.
+        scale: the value of white, 1 or 255; None: as in an earlier training, or 1.
         normalize: "imagenet", "none", "MEAN/STD" of values from 0 to `scale`, or what
-            `og.data.normalize` returns; None: that of an earlier training, or none.
+            `og.data.normalize` returns; None: as in an earlier training, or none.
         augment: transforms of `og.data.image_folder` for training, such as `og.data.random_flip()`.
-        classes: the names of the classes in the order of the model's output; None: those in the
-            model, or those of the folders.
-        loss: as of `Trainer`. None: that of an earlier training, or the output `loss_output` of the
+        classes: the names of the classes in the order of the model's output; None: the names
+            in the model, or of the folders.
+        loss: as of `Trainer`. None: as in an earlier training, or the output `loss_output` of the
             model; or `cross_entropy`, of a single score `binary_cross_entropy`. Folders of other
-            classes than those of the model give it a new last layer.
+            classes than the model has give it a new last layer.
         loss_options, loss_weights: as of `Trainer`.
         loss_output: the output of the model that is its loss.
         metrics: as of `Trainer`; None: accuracy.
@@ -181,7 +181,7 @@ class Images(RowsTask):
         return parts.get(part, folder)
 
     def _image_values(self, path: str, model: Any) -> ImageValues:
-        """Return how images become numbers; what is not stated is as in an earlier training.
+        """Return how images become numbers; unstated arguments are as in an earlier training.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
@@ -202,10 +202,10 @@ class Images(RowsTask):
     def _open_rows(self, data: Any) -> Path:
         return Path(data)
 
-    def _reader(
+    def _image_reader(
         self, path: Path, name: str, shape: Any, dtype: np.dtype, labels: bool = True
     ) -> ImageFolder:
-        """Return what reads images for an input, as it is declared.
+        """Return the reader of images for an input of this shape.
 
         It warns if the file says that its model was trained on values of another range.
         """
@@ -258,7 +258,7 @@ class Images(RowsTask):
             feature = only_features(str(source), objective)[0]
             assert feature.dtype is not None
             dtype = feature.dtype.numpy()
-            reader = self._reader(source, str(feature.name), dims(feature), dtype)
+            reader = self._image_reader(source, str(feature.name), dims(feature), dtype)
             assert reader.labels is not None
             [info] = objective.labels.values()
             if isinstance(info.classes, int):
@@ -298,14 +298,14 @@ class Images(RowsTask):
         if len(fields) != 1:
             raise DataError(f"images are for one input, and the model has {len(fields)}")
         field = fields[0]
-        reader = self._reader(source, field.name, field.shape, field.dtype, labels=False)
+        reader = self._image_reader(source, field.name, field.shape, field.dtype, labels=False)
         start = 0
         for images in reader.batches(size, None, 0):
             files = [str(f) for f in reader.files[start : start + len(images)]]
             start += len(images)
             yield {field.name: images}, len(images), {"file": np.array(files)}
 
-    def _strata(self) -> np.ndarray | None:
+    def _class_strata(self) -> np.ndarray | None:
         """Return the numbers of the classes of the images, of each of which a share is held out."""
         return getattr(self.data, "labels", None)
 

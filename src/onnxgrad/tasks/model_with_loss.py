@@ -78,7 +78,7 @@ def noted_loss_name(proto: ModelProto) -> str | None:
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
     """Return the model that is trained: without further outputs that might be the loss.
 
-    `output` names the loss that the model computes where `loss`, as that of a `Trainer`, is None.
+    `output` names the loss that the model computes where `loss` is None.
     """
     names = [o.name for o in proto.graph.output]
     if isinstance(loss, str) and not loss.endswith(".onnx"):

@@ -160,7 +160,7 @@ class RowsTask(Task):
         return next(iter(counts), max(2, len(self.classes)))
 
     def trainer(self, **arguments: Any) -> Trainer:
-        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
         pruned = self.model if self._scored is None else self._scored.job.proto
         own = {"loss": self.loss, "metrics": self.metrics or (), **self.arguments}
         if arguments.get("loss") is not None:  # whose options are others
@@ -203,7 +203,7 @@ class RowsTask(Task):
         return ["accuracy"] if len(infos) == len(classes) == 1 else []
 
     def _check_classes(self, objective: Objective) -> None:
-        """Raise `ValueError` if the named classes are more or fewer than those of the model."""
+        """Raise `ValueError` if more or fewer classes are named than the model has."""
         if self.named_classes is None:
             return
         every = objective.labels.values()
@@ -223,7 +223,7 @@ class RowsTask(Task):
             )
 
     def _known_classes(self) -> Labels | None:
-        """Return the labels of the classes by number, given or those of the model."""
+        """Return the labels of the classes by number: given, or stored in the model."""
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:

@@ -31,7 +31,7 @@ class Targets:
         outputs: Sequence[str] = (),
         weight: str | None = None,
     ) -> Targets:
-        """Return the columns of the labels, by default those of an earlier training.
+        """Return the columns of the labels, by default as in an earlier training.
 
         Args:
             target: a column, several, or one or several by output; None: none is named.
@@ -122,7 +122,7 @@ def choose_columns(
 
     Raises:
         ValueError: a column that is not there or is named twice, several inputs without their
-            names, or others than those of an earlier training.
+            names, or others than in an earlier training.
     """
     if not columns:
         return names, trained

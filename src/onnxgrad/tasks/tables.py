@@ -50,7 +50,7 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 @dataclass(frozen=True)
 class ArrowColumns:
-    """Parquet or Arrow files; `types` are those of the columns."""
+    """Parquet or Arrow files; `types` are the types of the columns."""
 
     name: str
     types: dict[str, str]
@@ -89,16 +89,16 @@ class Table(RowsTask):
             returns; files beyond 1 GB are read while training. None: `model` is one that was
             trained.
         target: the column of the labels, or several; `{output: column}` for losses of several
-            outputs. None: that of an earlier training.
+            outputs. None: as in an earlier training.
         columns: the columns of the input in this order, or `{input: columns}`; None: all.
         sample_weight: the column of the weights of rows.
         ignore: columns to leave out.
         drop_missing: whether rows with an empty cell, NaN or infinity are left out.
         classes: the names of the classes that labels are, in the order of the model's output; None:
             the names in the model.
-        loss: as of `Trainer`. None: that of an earlier training, or the output `loss_output` of the
+        loss: as of `Trainer`. None: as in an earlier training, or the output `loss_output` of the
             model; or `cross_entropy`, where labels are names of classes. Names of other classes
-            than those of the model give it a new last layer.
+            than the model has give it a new last layer.
         loss_options, loss_weights: as of `Trainer`.
         loss_output: the output of the model that is its loss.
         metrics: as of `Trainer`; None: accuracy, where the labels are classes.
@@ -269,7 +269,7 @@ class Table(RowsTask):
         rows = len(next(iter(arrays.values())))
         names = _stored_names(columns, lists, targets, weight)
         notes = [*[table.note] * bool(table.note), *in_other_order(table.columns, columns, trained)]
-        remarks = _remarks(table.columns, columns, trained, *targets.names, weight)
+        remarks = _column_remarks(table.columns, columns, trained, *targets.names, weight)
         return MappedRows(Dataset(arrays, label, weights), rows, names, notes, remarks)
 
     def _map_arrow(self, source: ArrowColumns, objective: Objective) -> MappedRows:
@@ -293,7 +293,7 @@ class Table(RowsTask):
         names = _stored_names(columns, source.lists, targets, weight)
         names.classes = classes or []
         notes = in_other_order(source.types, columns, trained)
-        remarks = _remarks(source.types, columns, trained, *targets.names, weight)
+        remarks = _column_remarks(source.types, columns, trained, *targets.names, weight)
         return MappedRows(Dataset(reader), reader.rows, names, notes, remarks)
 
     # -- rows to predict -------------------------------------------------------------------------
@@ -369,8 +369,8 @@ def _with_class_numbers(
 ) -> FileTable:
     """Return the table with numbers of classes in the columns of labels that are classes.
 
-    Several columns of one class index a row are shares of classes, and those of several scores
-    have a class each: these are numbers already.
+    Several columns of one class index a row are shares of classes, and columns of several
+    scores have a class each: these are numbers already.
     """
     known: dict[str, tuple[bool, int | None]] = {}
     if classes is not None:
@@ -405,7 +405,7 @@ def _check_counts(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _labels_and_weights(targets: Targets, weight: str | None, trained: Names) -> set[str | None]:
-    """Return the columns that no input takes: labels and weights, also those of the training."""
+    """Return the columns that no input takes: labels and weights, also of the training."""
     used = {name for group in trained.columns.values() for name in group}
     return {*targets.names, weight} | ({*trained.target, *trained.weight} - used)
 
@@ -418,7 +418,7 @@ def _stored_names(
     return Names(named, targets.names, [weight] if weight else [])
 
 
-def _remarks(
+def _column_remarks(
     names: Collection[str],
     columns: Mapping[str, list[str]],
     trained: Names,

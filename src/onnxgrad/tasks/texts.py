@@ -27,7 +27,7 @@ __all__ = ["Texts"]
 class Texts(RowsTask):
     """Texts, from which a language model learns to predict each token from the ones before.
 
-    `data` are those of `og.language.texts`: records in JSON lines, Parquet or plain text.
+    `data` are records in JSON lines, Parquet or plain text, as `og.language.texts` reads them.
     `predict` goes on with prompts. A fifth of the texts is held out for `validation`, unless it is
     said otherwise.
 
@@ -35,7 +35,7 @@ class Texts(RowsTask):
         model: the folder of a language model, or its file in such a folder; or a model, with
             `tokenizer`.
         data: the texts to train on; None: to go on with prompts.
-        tokenizer: as of `og.language.texts`; None: that of the folder.
+        tokenizer: as of `og.language.texts`; None: the tokenizer of the folder.
         max_length, completion_only, packing: as of `og.language.texts`.
         loss: as of `Trainer`. None: `causal_lm`, or the output `loss_output` of the model.
         loss_options, loss_weights: as of `Trainer`.
