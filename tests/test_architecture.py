@@ -129,15 +129,15 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "artifacts": (650, 9),
     "autodiff": (5350, 39),
     "callbacks": (50, 1),
-    "cli": (2900, 34),
+    "cli": (2950, 34),
     "compat": (1850, 11),
-    "data": (3550, 28),
+    "data": (3650, 28),
     "explain": (1400, 15),
     "finetune": (2300, 19),
     "graph": (1350, 9),
     "language": (2150, 18),
     "losses": (3600, 33),
-    "metrics": (1050, 14),
+    "metrics": (1100, 14),
     "model": (2450, 20),
     "modules": (500, 9),  # with `lazy_names`, by which all submodules offer their names
     "native": (1450, 12),
@@ -150,9 +150,9 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "runtime": (850, 8),
     "schedules": (500, 6),
     "sklearn": (950, 9),
-    "tasks": (3800, 27),
+    "tasks": (3950, 27),
     "torch": (550, 5),
-    "training": (10950, 63),
+    "training": (11000, 63),
 }
 
 

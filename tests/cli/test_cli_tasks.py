@@ -262,6 +262,48 @@ def test_a_loss_that_no_file_can_hold_is_asked_for(to, tmp_path):
     assert named != pytest.approx(expected, rel=0.01)
 
 
+def test_defaults_are_those_of_python(tmp_path):
+    """Options that are not set leave the rate, the clipping and the batches to the task."""
+    data, _, _ = segmentation_job(tmp_path)
+    line = ("train", "model.onnx", data, "--task", "segmentation", "--epochs", 2, "--no-curves")
+    told = as_json(*line, "--task-option", "augment=flip,colors", "--normalize", "imagenet")
+    task = og.tasks.segmentation.Segmentation(
+        "model.onnx", data, augment=["flip", "colors"], normalize="imagenet"
+    )
+    task.divide_rows()
+    trainer = task.trainer(seed=0).fit(task.data, validation=task.validation, epochs=2)
+    assert [entry["loss"] for entry in told["history"]] == [e["loss"] for e in trainer.history]
+    for name, weight in trainer.state.weights.items():
+        np.testing.assert_array_equal(weights_of_file("trained.onnx")[name], weight)
+    steps = as_json(*line, "--batch-size", 2, "--overwrite")["steps"]
+    assert (told["steps"], steps) == (2, 6)
+
+
+def test_a_training_in_vain_says_what_to_try(tmp_path):
+    data, _, _ = segmentation_job(tmp_path)
+    line = ("train", "model.onnx", data, "--task", "segmentation", "--no-curves")
+    said = succeed(*line, "--lr", 1000, "--epochs", 3)
+    assert "the loss did not fall" in said.stdout + said.stderr
+    assert "--learning-rate 100.0" in said.stdout + said.stderr
+    remarks = as_json(*line, "--lr", 1000, "--epochs", 3, "--overwrite")["remarks"]
+    assert any("did not fall" in remark for remark in remarks)
+
+
+def test_detections_by_class(tmp_path):
+    pytest.importorskip("pycocotools")
+    data, _, _ = detection_job(tmp_path)
+    line = ("train", "model.onnx", data, "--task", "detection", "--task-option", "pixels=none")
+    as_json(*line, "--epochs", 1, "--no-curves", "--lr", 0.01, "--train", "b", "--record", "run")
+    succeed("report", "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "true and found boxes" in page
+    assert "no box" in page
+    found = as_json("eval", "trained.onnx", data)["metrics"]
+    assert [*found["map50_per_class"]] == ["dog", "cat"]
+    assert np.shape(found["confusion_matrix"]) == (3, 3)
+    assert "dog " in succeed("eval", "trained.onnx", data).stdout
+
+
 def test_the_rows_held_out(tmp_path):
     data, _, _ = segmentation_job(tmp_path)
     options = ["--task", "segmentation", "--epochs", 1, "--no-curves", "--overwrite"]
@@ -332,7 +374,7 @@ def test_options_of_predictions(tmp_path):
     (tmp_path / "boxes").mkdir()
     data, inputs, _ = detection_job(tmp_path / "boxes")
     line = ("train", tmp_path / "boxes" / "model.onnx", data, "--task", "detection")
-    succeed(*line, "--epochs", 1, "--no-curves", "-o", "boxes.onnx")
+    succeed(*line, "--epochs", 1, "--lr", 1e-6, "--no-curves", "-o", "boxes.onnx")
     predict = ("predict", "boxes.onnx", inputs, "--overwrite", "--task-option")
     assert "12 pictures, 0 boxes" in succeed(*predict, "score=1").stderr
     assert "12 pictures, 0 boxes" not in succeed(*predict, "score=0").stderr

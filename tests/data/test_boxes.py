@@ -123,6 +123,37 @@ def test_missing_files_are_named(tmp_path):
         Detection(small_yolox(), tmp_path, head="yolox")
 
 
+def test_colors_change_and_boxes_stay(tmp_path):
+    folder = write_coco(tmp_path / "c", [BOX])
+    plain, changed = (
+        og.data.annotated_images(folder, 32, t) for t in ((), [og.data.random_colors()])
+    )
+    (X, y), (other, same) = (reader.take([0], 3) for reader in (plain, changed))
+    np.testing.assert_array_equal(y, same)
+    assert np.abs(X - other).max() > 0.01
+    np.testing.assert_array_equal(other, changed.take([0], 3)[0])
+    np.testing.assert_array_equal(X, changed.take([0], None)[0])
+    assert changed.describe() != plain.describe()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_random_colors(mode):
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), (200, 100, 50)).convert(mode)
+    change, rng = og.data.random_colors(hue=0, saturation=0, value=0.5), np.random.default_rng(0)
+    changed = [np.asarray(change(image, rng)) for _ in range(20)]
+    assert {each.shape for each in changed} == {np.asarray(image).shape}
+    levels = [each[0, 0].max() if mode == "L" else each[0, 0, 0] for each in changed]
+    assert max(levels) > np.asarray(image)[0, 0].flat[0] > min(levels)
+    if mode == "RGB":
+        for each in changed:  # hue and saturation stay, up to rounding
+            np.testing.assert_allclose(each[0, 0] / each[0, 0, 0], [1, 0.5, 0.25], atol=0.03)
+    if mode == "RGBA":
+        assert {int(each[0, 0, 3]) for each in changed} == {255}
+    assert change(image, None) is image
+    with pytest.raises(ValueError, match="hue=2"):
+        og.data.random_colors(hue=2)
+
+
 def test_flips_follow_the_seed_and_the_row(tmp_path):
     folder = write_coco(tmp_path / "c", [BOX, BOX | {"id": 2, "image_id": 3}])
     task = Detection(small_yolox(), folder, head="yolox", augment=[og.data.random_flip()])

@@ -74,6 +74,16 @@ def test_black_and_white_masks(tmp_path):
         Segmentation(pixel_model(3), grown, ignore=None)
 
 
+def test_colors_leave_masks_alone(tmp_path):
+    root = write_masks(tmp_path)
+    plain, changed = (
+        Segmentation(pixel_model(3), root, augment=names) for names in ("none", "colors")
+    )
+    (X, y), (other, same) = (first_batch(task.data, seed=3) for task in (plain, changed))
+    np.testing.assert_array_equal(y, same)
+    assert (other != X).any()
+
+
 def test_augmentation_moves_masks_as_pictures(tmp_path):
     """A pixel keeps its class, whatever a flip and a crop do; the seed decides, and the row."""
     root = write_masks(tmp_path, size=(24, 28))

@@ -72,3 +72,28 @@ def test_map_is_that_of_its_definition(seeds):
                 values += [average_precision(found, true, t) for t in ious]
             expected = np.mean([v for v in values if v is not None])
             assert np.isclose(metric.compute(), expected, atol=1e-6), seed
+            own = og.metrics.MeanAveragePrecision(decoder.lists, iou, per_class=CLASSES)
+            own.begin(og.metrics.PredictionInfo())
+            own.update(prediction, label)
+            by_class = [values[i : i + len(ious)] for i in range(0, len(values), len(ious))]
+            means = [np.nan if None in each else np.mean(each) for each in by_class]
+            np.testing.assert_allclose(own.compute(), means, atol=1e-6)
+
+
+def test_confusions_of_boxes():
+    true = np.array([[0, 0, 0, 10, 10], [1, 20, 20, 30, 30], [1, 50, 50, 60, 60.0]])
+    found = np.array(
+        [
+            [0, 0.9, 1, 0, 10, 10],  # right
+            [1, 0.8, 0, 0, 10, 9],  # the same box again
+            [0, 0.7, 20, 20, 30, 31],  # of another class
+            [1, 0.2, 50, 50, 60, 60],  # a low score: missed
+        ]
+    )
+    metric = og.metrics.BoxConfusion(lambda p, y: (p, y), classes=2)
+    metric.begin(og.metrics.PredictionInfo())
+    for batch in ((found, true), (np.zeros((0, 6)), np.zeros((0, 5)))):
+        metric.update([batch[0]], [batch[1]])
+    assert metric.compute().tolist() == [[1, 0, 0], [1, 0, 1], [0, 1, 0]]
+    with pytest.raises(ValueError, match="confusion_matrix"):
+        metric.update([found], [true], weight=np.ones(1))

@@ -64,6 +64,25 @@ def pixel_values(image):
     return np.float32(image) / 255 / 0.5 - 1
 
 
+@pytest.mark.parametrize("states", [True, False])
+def test_time_first_from_a_reader(states):
+    """Batches of several widths, of a model whose first axis is time; -1 is any length."""
+    rows, classes = random_lines(2, widths=(20, 13, 40, 9, 26)), ["", *ABC]
+    model = recognizer("time first")
+    model.graph.input[0].type.tensor_type.shape.dim[3].dim_value = -1
+    if not states:
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+    task = TextRecognition(model, rows, dictionary=ABC)
+    trainer = task.trainer(learning_rate=0.01)
+    measured = [trainer.evaluate(task.data, batch_size=size) for size in (2, 3, 5)]
+    loss, _ = torch_loss(model, rows, classes, 0)
+    for each in measured:
+        assert each["loss"] == pytest.approx(loss, rel=1e-5)
+        assert each["cer"] == pytest.approx(measured[0]["cer"])
+    trainer.fit(task.data, validation=task.data, epochs=4, batch_size=2)
+    assert trainer.history[-1]["loss"] < loss
+
+
 # -- the loss --------------------------------------------------------------------------------------
 
 
@@ -151,6 +170,20 @@ def test_time_first_with_a_batch_of_one():
     assert measured["cer"] == pytest.approx(metric.compute())
     trainer.fit(task.data, epochs=2)
     assert trainer.history[1]["loss"] < trainer.history[0]["loss"]
+
+
+def test_normalization_by_name_is_remembered():
+    rows = random_lines(3)
+    by_name, by_numbers = (
+        TextRecognition(recognizer(), rows, dictionary=ABC, **given)
+        for given in ({"normalize": "0.4/0.25"}, {"mean": 0.4, "std": 0.25})
+    )
+    again = TextRecognition(by_name.model)
+    expected = next(by_numbers.data.batches(4, None, 0))[0]
+    for task in (by_name, again):
+        np.testing.assert_array_equal(next(task.read(rows).batches(4, None, 0))[0], expected)
+    with pytest.raises(ValueError, match=naming("normalize", "imagenet")):
+        TextRecognition(recognizer(), rows, dictionary=ABC, normalize="imagnet")
 
 
 def test_colors_are_in_the_order_of_opencv():

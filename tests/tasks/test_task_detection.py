@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -280,6 +281,143 @@ def test_training_finds_the_boxes(trained_yolox):
     assert after["loss"] < 0.5 * before["loss"]
     assert after["map50"] > before["map50"] + 0.2
     assert after["map50"] >= after["map"]
+
+
+def test_the_defaults_of_the_task_train(square_pictures):
+    """Of a batch of 8, a rate that rises at first, and clipped gradients; given ones win."""
+    pytest.importorskip("pycocotools")
+    task = Detection(small_yolox(), square_pictures, head="yolox", pixels="0.5/0.33")
+    trainer = task.trainer(seed=0)
+    before = trainer.evaluate(task.data)
+    trainer.fit(task.data, epochs=20)
+    after = trainer.evaluate(task.data)
+    assert trainer.state.step == 20 * 48 // 8
+    assert after["loss"] < 0.7 * before["loss"]
+    assert after["map50"] > before["map50"] + 0.1
+    assert trainer._job.clip_norm == 10
+    assert [trainer._job.learning_rates[0](step) for step in (0, 1, 50)] == [0, 1e-3, 1e-3]
+    assert task.advise(trainer.history) == ""
+    other = task.trainer(optimizer="sgd", clip_norm=None)
+    assert other._job.clip_norm is None
+    assert other._job.learning_rates[0](0) == 0.01
+    assert og.Trainer(small_yolox(), task.loss).fit(task.data).state.step == 2
+
+
+def test_advice_after_a_training_in_vain(square_pictures):
+    pytest.importorskip("pycocotools")
+    task = Detection(small_yolox(), square_pictures, head="yolox")
+    rows = [{"loss": 2.0, "learning_rate": 0.01}, {"loss": 3.0, "learning_rate": 0.01}]
+    assert re.search(r"2 in epoch 1 to 3 .*learning_rate=0\.001.*pixels", task.advise(rows))
+    found = [{"loss": 2.0}, {"loss": 1.0, "validation_map50": 0.001}]
+    assert "hardly a box" in task.advise(found)
+    assert task.advise([{"loss": 2.0}, {"loss": 1.0, "validation_map50": 0.5}]) == ""
+
+
+def test_precision_and_confusions_by_class(trained_yolox, square_pictures):
+    task, trainer, _ = trained_yolox
+    again = Detection(trainer.model, pixels=task.pixels)
+    found, counts = again.evaluate(square_pictures), np.zeros(2)
+    for boxes in task.data.boxes:
+        counts += np.bincount(boxes[:, 0].astype(int), minlength=2)
+    assert [*found["map50_per_class"]] == ["red", "blue"]
+    means = [*found["map50_per_class"].values()]
+    assert np.mean(means) == pytest.approx(found["map50"])
+    matrix = found["confusion_matrix"]
+    assert matrix[:2].sum(1).tolist() == counts.tolist()
+    predicted = again.predict(trainer.model, square_pictures)
+    shown = [name for each in predicted for name in each.classes]
+    assert matrix[:, :2].sum(0).tolist() == [shown.count("red"), shown.count("blue")]
+    again.metrics = [og.metrics.MeanAveragePrecision(again.decoder.lists, 0.75)]
+    assert [*again.evaluate(square_pictures)] == ["loss", "map75"]
+
+
+@pytest.mark.parametrize("kind", ["yolox", "detr"])
+def test_the_best_map_is_kept(kind, square_pictures):
+    pytest.importorskip("pycocotools")
+    pytest.importorskip("scipy")
+    model, name = (
+        (small_yolox(), "map50") if kind == "yolox" else (small_detr(), "detections_map50")
+    )
+    task = Detection(model, square_pictures, head=kind, pixels="none")
+    task.divide_rows(0.25)
+    stopping = og.EarlyStopping(f"validation_{name}", patience=9)
+    rate = og.schedules.step_decay(0.01, every=20, factor=30)  # in the end, it gets worse
+    trainer = task.trainer(optimizer="adam", learning_rate=rate, callbacks=[stopping], seed=0)
+    trainer.fit(task.data, validation=task.validation, epochs=6)
+    values = [entry[f"validation_{name}"] for entry in trainer.history]
+    assert trainer.evaluate(task.validation)[name] == pytest.approx(max(values))
+
+
+def test_options_by_name_are_remembered(square_pictures, tmp_path):
+    pytest.importorskip("pycocotools")
+    by_name = Detection(
+        small_yolox(), square_pictures, head="yolox", pixels="imagenet", augment=["flip", "hsv"]
+    )
+    assert by_name.data.transforms == (og.data.random_flip(), og.data.random_colors())
+    assert (
+        Detection(small_yolox(), square_pictures, head="yolox", augment="none").data.transforms
+        == ()
+    )
+    by_name.trainer().save(tmp_path / "m.onnx")
+    again = Detection(tmp_path / "m.onnx")
+    rgb = np.random.default_rng(0).uniform(size=(4, 4, 3)).astype(np.float32)
+    imagenet = og.data.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    np.testing.assert_array_equal(again.pixels(rgb), imagenet(rgb, None))
+    bgr = Detection(small_yolox(), head="yolox").pixels(rgb)
+    np.testing.assert_array_equal(bgr, rgb[..., ::-1] * np.float32(255))
+    assert Detection(small_yolox(), head="yolox", pixels="none").pixels is None
+    with pytest.raises(ValueError, match=naming("pixels", "bgr255")):
+        Detection(small_yolox(), head="yolox", pixels="bgr256")
+    with pytest.raises(ValueError, match=naming("flips", "flip")):
+        Detection(small_yolox(), square_pictures, head="yolox", augment="flips")
+
+
+def test_numbers_of_coco_come_back(square_pictures, tmp_path):
+    """Categories 7 and 17, and ids of images that are not the names of their files."""
+    pytest.importorskip("pycocotools")
+    whole = json.loads((square_pictures / "instances.json").read_text())
+    for part in ("images", "apart"):
+        (tmp_path / part).mkdir()
+    for image in whole["images"]:
+        content = (square_pictures / image["file_name"]).read_bytes()
+        (tmp_path / "images" / image["file_name"]).write_bytes(content)
+        (tmp_path / "apart" / image["file_name"]).write_bytes(content)
+        image["id"] += 1000
+    for note in whole["annotations"]:
+        note |= {"image_id": note["image_id"] + 1000, "category_id": 10 * note["category_id"] - 3}
+    for category in whole["categories"]:
+        category["id"] = 10 * category["id"] - 3
+    (tmp_path / "instances.json").write_text(json.dumps(whole))
+    (tmp_path / "later.json").write_text("[]")  # is passed over
+    task = Detection(small_yolox(), tmp_path, head="yolox", pixels="none")
+    task.trainer(learning_rate=0.01).fit(task.data).save(tmp_path / "m.onnx")
+
+    def written(task, inputs, name):
+        found = task.predict(tmp_path / "m.onnx", inputs, score=0)
+        *_, file = task.write(inputs, found, tmp_path / name)
+        rows = json.loads(file.read_text())
+        assert {row["category_id"] for row in rows} <= {7, 17}
+        return {row["image_id"] for row in rows}
+
+    expected = {1000 + i for i in range(48)}
+    again = Detection(tmp_path / "m.onnx")
+    for name, inputs in (
+        ("a", tmp_path),
+        ("b", tmp_path / "images"),
+        ("c", tmp_path / "instances.json"),
+    ):
+        assert written(again, inputs, name) == expected
+    assert written(again, tmp_path / "apart" / "3.png", "d") == {3}  # nothing tells its number
+
+
+def test_the_size_that_ultralytics_notes():
+    model = small_yolox()
+    for dim in model.graph.input[0].type.tensor_type.shape.dim[2:]:
+        dim.ClearField("dim_value")
+    with pytest.raises(ValueError, match="image_size=None"):
+        Detection(model, head="yolox")
+    model.metadata_props.add(key="imgsz", value="[32, 32]")
+    assert Detection(model, head="yolox").head.size == (32, 32)
 
 
 def decoded_by_hand(prediction, least, overlap):

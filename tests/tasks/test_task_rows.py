@@ -229,6 +229,49 @@ def test_trained_images_need_the_folder_only(tmp_path, trained_by):
     assert [row["label"] for row in printed] == [row["label"] for row in rows]
 
 
+NORMALIZED = """g (float[N,3,8,8] x) => (float[N,2] z) {
+    h = BatchNormalization(x, one, zero, zero, one)
+    p = GlobalAveragePool(h) f = Flatten(p) z = MatMul(f, W) }"""
+DEEP = f"""g (float[N,3,8,8] x) => (float[N,2] z) {{ p = GlobalAveragePool(x) h0 = Flatten(p)
+    {" ".join(f"h{i + 1} = MatMul(h{i}, V)" for i in range(9))} z = MatMul(h9, W) }}"""
+
+
+@pytest.mark.parametrize("text", [NORMALIZED, DEEP])
+def test_old_weights_train_slowly(tmp_path, text):
+    """So that they still fit frozen statistics; new or chosen weights train as usual."""
+    rate = 1e-4
+    W, one, zero = np.random.default_rng(0).normal(size=(3, 2)), np.ones(3), np.zeros(3)
+    given = {"one": one, "zero": zero} if text is NORMALIZED else {"V": np.eye(3)}
+    save_model("norm.onnx", text, W=W, **given)
+    write_colors(tmp_path / "photos", ["a", "b"], 10)
+    task = og.tasks.Images("norm.onnx", "photos", augment="flip,colors")
+    assert len(task.data.transforms) == 2
+
+    told = task.advise([{"loss": 2, "learning_rate": rate, "validation_accuracy": 0.5}])
+    assert "validation_accuracy is 0.5, as by chance" in told
+
+    def rate_of(**arguments):
+        return task.trainer(**arguments)._job.learning_rates[0](0)
+
+    assert rate_of() == rate
+    assert task.trainer().fit(task.data).state.step == 2  # of 16 rows, in batches of 8
+    assert rate_of(learning_rate=0.5) == 0.5
+    usual = {"train": "W"}, {"optimizer": "adam"}, {"batch_norm": "train"}
+    assert [rate_of(**each) for each in usual[: 2 + (text is NORMALIZED)]][:2] == [1e-3, 1e-3]
+    lines = ("train", "norm.onnx", "photos", "--epochs", 1, "--no-curves", "--overwrite")
+    for options, expected in (
+        ([], rate),
+        (["--lr", 0.01], 0.01),
+        (["--train", "W"], 1e-3),
+        (["--optimizer", "sgd"], 0.01),
+        (["--schedule", "linear"], rate),
+        (["--schedule", "linear", "--train", "W"], 1e-3),
+        (["--task-option", "augment=flip"], rate),
+    ):
+        told = as_json(*lines, *options)
+        assert told["history"][0]["learning_rate"] == pytest.approx(expected, rel=0.7), options
+
+
 def test_a_share_of_each_class_is_held_out(tmp_path):
     save_image_model(3)
     for name, count in (("blue", 30), ("green", 10), ("red", 5)):

@@ -338,6 +338,24 @@ def multiples_of_four() -> onnx.ModelProto:
     return parse_model(text, opset=20)
 
 
+def test_normalization_by_name_is_remembered(tmp_path):
+    root = write_masks(tmp_path / "data")
+    task = Segmentation(pixel_model(3), root, normalize="imagenet", augment="flip,colors")
+    imagenet = og.data.normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    same = Segmentation(pixel_model(3), root, normalize=imagenet)
+    np.testing.assert_array_equal(first_batch(task.data)[0], first_batch(same.data)[0])
+    trainer = task.trainer(seed=0).fit(task.data, epochs=2)
+    assert trainer.state.step == 2
+    assert trainer._job.clip_norm == 10
+    trainer.save(tmp_path / "m.onnx")
+    masks, others = (
+        t.predict(tmp_path / "m.onnx", root / "images")
+        for t in (task, Segmentation(tmp_path / "m.onnx"))
+    )
+    for mask, other in zip(masks, others, strict=True):
+        np.testing.assert_array_equal(mask, other)
+
+
 def test_checkpoints_hold_metrics_of_each_class(tmp_path):
     """What resumes is what was not interrupted; a class that does not occur stays NaN."""
     root = write_masks(tmp_path / "d", count=8)

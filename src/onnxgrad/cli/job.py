@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx import ModelProto
 
-from onnxgrad.cli.arguments import trainer_arguments
+from onnxgrad.cli.arguments import learning_rate, trainer_arguments
 from onnxgrad.cli.tasks import open_task, set_options
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.device import Device
+from onnxgrad.schedules.base import select
 from onnxgrad.tasks import Task
 from onnxgrad.tasks.base import row_count
 from onnxgrad.tasks.rows_task import RowsTask
@@ -23,10 +24,10 @@ from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.precision import resolved
 from onnxgrad.training.trainer import Trainer
 
-_OPTIONS_OF = {  # the options that an argument of a trainer is made of
-    "learning_rate": {"learning_rate", "schedule", "schedule_option", "warmup"},
-    "optimizer": {"optimizer", "optimizer_option", "weight_decay"},
-}
+# the options that set an argument of a `Trainer`, where they have other names
+_OPTIMIZER = {"optimizer", "optimizer_option", "weight_decay"}
+_RATE = {"learning_rate", "schedule", "schedule_option", "warmup"}
+_SET_BY = {"optimizer": _OPTIMIZER, "learning_rate": _OPTIMIZER | _RATE}
 
 
 @dataclass
@@ -81,10 +82,9 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
         arguments.pop(name)
     arguments["class_weight"] = _class_weights(arguments["class_weight"], task)
-    given = set_options(options)
-    for name in arguments.keys() & task.arguments.keys():
-        if given.isdisjoint(_OPTIONS_OF.get(name, {name})):  # the task's own default stays
-            arguments.pop(name)
+    for name in _arguments_of_task(options, task):
+        arguments.pop(name, None)
+    arguments |= _schedule_of_task(options, task.usual_arguments(arguments).get("learning_rate"))
     trainer = task.trainer(callbacks=callbacks, **arguments)
     job = Job(trainer, task)
     _check_monitor(options, trainer, task.validation is not None)
@@ -93,6 +93,20 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     if size is not None and rows is not None and size > rows and isinstance(task, RowsTask):
         raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
     return job
+
+
+def _arguments_of_task(options: TrainOptions, task: Task) -> list[str]:
+    """Return the names of the arguments that the task decides, as no option was set for them."""
+    given, names = set_options(options), [*task.arguments, "optimizer"]
+    return [name for name in names if not given & _SET_BY.get(name, {name})]
+
+
+def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
+    """Return a schedule that was set without a rate, with the usual rate of the task; else {}."""
+    if usual is None or options.learning_rate is not None or not set_options(options) & _RATE:
+        return {}
+    highest = float(getattr(select(usual), "schedule", select(usual))(0))  # behind a warm-up
+    return {"learning_rate": learning_rate(replace(options, learning_rate=highest))}
 
 
 def _class_weights(weights: Any, task: Task) -> Any:

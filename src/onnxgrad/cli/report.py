@@ -96,6 +96,11 @@ class Report:
         return self.job.trainer.evaluate(held_out)
 
     @property
+    def advice(self) -> str:
+        """What to try after a training that learned nothing; "" otherwise."""
+        return self.job.task.advise(self.job.trainer.history)
+
+    @property
     def speed(self) -> float:
         """Rows a second."""
         return self.rows / max(self.seconds, 1e-9)
@@ -121,7 +126,7 @@ class Report:
             "rounding": trainer.rounding,
             "columns": self.job.trainer._names.columns,
             "target": self.job.trainer._names.target,
-            "remarks": self.job.messages,
+            "remarks": [*self.job.messages, *filter(None, [self.advice])],
             "samples": [{"prompt": prompt, "text": text} for prompt, text in self.samples],
             "history": trainer.history,
         }
@@ -134,6 +139,8 @@ class Report:
             console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
         if self.job.trainer.state.stop_reason in ("max_iter", "callback"):
             say(f"{end_reason(self.job.trainer)}; the model has {self.kept}", console)
+        if self.advice:
+            say(self.advice, console)
         for prompt, text in self.samples:
             say(f"{prompt} \u2192 {text}", console)
         for file in self.files:

@@ -45,6 +45,7 @@ _OF_ALL = {"data", "task", "task_option", "validation", "metrics"}  # whatever t
 _OF_TASK = (_DATA_AND_LOSS - _OF_ALL) | {
     *("head", "head_at", "head_pool", "head_mask", "adapter", "outputs")
 }
+_WITHOUT_FLAG = {"augment"}  # arguments of tasks of rows that are no options of the command
 _VALUES = ("normalize", "pixels", "images")  # arguments that say how values of images are scaled
 
 
@@ -69,11 +70,13 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
         check_data_options(options, kind or next(k for k, n in _BY_KIND.items() if n == name))
         model = fine_tune(proto, options) if training else proto
         chosen = _arguments_of_rows(options, proto, signature(task_class).parameters)
-        if options.task_option:
+        own = dict(read_value("task-option", text) for text in options.task_option)
+        if {*own} - (_WITHOUT_FLAG & {*signature(task_class).parameters}):
             raise ValueError(
                 f"--task-option is of a task, and {name} has the options of the command: leave it "
                 "out, or name another with --task"
             )
+        chosen |= own
         if name == "texts" and not hasattr(options, "max_length"):
             raise ValueError(NO_PROMPTS)
         if not training:

@@ -147,8 +147,8 @@ class OptimizerOptions:
         "--learning-rate",
         "--lr",
         min=0,
-        show_default="0.001 for adam and its kin, 0.01 for sgd and its kin, 1 for adadelta, "
-        "0.0001 for lion",
+        show_default="that of the task, or 0.001 for adam and its kin, 0.01 for sgd and its kin, "
+        "1 for adadelta, 0.0001 for lion",
         usual=True,
     )
     schedule: str = option(
@@ -179,7 +179,7 @@ class RunOptions:
 
     epochs: int = option("Passes over the data.", 10, min=1, usual=True)
     batch_size: int | None = option(
-        "Rows of a step.", min=1, show_default="32, or that of the model", usual=True
+        "Rows of a step.", min=1, show_default="32, or that of the model or the task", usual=True
     )
     accumulate: int = option("Micro-batches into which a batch is split, to save memory.", 1, min=1)
     shuffle: bool = option("Order the rows anew for every epoch.", True)

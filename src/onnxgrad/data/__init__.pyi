@@ -22,6 +22,7 @@ from onnxgrad.data.image_files import (
 from onnxgrad.data.image_transforms import (
     center_crop as center_crop,
     normalize as normalize,
+    random_colors as random_colors,
     random_crop as random_crop,
     random_flip as random_flip,
     resize as resize,

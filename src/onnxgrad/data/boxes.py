@@ -6,31 +6,33 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.image_files import is_image, open_image, pillow
-from onnxgrad.data.image_transforms import RandomFlip, named_transform
+from onnxgrad.data.image_files import is_image, is_path, open_image, pillow
+from onnxgrad.data.image_transforms import RandomColors, RandomFlip, named_transform
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.operators.shapes import Dims
 
+COCO_FILE = "instances.json"
 _GRAY = 114  # around images, as detectors are used to
 _SLACK = 2e-3  # of the side of an image: annotations are rounded
 
 # (image of Pillow, boxes in pixels (n, 4), generator) -> image and boxes
 BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.ndarray]]
+ImageTransform = RandomFlip | RandomColors
 
 
 @with_arguments(data="path")
 def annotated_images(
     path: str | os.PathLike,
     size: int | tuple[int, int] | None = None,
-    transforms: Sequence[RandomFlip | BoxTransform] = (),
+    transforms: Sequence[ImageTransform | BoxTransform] = (),
     pixels: Callable[[np.ndarray], np.ndarray] | None = None,
     part: str | None = "train",
 ) -> AnnotatedImages:
@@ -47,10 +49,10 @@ def annotated_images(
             of `labels/a.txt`, class and center x, y, width and height as shares of the image.
         size: height and width of the images for the model, a number for both; None: as the model's
             input declares.
-        transforms: `random_flip()`, or functions `(image of Pillow, boxes, numpy.random.Generator)
-            -> (image, boxes)`; boxes are float32 (n, 4), x1, y1, x2, y2 in pixels of the image, one
-            for each that it was given. They are applied in training only, and draw by the seed of
-            the epoch and the number of the image.
+        transforms: `random_flip()`, `random_colors()`, or functions `(image of Pillow, boxes,
+            numpy.random.Generator) -> (image, boxes)`; boxes are float32 (n, 4), x1, y1, x2, y2 in
+            pixels of the image, one for each that it was given. They are applied in training only,
+            and draw by the seed of the epoch and the number of the image.
         pixels: as of `letterbox`.
         part: "train", or "val" of a data.yaml; None: "val" if that names it, or else "train".
 
@@ -59,7 +61,7 @@ def annotated_images(
 
     Raises:
         ImportError: Pillow is not installed, or PyYAML for a data.yaml.
-        ValueError: files that are missing, or do not say what they must; the message names the row.
+        ValueError: files that are missing or incomplete; the message names the row.
 
     Examples:
         >>> import json, pathlib, tempfile, onnxgrad as og
@@ -79,7 +81,7 @@ def annotated_images(
     pillow()
     if part not in ("train", "val", None):
         raise unknown("part", part, ["train", "val"])
-    return AnnotatedImages(_read(Path(path), part), size, transforms, pixels)
+    return AnnotatedImages(_read_annotations(Path(path), part), size, transforms, pixels)
 
 
 def letterbox(
@@ -90,8 +92,8 @@ def letterbox(
     Args:
         image: as `open_image` takes it.
         size: height and width.
-        pixels: function from RGB, float32 (height, width, 3) of 0 to 1, to what the model takes,
-            such as BGR of 0 to 255; None: as it is.
+        pixels: function from RGB, float32 (height, width, 3) of 0 to 1, to the values that the
+            model takes, such as BGR of 0 to 255; None: the values stay from 0 to 1.
 
     Returns:
         The array, float32 (3, height, width); the scale of the image in it; and its corner there,
@@ -124,6 +126,7 @@ class _Files(NamedTuple):
     ids: list[int]
     sizes: Mapping[Path, tuple[int, int]] = MappingProxyType({})  # width and height as annotated
     parts: tuple[str, ...] = ("train",)
+    image_ids: Mapping[Path, Any] = MappingProxyType({})  # as annotated
 
 
 class AnnotatedImages(IndexedReader):
@@ -133,7 +136,8 @@ class AnnotatedImages(IndexedReader):
         classes: their names, in the order of their numbers.
         ids: their numbers in the files.
         files: the images.
-        boxes: those of each, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
+        boxes: of each image, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
+        image_ids: the numbers of the images in a COCO file, by the file; empty for YOLO.
         parts: "train", and "val" if a data.yaml names it.
         size, transforms, pixels: as of `annotated_images`.
     """
@@ -142,10 +146,11 @@ class AnnotatedImages(IndexedReader):
         self,
         read: _Files,
         size: int | tuple[int, int] | None,
-        transforms: Sequence[RandomFlip | BoxTransform],
+        transforms: Sequence[ImageTransform | BoxTransform],
         pixels: Callable[[np.ndarray], np.ndarray] | None,
     ) -> None:
-        self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read
+        self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read[:6]
+        self.image_ids = read.image_ids
         self.size = (size, size) if isinstance(size, int) else size
         self.transforms, self.pixels = tuple(transforms), pixels
         self.rows: int = len(self.files)
@@ -166,11 +171,11 @@ class AnnotatedImages(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the images and labels of a batch."""
-        pairs = [self._row(int(row), seed) for row in indices]
+        pairs = [self._read_row(int(row), seed) for row in indices]
         X, y = (np.stack(part) for part in zip(*pairs, strict=True))
         return X, y
 
-    def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         file, boxes = self.files[row], self.boxes[row]
         image = open_image(file)
         if self._sizes.get(file, image.size) != image.size:
@@ -184,7 +189,7 @@ class AnnotatedImages(IndexedReader):
         if seed is not None:
             rng = np.random.default_rng([seed, row])
             for change in self.transforms:
-                image, corners = _changed(change, image, corners, rng)
+                image, corners = _transform_image_and_boxes(change, image, corners, rng)
                 if len(corners) != len(boxes):
                     raise ValueError(
                         f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
@@ -204,7 +209,7 @@ class AnnotatedImages(IndexedReader):
         return new
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, what is done to images, and a digest of them and their boxes."""
+        """Return the classes, size and transforms, and a digest of images and boxes."""
         boxes = hashlib.blake2b(b"".join(b.tobytes() for b in self.boxes), digest_size=16)
         return {
             "kind": "annotated images",
@@ -216,10 +221,12 @@ class AnnotatedImages(IndexedReader):
         }
 
 
-def _changed(
+def _transform_image_and_boxes(
     change: Any, image: Any, boxes: np.ndarray, rng: np.random.Generator
 ) -> tuple[Any, np.ndarray]:
     """Return an image and its boxes after a transform."""
+    if isinstance(change, RandomColors):
+        return change(image, rng), boxes
     if not isinstance(change, RandomFlip):
         return change(image, boxes, rng)
     if (turned := change(image, rng)) is not image:
@@ -228,10 +235,10 @@ def _changed(
     return turned, boxes
 
 
-def _read(path: Path, part: str | None) -> _Files:
-    """Return what a COCO file holds, a folder with one, a data.yaml or a folder with one."""
+def _read_annotations(path: Path, part: str | None) -> _Files:
+    """Return the images and boxes of a COCO file or a data.yaml, or of a folder with one."""
     if path.is_dir():
-        found = [path / name for name in ("data.yaml", "instances.json") if (path / name).is_file()]
+        found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
         if not found:
             raise ValueError(f"{str(path)!r} has no instances.json (COCO) and no data.yaml (YOLO)")
         path = found[0]
@@ -250,7 +257,7 @@ def _read_coco(path: Path) -> _Files:
         categories = sorted(read["categories"], key=lambda category: category["id"])
         pictures = {image["id"]: image for image in read["images"]}
         notes = read["annotations"]
-        files = {i: _found(path, image["file_name"]) for i, image in pictures.items()}
+        files = {i: _find_image(path, image["file_name"]) for i, image in pictures.items()}
         sizes = {files[i]: (image["width"], image["height"]) for i, image in pictures.items()}
     except (json.JSONDecodeError, KeyError, TypeError) as e:
         raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
@@ -268,21 +275,54 @@ def _read_coco(path: Path) -> _Files:
         if box.shape != (4,):
             raise ValueError(f"{where}: 'bbox' must be x, y, width and height, not {box.tolist()}")
         corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(sizes[files[note["image_id"]]], 2)
-        rows[note["image_id"]].append([numbers[note["category_id"]], *_inside(corners, where)])
+        rows[note["image_id"]].append(
+            [numbers[note["category_id"]], *_clip_to_image(corners, where)]
+        )
     boxes = [np.array(rows[i], np.float32).reshape(-1, 5) for i in pictures]
     names = [str(category["name"]) for category in categories]
-    return _Files([files[i] for i in pictures], boxes, names, list(numbers), sizes)
+    image_ids = {file: i for i, file in files.items()}
+    return _Files(list(files.values()), boxes, names, list(numbers), sizes, image_ids=image_ids)
 
 
-def _found(path: Path, name: str) -> Path:
+def names_annotations(source: Any) -> bool:
+    """Return whether a path names annotated images: a COCO file, a data.yaml, a folder with one.
+
+    A folder of images is read as such, whatever else is in it.
+    """
+    if not is_path(source):
+        return False
+    path = Path(source)
+    if not path.is_dir():
+        return path.suffix.lower() in (".json", ".yaml", ".yml")
+    named = any((path / name).is_file() for name in ("data.yaml", COCO_FILE))
+    return named and not any(map(is_image, path.iterdir()))
+
+
+def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
+    """Return the ids of image files in the COCO files beside them, or beside their `images/`."""
+    folders = {Path(image).parent for image in images if is_path(image)}
+    homes = folders | {folder.parent for folder in folders if folder.name == "images"}
+    found: dict[Path, Any] = {}
+    for file in (file for home in sorted(homes) for file in sorted(home.glob("*.json"))):
+        try:
+            listed = json.loads(file.read_text(encoding="utf-8"))["images"]
+            ids = {image["file_name"]: image["id"] for image in listed}
+        except (KeyError, TypeError, ValueError):  # another kind of file
+            continue
+        for place in (file.parent, file.parent / "images"):
+            found |= {place / name: number for name, number in ids.items()}
+    return found
+
+
+def _find_image(path: Path, name: str) -> Path:
     places = [path.parent / name, path.parent / "images" / name]
     if (file := next((p for p in places if p.is_file()), None)) is None:
         raise ValueError(f"{str(path)!r}: the image {name!r} is not in {str(path.parent)!r}")
     return file
 
 
-def _inside(corners: np.ndarray, where: str) -> np.ndarray:
-    """Return x1, y1, x2, y2 as shares, cut to the picture by what is a rounding error."""
+def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
+    """Return x1, y1, x2, y2 as shares, with rounding errors at the borders of the image cut off."""
     if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
         raise ValueError(f"{where}: the box is outside of the picture: {corners.round(4).tolist()}")
     corners = corners.clip(0, 1)
@@ -341,5 +381,5 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         if number not in range(classes):
             raise ValueError(f"{where}: class {number:g} is not among the {classes} of 'names'")
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
-        rows.append([number, *_inside(corners, where)])
+        rows.append([number, *_clip_to_image(corners, where)])
     return np.array(rows, np.float32).reshape(-1, 5)

@@ -11,6 +11,7 @@ import numpy as np
 from onnxgrad.data import image_nodes
 from onnxgrad.data.foreign_transforms import OfAlbumentations, OfTorchvision
 from onnxgrad.data.image_files import pillow
+from onnxgrad.errors import argument, unknown
 
 # (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
 Transform = Callable[[Any, np.random.Generator | None], Any]
@@ -38,11 +39,11 @@ def cover(image: Any, size: tuple[int, int]) -> Any:
     return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
 
-def _crop(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+def _cut_out(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
-def _room(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
+def _room_to_crop(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
     """Return the image, enlarged if it is too small for the crop, and the rows and columns left."""
     if image.size[0] < size[1] or image.size[1] < size[0]:
         image = cover(image, size)
@@ -77,8 +78,8 @@ class CenterCrop:
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return the part in the middle."""
-        image, rows, columns = _room(image, self.size)
-        return _crop(image, self.size, rows // 2, columns // 2)
+        image, rows, columns = _room_to_crop(image, self.size)
+        return _cut_out(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write the part in the middle."""
@@ -94,9 +95,9 @@ class RandomCrop(CenterCrop):
         """Return a part that `rng` draws, without it the one in the middle."""
         if rng is None:
             return super().__call__(image, None)
-        image, rows, columns = _room(image, self.size)
+        image, rows, columns = _room_to_crop(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
-        return _crop(image, self.size, top, left)
+        return _cut_out(image, self.size, top, left)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,35 @@ class RandomFlip:
         return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
 
     def write(self, op: Any, x: Any) -> Any:
-        """Return the images as they are, as in evaluations."""
+        """Return the images unchanged, as in evaluations."""
+        return x
+
+
+@dataclass(frozen=True)
+class RandomColors:
+    """See `random_colors`."""
+
+    hue: float = 0.015
+    saturation: float = 0.7
+    value: float = 0.4
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return the image in colors that `rng` draws, without it unchanged."""
+        if rng is None:
+            return image
+        drawn = rng.uniform(-1, 1, 3) * (self.hue, self.saturation, self.value)
+        bytes_in = np.arange(256)
+        hues = (bytes_in + 256 * drawn[0]) % 256
+        others = (np.minimum(bytes_in * (1 + change), 255) for change in drawn[1:])
+        table = np.concatenate([hues, *others]).astype(np.uint8).tolist()
+        changed = image.convert("RGB").convert("HSV").point(table).convert("RGB")
+        changed = changed.convert(image.mode)
+        if image.mode == "RGBA":
+            changed.putalpha(image.getchannel("A"))
+        return changed
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Return the images unchanged, as in evaluations."""
         return x
 
 
@@ -133,6 +162,9 @@ class Normalize:
         return op.Div(centered, np.array(self.std, np.float32))
 
 
+_ONLY_IN_TRAINING = (RandomFlip, RandomColors, OfAlbumentations, OfTorchvision)
+
+
 def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return (height, width) of a size, which may be a number for both."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
@@ -141,9 +173,9 @@ def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
 def image_note(
     size: tuple[int, int], scale: float, transforms: Sequence[Transform]
 ) -> dict[str, Any]:
-    """Return how images become numbers in evaluations, for JSON; "function" names what is unknown.
+    """Return how images become numbers in evaluations, for JSON; "function" names the unknown.
 
-    What is random, and transforms of other libraries, leave images as they are in evaluations.
+    Random transforms and transforms of other libraries do not change images in evaluations.
     """
     note: dict[str, Any] = {"scale": scale, "size": list(size)}
     for transform in transforms:
@@ -152,7 +184,7 @@ def image_note(
         elif isinstance(transform, (Resize, CenterCrop)):
             name = "resize" if isinstance(transform, Resize) else "center_crop"
             note["steps"] = [*note.get("steps", ()), {name: transform.size}]
-        elif not isinstance(transform, (RandomFlip, OfAlbumentations, OfTorchvision)):
+        elif not isinstance(transform, _ONLY_IN_TRAINING):
             note["function"] = named_transform(transform)
     return note
 
@@ -164,7 +196,7 @@ def noted_transforms(note: Mapping[str, Any]) -> list[Transform]:
 
 
 def noted_normalization(note: Mapping[str, Any]) -> Normalize | None:
-    """Return the normalization of a note; None for values as they are."""
+    """Return the normalization of a note; None without one."""
     return Normalize(tuple(note["mean"]), tuple(note["std"])) if "mean" in note else None
 
 
@@ -211,6 +243,55 @@ def random_flip(probability: float = 0.5) -> Transform:
         RandomFlip(probability=0.5)
     """
     return RandomFlip(probability)
+
+
+def random_colors(hue: float = 0.015, saturation: float = 0.7, value: float = 0.4) -> Transform:
+    """Return a transform: random changes of hue, saturation and brightness, as YOLO trains with.
+
+    Args:
+        hue: the largest shift of the hue, as a share of the color circle.
+        saturation, value: the largest changes of saturation and brightness, as shares of these.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.data.random_colors(value=0.2)
+        RandomColors(hue=0.015, saturation=0.7, value=0.2)
+    """
+    for name, share in (("hue", hue), ("saturation", saturation), ("value", value)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{argument(name, share)} must be from 0 to 1")
+    return RandomColors(hue, saturation, value)
+
+
+# by the names that tasks take
+AUGMENTATIONS: dict[str, Callable[[], Transform]] = {
+    "flip": random_flip,
+    "colors": random_colors,
+    "hsv": random_colors,
+}
+
+
+def as_transforms(augment: Any) -> tuple[Any, ...]:
+    """Return transforms for training, which may be named: "flip", and "colors" or "hsv".
+
+    Args:
+        augment: a name, several with commas between them, "none", or a sequence of names and
+            transforms.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    listed = augment.split(",") if isinstance(augment, str) else augment or ()
+    found = []
+    for each in listed:
+        name = each.strip() if isinstance(each, str) else None
+        if name is None:
+            found.append(each)
+        elif name not in ("", "none"):
+            if name not in AUGMENTATIONS:
+                raise unknown("augmentation", name, [*AUGMENTATIONS, "none"])
+            found.append(AUGMENTATIONS[name]())
+    return tuple(found)
 
 
 def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:

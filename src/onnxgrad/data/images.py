@@ -60,7 +60,7 @@ def image_folder(
         size: height and width of the images for the model, a number for both. What the transforms
             leave in another size is resized to cover it, and cropped at the center.
         transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
-            `random_flip`, and at the end `normalize`, all of `onnxgrad`; or functions
+            `random_flip`, `random_colors`, and at the end `normalize`, of `onnxgrad`; or functions
             `(image of Pillow, numpy.random.Generator or None) -> image`. Also those of
             albumentations and `torchvision.transforms` that return images of 8 bits; they are
             applied in training only, and draw by the same seeds.

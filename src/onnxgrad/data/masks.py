@@ -13,13 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
-from onnxgrad.data.image_transforms import CenterCrop, RandomFlip, Resize, named_transform
+from onnxgrad.data.image_transforms import (
+    CenterCrop,
+    RandomColors,
+    RandomFlip,
+    Resize,
+    named_transform,
+)
 from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _IGNORED = -100
-_WHITE = 255  # in masks: class 1 of black and white ones; in others, mostly what is ignored
+_WHITE = 255  # in masks: class 1 where they are black and white; else, mostly ignored pixels
 
 # (image and mask of Pillow, generator) -> both
 MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
@@ -50,16 +56,16 @@ def masked_images(
             by their ids, and 0 is "background"; later annotations are above earlier ones.
         size: height and width of the images for the model, a number for both.
         transforms: of images and masks in training, in this order: `random_flip()`,
-            `random_crop(size)`, `center_crop(size)`, or functions `(image, mask,
+            `random_crop(size)`, `center_crop(size)`, `random_colors()`, or functions `(image, mask,
             numpy.random.Generator) -> (image, mask)` of Pillow, by the seed of the epoch and the
             number of the image; masks have the mode "P".
         front: function from an image, float32 (height, width, channels) of 0 to 1, to what the
             model takes; None: (channels, height, width).
-        mask_size: height and width of the labels; None: those of the images.
+        mask_size: height and width of the labels; None: the size of the images.
         classes: their names or number; None: by the files, or up to the largest number in masks.
         ignore: the value in masks of pixels without a label; None: there are none, and in masks of
             0 and 255, 255 is class 1.
-        images: folder of the images of a JSON file; None: that of the file.
+        images: folder of the images of a JSON file; None: the folder of the file.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
 
     Returns:
@@ -81,14 +87,14 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    reader = _opened(Path(path), classes, ignore, images)
+    reader = _open_pairs(Path(path), classes, ignore, images)
     sizes = size, mask_size or size
     reader.size, reader.mask_size = ((n, n) if isinstance(n, int) else n for n in sizes)
     reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
     return reader
 
 
-def _opened(
+def _open_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
 ) -> MaskedImages:
     """Return the reader of the files, with their classes."""
@@ -99,7 +105,7 @@ def _opened(
     given = None if classes is None or isinstance(classes, int) else [*classes]
     number = len(given) if given else classes if isinstance(classes, int) else None
     if named and (given not in (None, named) or number not in (None, len(named))):
-        raise ValueError(f"classes={given or classes!r}, but those of {str(path)!r} are {named}")
+        raise ValueError(f"classes={given or classes!r}, and {str(path)!r} has the classes {named}")
     number = _check_pairs(pairs, ignore, number or len(named) or None)
     names = given or named
     reader = MaskedImages(pairs, names or [str(i) for i in range(number)], bool(names))
@@ -138,11 +144,11 @@ class MaskedImages(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the images and labels of a batch."""
-        pairs = [self._row(int(i), seed) for i in indices]
+        pairs = [self._read_row(int(i), seed) for i in indices]
         X, y = (np.stack(part) for part in zip(*pairs, strict=True))
         return X, y if self.relabel is None else self.relabel(X, y)
 
-    def _row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         image = open_image(self._pairs[row].image, _MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
         rng = None if seed is None else np.random.default_rng([seed, row])
@@ -150,6 +156,8 @@ class MaskedImages(IndexedReader):
             if isinstance(change, (RandomFlip, CenterCrop)):  # the same numbers, for both
                 again = copy.deepcopy(rng)
                 image, mask = change(image, rng), change(mask, again)
+            elif isinstance(change, RandomColors):
+                image = change(image, rng)
             else:
                 image, mask = change(image, mask, rng)
             if mask.mode != "P" or mask.size != image.size:
@@ -192,7 +200,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
     neighbor only.
     """
     if isinstance(pair.mask, list):
-        mask = _drawn(pair.mask, size)
+        mask = _draw_shapes(pair.mask, size)
     else:
         name = f"the mask {str(pair.mask)!r}"
         try:
@@ -212,7 +220,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
     return mask
 
 
-def _drawn(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
+def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
     """Return the mask of shapes, later ones above earlier ones."""
     from PIL import ImageDraw
 

@@ -9,6 +9,7 @@ from onnxgrad.metrics.alarm_curves import (
     false_alarms as false_alarms,
 )
 from onnxgrad.metrics.average_precision import (
+    BoxConfusion as BoxConfusion,
     MeanAveragePrecision as MeanAveragePrecision,
 )
 from onnxgrad.metrics.base import (

@@ -1,4 +1,4 @@
-"""Mean average precision of detectors."""
+"""Metrics of detectors: mean average precision, and the confusion of classes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,11 @@ from onnxgrad.metrics.base import Metric, PredictionInfo
 Boxes = Sequence[np.ndarray]
 
 
-class MeanAveragePrecision(Metric):
-    """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
+class _BoxMetric(Metric):
+    """A metric of boxes, whose value is computed from all batches together."""
 
-    Args:
-        read: from a batch of predictions and labels to the boxes of both, an array for each image:
-            found ones (n, 6), class, score, x1, y1, x2, y2; true ones (n, 5), without the score.
-        iou: the threshold, and `name` is such as "map50"; None: 0.5, 0.55, ..., 0.95, as COCO does,
-            and it is "map".
-
-    Raises:
-        ImportError: pycocotools is not installed.
-
-    Examples:
-        >>> import numpy as np, onnxgrad as og
-        >>> metric = og.metrics.MeanAveragePrecision(lambda p, y: (p, y), iou=0.5)
-        >>> metric.begin(og.metrics.PredictionInfo())
-        >>> metric.update([np.array([[0, 0.9, 0, 0, 8, 8]])], [np.array([[0, 0, 0, 8, 7]])])
-        >>> metric.name, round(metric.compute(), 6)
-        ('map50', 1.0)
-    """
-
-    def __init__(
-        self, read: Callable[[Any, Any], tuple[Boxes, Boxes]], iou: float | None = None
-    ) -> None:
-        _coco()
-        self.read, self.iou = read, iou
-        self.name = "map" if iou is None else f"map{round(100 * iou)}"
+    def __init__(self, read: Callable[[Any, Any], tuple[Boxes, Boxes]]) -> None:
+        self.read = read
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
@@ -58,12 +36,49 @@ class MeanAveragePrecision(Metric):
         self._found += found
         self._true += true
 
-    def compute(self) -> float:
+
+class MeanAveragePrecision(_BoxMetric):
+    """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
+
+    Args:
+        read: from a batch of predictions and labels to the boxes of both, an array for each image:
+            found ones (n, 6), class, score, x1, y1, x2, y2; true ones (n, 5), without the score.
+        iou: the threshold, and `name` is such as "map50"; None: 0.5, 0.55, ..., 0.95, as COCO does,
+            and it is "map".
+        per_class: the number of classes: the value is an array with the average precision of each,
+            NaN for a class without boxes, and `name` ends with "_per_class".
+
+    Raises:
+        ImportError: pycocotools is not installed.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> metric = og.metrics.MeanAveragePrecision(lambda p, y: (p, y), iou=0.5)
+        >>> metric.begin(og.metrics.PredictionInfo())
+        >>> metric.update([np.array([[0, 0.9, 0, 0, 8, 8]])], [np.array([[0, 0, 0, 8, 7]])])
+        >>> metric.name, round(metric.compute(), 6)
+        ('map50', 1.0)
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any, Any], tuple[Boxes, Boxes]],
+        iou: float | None = None,
+        per_class: int | None = None,
+    ) -> None:
+        _import_pycocotools()
+        super().__init__(read)
+        self.iou, self.per_class = iou, per_class
+        self.name = "map" if iou is None else f"map{round(100 * iou)}"
+        if per_class is not None:
+            self.name += "_per_class"
+
+    def compute(self) -> float | np.ndarray:
         """Return the value over all batches since `begin`."""
         self.check_begun()
         images = [{"id": i + 1} for i in range(len(self._true))]
         notes: list[dict[str, Any]] = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "iscrowd": 0}
+            {"image_id": i + 1, "category_id": int(c), "bbox": _as_coco_box(box), "iscrowd": 0}
             for i, boxes in enumerate(self._true)
             for c, *box in boxes.tolist()
         ]
@@ -72,16 +87,90 @@ class MeanAveragePrecision(Metric):
         for number, note in enumerate(notes, 1):
             note |= {"id": number, "area": float(np.prod(note["bbox"][2:]))}
         found = [
-            {"image_id": i + 1, "category_id": int(c), "bbox": _extent(box), "score": score}
+            {"image_id": i + 1, "category_id": int(c), "bbox": _as_coco_box(box), "score": score}
             for i, boxes in enumerate(self._found)
             for c, score, *box in boxes.tolist()
         ]
         classes = [{"id": i} for i in sorted({note["category_id"] for note in notes + found})]
         true = {"images": images, "annotations": notes, "categories": classes, "info": {}}
-        return _average_precision(true, found, self.iou) if found else 0.0
+        by_class = dict.fromkeys({int(note["category_id"]) for note in notes}, np.zeros(1))
+        if found:
+            by_class = _precision_by_class(true, found, self.iou)
+        if self.per_class is None:
+            return float(np.concatenate([*by_class.values()]).mean())
+        means = (by_class.get(i, np.array(np.nan)).mean() for i in range(self.per_class))
+        return np.array([*means])
 
 
-def _coco() -> Any:
+class BoxConfusion(_BoxMetric):
+    """Number of boxes of class i that are found as class j, (classes + 1, classes + 1).
+
+    The last row are found boxes where no true one is, the last column true ones that are not found.
+    A true box belongs to the found one that overlaps it most, one to one.
+
+    Args:
+        read: as of `MeanAveragePrecision`.
+        classes: the number of classes; None: up to the largest number of a box.
+        score: the least score of a found box.
+        iou: the least overlap of a true and a found box.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> metric = og.metrics.BoxConfusion(lambda p, y: (p, y), classes=1)
+        >>> metric.begin(og.metrics.PredictionInfo())
+        >>> metric.update([np.array([[0, 0.9, 0, 0, 8, 8]])], [np.array([[0, 0, 0, 8, 7]])])
+        >>> metric.compute().tolist()
+        [[1, 0], [0, 0]]
+    """
+
+    name = "confusion_matrix"
+    higher_is_better = None
+
+    def __init__(
+        self,
+        read: Callable[[Any, Any], tuple[Boxes, Boxes]],
+        classes: int | None = None,
+        score: float = 0.25,
+        iou: float = 0.5,
+    ) -> None:
+        super().__init__(read)
+        self.classes, self.score, self.iou = classes, score, iou
+
+    def compute(self) -> np.ndarray:
+        """Return the matrix over all batches since `begin`."""
+        self.check_begun()
+        count = self.classes
+        if count is None:
+            count = int(max((n for b in self._true + self._found for n in b[:, 0]), default=-1)) + 1
+        matrix = np.zeros((count + 1, count + 1), np.int64)
+        for true, boxes in zip(self._true, self._found, strict=True):
+            found = boxes[boxes[:, 1] >= self.score]
+            overlaps = _box_overlaps(true[:, 1:], found[:, 2:])
+            rows, columns = np.nonzero(overlaps >= self.iou)
+            free_rows, free_columns = {*range(len(true))}, {*range(len(found))}
+            for at in np.argsort(-overlaps[rows, columns], kind="stable"):
+                row, column = int(rows[at]), int(columns[at])
+                if row in free_rows and column in free_columns:
+                    matrix[int(true[row, 0]), int(found[column, 0])] += 1
+                    free_rows.remove(row)
+                    free_columns.remove(column)
+            for row in free_rows:
+                matrix[int(true[row, 0]), count] += 1
+            for column in free_columns:
+                matrix[count, int(found[column, 0])] += 1
+        return matrix
+
+
+def _box_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the IoU of each of the boxes (n, 4) with each of (m, 4), (n, m)."""
+    near = np.maximum(first[:, None, :2], second[None, :, :2])
+    far = np.minimum(first[:, None, 2:], second[None, :, 2:])
+    both = np.prod(np.maximum(far - near, 0), axis=2)
+    areas = [np.prod(boxes[:, 2:] - boxes[:, :2], axis=1) for boxes in (first, second)]
+    return np.asarray(both / np.maximum(areas[0][:, None] + areas[1][None] - both, 1e-9))
+
+
+def _import_pycocotools() -> Any:
     try:
         from pycocotools import coco, cocoeval  # type: ignore[import-untyped]
     except ImportError as e:
@@ -89,13 +178,14 @@ def _coco() -> Any:
     return coco.COCO, cocoeval.COCOeval
 
 
-def _extent(box: Sequence[float]) -> list[float]:
+def _as_coco_box(box: Sequence[float]) -> list[float]:
     """Return x, y, width and height of x1, y1, x2, y2."""
     return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
 
 
-def _average_precision(true: dict, found: list[dict], iou: float | None) -> float:
-    COCO, COCOeval = _coco()
+def _precision_by_class(true: dict, found: list[dict], iou: float | None) -> dict[int, np.ndarray]:
+    """Return the precisions at all levels of recall by class, without classes that have no box."""
+    COCO, COCOeval = _import_pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
         truth.dataset = true
@@ -107,5 +197,6 @@ def _average_precision(true: dict, found: list[dict], iou: float | None) -> floa
             evaluation.params.iouThrs = np.array([iou])
         evaluation.evaluate()
         evaluation.accumulate()
-    precision = evaluation.eval["precision"]
-    return float(precision[precision > -1].mean())
+    by_class = np.moveaxis(evaluation.eval["precision"], 2, 0)
+    numbers = evaluation.params.catIds
+    return {n: own[own > -1] for n, own in zip(numbers, by_class, strict=True) if own.max() > -1}

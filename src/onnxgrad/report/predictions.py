@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.losses.info import LossInfo
+from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.metric_batch import Batch
 from onnxgrad.report.measures import histogram
@@ -101,6 +102,22 @@ class _Numbers(_Output):
         return {"kind": "numbers", "columns": columns, "rows": len(shown)}
 
 
+class _Boxes:
+    """Counts of pairs of classes of true and found boxes; the last class is no box."""
+
+    def __init__(self, info: LossInfo, precision: MeanAveragePrecision) -> None:
+        self.info, self.confusion = info, BoxConfusion(precision.read)
+        self.confusion.begin(PredictionInfo())
+
+    def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
+        self.confusion.update(prediction, label)
+
+    def result(self) -> dict[str, Any]:
+        matrix = self.confusion.compute()
+        pairs = [[int(i), int(j), int(matrix[i, j])] for i, j in np.argwhere(matrix)]
+        return {"kind": "classes", "classes": len(matrix), "confusion": pairs, "boxes": True}
+
+
 def examine_predictions(
     trainer: Any, seconds: float, numbers: np.ndarray | None = None, first: int = 0
 ) -> dict[str, Any]:
@@ -121,12 +138,14 @@ def examine_predictions(
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
     one = evaluator.described
-    outputs = {
-        label: (_Classes if _has_classes(info) else _Numbers)(
-            info, evaluator.row_axis(str(info.prediction), label)
-        )
-        for label, info in one.labels.items()
-    }
+    of_boxes = [m for m in trainer.metrics if isinstance(m, MeanAveragePrecision)]
+    outputs: dict[str, Any] = {}
+    for label, info in one.labels.items():
+        if of_boxes and not _has_classes(info):
+            outputs[label] = _Boxes(info, of_boxes[0])
+            continue
+        kind = _Classes if _has_classes(info) else _Numbers
+        outputs[label] = kind(info, evaluator.row_axis(str(info.prediction), label))
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
     count = losses = 0
@@ -198,9 +217,7 @@ def _aligned_pair(
     return (shown[:, :-1], label[:, 1:]) if info.shift else (shown, label)
 
 
-def _row_values(
-    output: _Output, predictions: Arrays, label: np.ndarray, row: int
-) -> dict[str, Any]:
+def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
     """Return the label and the prediction of a row: class numbers, or some of the elements."""
     prediction, wanted = _aligned_pair(output.info, predictions, label)
     if len(prediction) != len(label):

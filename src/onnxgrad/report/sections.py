@@ -148,10 +148,15 @@ def operators(run: Run) -> list[dict[str, Any]]:
 def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
     """Return a matrix of counts, or the most frequent confusions if there are many classes."""
     count, pairs = output["classes"], output["confusion"]
+    boxes = bool(output.get("boxes"))
+    if boxes:  # whose last class is no box
+        names = [class_name(i, classes) for i in range(count - 1)]
+        classes = [*names, "no box"]
     total = sum(n for _, _, n in pairs)
     hits = sum(n for a, b, n in pairs if a == b)
     shown = {
         **output,
+        "boxes": boxes,
         "total": total,
         "hits": hits,
         "accuracy": hits / total if total else None,

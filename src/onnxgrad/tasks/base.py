@@ -38,7 +38,10 @@ class Task:
         validation: the rows that `data` holds out, None if it names none.
         loss: what a `Trainer` minimizes.
         metrics: metrics of a `Trainer`: a list, or one by output.
-        arguments: further arguments of a `Trainer` that the task needs, such as `carry`.
+        arguments: further arguments of a `Trainer` that the task needs, such as `carry`, or by
+            which it trains well, such as `learning_rate`.
+        batch_size: rows of a step of `trainer().fit`, where neither it nor the model says another
+            number; None: as of `Trainer.fit`.
         classes: names of the classes, in the order of their numbers; empty where there are none.
         remembered: names of the options that predictions and evaluations need, too.
         notes, remarks: messages about the data and about what was decided, before and after a
@@ -66,6 +69,7 @@ class Task:
     loss: Any
     metrics: Any = ()
     arguments: dict[str, Any]
+    batch_size: int | None = None
     classes: Sequence[str] = ()
     remembered: ClassVar[tuple[str, ...]] = ()
     notes: Sequence[str] = ()
@@ -73,6 +77,7 @@ class Task:
     held_out: np.ndarray | None = None
     rows: int | None = None
     _tokenizer: Any = None  # of tasks on texts: an argument of `as_tokenizer`
+    _also_try: ClassVar[str] = ""  # the end of the sentence of `advise`
     _lost_loss: str | None = None  # the name of an object, which the file of a trained model lacks
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -100,8 +105,50 @@ class Task:
                 f"loss=: the model was trained with the loss {self._lost_loss!r}, which its file "
                 f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or name another"
             )
-        own = {"loss": self.loss, "metrics": self.metrics, **self.arguments}
-        return og.Trainer(self.model, **{**own, **arguments})
+        own = {"loss": self.loss, "metrics": self.metrics, **self.usual_arguments(arguments)}
+        return self._new_trainer(self.model, {**own, **arguments})
+
+    def usual_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `arguments` of the task that apply beside given ones of a `Trainer`.
+
+        The task's learning rate is one for its optimizer: another optimizer has its own. A rate of
+        `fine_tuning_rate` is for all weights: chosen ones and adapters take the usual rate.
+        """
+        own = dict(self.arguments)
+        adapted = any(".lora_A." in tensor.name for tensor in self.model.graph.initializer)
+        of_some = given.get("train") or given.get("batch_norm") == "train" or adapted
+        if "optimizer" in given or (of_some and own.get("learning_rate") == GENTLE_RATE):
+            own.pop("learning_rate", None)
+        return own
+
+    def _new_trainer(self, model: ModelProto, arguments: Mapping[str, Any]) -> og.Trainer:
+        """Return a trainer whose steps have the rows of the task."""
+        trainer = og.Trainer(model, **arguments)
+        if self.batch_size is not None:
+            trainer._usual_batch_size = self.batch_size
+        return trainer
+
+    def advise(self, history: Sequence[Mapping[str, Any]]) -> str:
+        """Return what to try after a training that learned nothing, as a sentence; else "".
+
+        Args:
+            history: `history` of the trainer.
+        """
+        epochs = [entry for entry in history if "loss" in entry]
+        reason = self._describe_failure(epochs) if epochs else ""
+        rate = float(f"{epochs[-1].get('learning_rate', 0) / 10:.1g}") if reason else 0.0
+        lower = argument("learning_rate", rate)
+        return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
+
+    def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
+        """Return a clause if the epochs of a history say that nothing was learned; else ""."""
+        first, last = epochs[0]["loss"], epochs[-1]["loss"]
+        if len(epochs) > 1 and not last < first:
+            return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
+        accuracy = epochs[-1].get("validation_accuracy", 1.0)
+        if len(self.classes) > 1 and accuracy <= 1.1 / len(self.classes):
+            return f"validation_accuracy is {accuracy:.3g}, as by chance"
+        return ""
 
     def divide_rows(self, validation: Any = None, seed: int = 0) -> None:
         """Decide which rows `validation` holds; the rows of a share are drawn, and leave `data`.
@@ -278,6 +325,31 @@ def _notes_at(model: Any) -> dict[str, str]:
     return notes_of(model_of(model))
 
 
+def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
+    """Return the argument `learning_rate` of a `Trainer` of all weights; {}: the usual one.
+
+    Deep models lose at 0.001 what they learned: many layers change together, and statistics of
+    BatchNormalization, stored or fused into its convolution, no longer fit what they normalize.
+    """
+    kinds = [node.op_type for node in model.graph.node]
+    layers = sum(kind.endswith(("Conv", "MatMul", "Gemm", "Attention")) for kind in kinds)
+    deep = layers >= _DEEP or "BatchNormalization" in kinds
+    return {"learning_rate": GENTLE_RATE} if deep else {}
+
+
+GENTLE_RATE, _DEEP = 1e-4, 10  # of all weights of a model with so many layers, or with statistics
+
+
+def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
+    """Return arguments of a `Trainer` by which weights of a trained model change slowly at first.
+
+    The learning rate rises in the first quarter of an epoch, and in 100 steps at most; gradients
+    are clipped to a norm of 10.
+    """
+    steps = min((rows or 0) // (4 * batch_size), 100)
+    return {"learning_rate": og.schedules.warmup(rate, steps) if steps else rate, "clip_norm": 10.0}
+
+
 USUAL_SHARE = 0.2  # of the rows that are held out
 LARGEST_SHARE = 0.9
 _FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of what spreadsheets compute
@@ -327,7 +399,8 @@ def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
 
 def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
     dims = {v.name: v.type.tensor_type.shape.dim for v in values}
-    return {name: tuple(d.dim_value or None for d in each) for name, each in dims.items()}
+    # old exporters write -1 for any length
+    return {name: tuple(max(d.dim_value, 0) or None for d in each) for name, each in dims.items()}
 
 
 def stored_classes(model: ModelProto) -> list[str]:

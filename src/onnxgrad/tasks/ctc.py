@@ -15,7 +15,8 @@ import onnx
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, inputs_of, model_of, notes_of, outputs_of
+from onnxgrad.tasks.base import Task, fine_tuning_rate, inputs_of, model_of, notes_of, outputs_of
+from onnxgrad.tasks.image_values import as_normalization
 from onnxgrad.tasks.text_lines import (
     Alphabet,
     LineForm,
@@ -37,9 +38,9 @@ class TextRecognition(Task):
 
     The model takes images of lines (N, channels, height, width) and returns scores, logarithms or
     probabilities of its classes, (N, T, C) in any order: the characters of a dictionary, and the
-    blank. Images are resized to its height, and those of a batch padded with zeros on the right to
-    the widest, at least to a square. The loss and the metrics, "cer" and "wer", read the time steps
-    of each image, without those of its padding.
+    blank. Images are resized to its height, and padded with zeros on the right to the widest of the
+    batch, at least to a square. The loss and the metrics, "cer" and "wer", leave out the time steps
+    of the padding.
 
     The rows of data are images and their texts: a label file of PaddleOCR, `path<TAB>text` in each
     line; a CSV file with the columns file and text; a folder of images with their texts, as `1.png`
@@ -52,15 +53,17 @@ class TextRecognition(Task):
     Args:
         model: model or path, with one input and one output.
         data: the rows to train on; None for a model that was trained.
-        dictionary: file with a character in each line, or a list; None: that of the metadata.
+        dictionary: file with a character in each line, or a list; None: as in the metadata.
         extend: whether the last layer gets new units for characters of `data` that the dictionary
             lacks; or a text with these characters. The old units keep their weights.
         blank: class of the blank, -1 for the last. None: by the metadata or dictionary, or else 0.
-        height: of images for the model; None: as declared, or else 48, that of PP-OCRv3 and later.
+        height: of images for the model; None: as declared, or else 48, as of PP-OCRv3 and later.
         width: to which all images are padded, and wider ones squeezed; None: as declared, if it is.
         colors: "BGR", "RGB" or "L" for gray. None: "L" for one channel, "BGR" for three, as
             PaddleOCR reads them.
-        mean, std: as of `og.data.normalize`; a number is that of all channels.
+        mean, std: as of `og.data.normalize`, in the order of `colors`; a number is for all
+            channels.
+        normalize: instead of these, "imagenet" or "MEAN/STD", as "0.5/0.25".
         beam: how many prefixes `predict` keeps, see `ctc_decode`; None: the best path, as metrics.
         seed: of the weights of new characters.
 
@@ -87,7 +90,7 @@ class TextRecognition(Task):
         'c'
     """
 
-    remembered = ("height", "width", "colors", "mean", "std")
+    remembered = ("height", "width", "colors", "mean", "std", "normalize")
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class TextRecognition(Task):
         colors: str | None = None,
         mean: float | Sequence[float] = 0.5,
         std: float | Sequence[float] = 0.5,
+        normalize: Any = None,
         beam: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -109,6 +113,8 @@ class TextRecognition(Task):
         stored = notes_of(self.model)
         characters = characters_in(dictionary, stored)
         shape = _input_shape(self.model)
+        if (chosen := as_normalization(normalize)) is not None:
+            mean, std = chosen.mean, chosen.std
         self._form = line_form(shape, height, width, colors, mean, std)
         self._output = _Output(self.model, shape, self._form, len(characters))
         if blank is None and "blank" in stored:
@@ -122,11 +128,12 @@ class TextRecognition(Task):
         new = extend if isinstance(extend, str) else "".join(text for _, text in rows if extend)
         if (added := sorted({*new} - {*self._alphabet.classes})) or dictionary is not None:
             self.model = self._alphabet.extend(self.model, added, seed)
-        self.data = self._reader(rows) if rows else None
+        self.data = self._read_lines(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
-        self.arguments = {"loss_options": options}
+        self.arguments = {"loss_options": options, **fine_tuning_rate(self.model)}
+        self.batch_size = 8
 
     def read(self, path: Any) -> og.data.Reader:
         """Return other rows for the same model, such as those to validate on, as `data` has them.
@@ -136,7 +143,7 @@ class TextRecognition(Task):
                 that needs more time steps than its image has: one a character, and one between two
                 that are equal.
         """
-        return self._reader(rows_in(path))
+        return self._read_lines(rows_in(path))
 
     def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
         """Return the text of each image and a confidence, see `ctc_decode`.
@@ -177,7 +184,12 @@ class TextRecognition(Task):
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
 
-    def _reader(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
+    def _read_lines(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
+        """Return a reader of images and labels: number of time steps, and classes.
+
+        Raises:
+            ValueError: as of `read`.
+        """
         lines, labels = Lines([source for source, _ in rows], self._form), []
         numbers = {c: i for i, c in reversed([*enumerate(self._alphabet.classes)]) if c}
         lacks = [(source, {*text} - {*numbers}) for source, text in rows]
@@ -214,11 +226,11 @@ def _input_shape(model: onnx.ModelProto) -> list[int | None]:
 
 
 class _Output:
-    """What a model returns, as running it shows.
+    """The layout of the output of a model, found by running it once.
 
     Attributes:
-        rows: of a static batch, or None.
-        axes: of rows, time steps and classes.
+        rows: the rows of a static batch, or None.
+        axes: the axes of rows, time steps and classes.
         classes: their number.
         options: of the loss.
         steps: from the width of an image to its number of time steps.

@@ -1,4 +1,4 @@
-"""Object detection: boxes around things, and what they are."""
+"""Object detection: boxes around objects, and their classes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
+from onnxgrad.data.boxes import coco_image_ids, names_annotations
+from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     Task,
+    gentle_start,
     model_of,
     notes_of,
+    row_count,
     stored_classes,
     with_classes,
     with_notes,
@@ -34,7 +38,9 @@ from onnxgrad.tasks.detection_heads import (
     output_shapes,
 )
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
+from onnxgrad.tasks.image_values import as_pixels
 
+_PIXELS = {"yolox": "bgr255", "detr": "imagenet"}  # other heads take 0 to 1
 _IDS = "onnxgrad.category_ids"  # metadata: the numbers of the classes in COCO's files
 
 __all__ = [
@@ -68,33 +74,42 @@ class Detections(NamedTuple):
 class Detection(Task):
     """Detectors on annotated pictures, as COCO and YOLO hold them.
 
-    `data` are those of `og.data.annotated_images`, from files of COCO or YOLO, in `image_size`.
+    `data` are read by `og.data.annotated_images`, from files of COCO or YOLO, in `image_size`.
     Where they have another number of classes than the model, it gets new layers for the classes, by
     `replace_head`. `task.trainer(train=task.class_layers)` trains those layers alone.
+
+    By default, batches have 8 pictures, the learning rate of AdamW rises to 0.001 in the first
+    quarter of an epoch (100 steps at most), and gradients are clipped to a norm of 10.
+
+    The metrics are `map` and `map50`; `evaluate` has two more, `map50_per_class`, by name, and
+    `confusion_matrix`, of true boxes (rows) and found ones of a score of 0.25 or more (columns)
+    that overlap by half. Its last row and column count boxes that are only found or only true.
 
     Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
     which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
     are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
-    more for each row, and its weights are those before the call of the runtime that trains on it:
-    some batches old, with small data an epoch.
+    more for each row, whose weights are some batches old, with small data an epoch.
 
     Args:
         model: model, serialized model or path.
-        data: the pictures to train on; None: to predict, and `classes` are those of the metadata.
-        head: what its output means: a kind as `Head` lists them, or a `Head`. None: by its shape.
-        image_size: height and width, a number for both, where the model leaves them open.
-        augment: `transforms` of `og.data.annotated_images`, such as `og.data.random_flip()`.
-        pixels: function from RGB (H, W, 3) of 0 to 1 to what the model takes. None: by head, as it
-            is; for "yolox" BGR of 0 to 255, for "detr" normalized as ImageNet.
+        data: the pictures to train on; None: to predict, and `classes` are read from the metadata.
+        head: the layout of its output: a kind of `Head`, or a `Head`. None: by its shape.
+        image_size: height and width, a number for both, where the model leaves them open. None: as
+            its metadata `imgsz` say.
+        augment: transforms for training, as YOLO has them: "flip" and "colors" by name, "none", or
+            a list of names and of `transforms` of `og.data.annotated_images`.
+        pixels: the values that the model takes: "bgr", "bgr255", "rgb255", "imagenet", "MEAN/STD",
+            "none" for RGB of 0 to 1, or a function from that, (H, W, 3). None: by head, "bgr255"
+            for "yolox", "imagenet" for "detr", and "none" for others.
         loss: arguments of `detection_loss`, as `{"classes": "varifocal"}`.
 
     Attributes:
-        head: what the output of the model means.
+        head: the layout of the output of the model.
         class_layers: names of the weights of the layers that compute the classes.
 
     Raises:
-        ValueError: files that do not hold what they must, naming file and row; a model whose
-            outputs are not known; an unknown option.
+        ValueError: incomplete files, naming file and row; a model whose outputs are not known; an
+            unknown option.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -109,6 +124,7 @@ class Detection(Task):
     """
 
     remembered = ("head", "image_size", "pixels", "loss")
+    _also_try = ", or other values of the pictures: see pixels"
 
     def __init__(
         self,
@@ -117,13 +133,15 @@ class Detection(Task):
         *,
         head: str | Head | Mapping[str, Any] | None = None,
         image_size: int | tuple[int, int] | None = None,
-        augment: Sequence[Callable[..., tuple]] = (),
-        pixels: Callable[[np.ndarray], np.ndarray] | None = None,
+        augment: str | Sequence[Any] = "flip,colors",
+        pixels: str | Callable[[np.ndarray], np.ndarray] | None = None,
         loss: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model_of(model)
         head = Head(**head) if isinstance(head, Mapping) else head
-        train: Any = None if data is None else og.data.annotated_images(data, transforms=augment)
+        train: Any = None
+        if data is not None:
+            train = og.data.annotated_images(data, transforms=as_transforms(augment))
         named = stored_classes(self.model)
         self.classes = named if train is None else train.classes
         stored = json.loads(notes_of(self.model).get(_IDS, "[]")) or list(range(len(named)))
@@ -134,40 +152,82 @@ class Detection(Task):
         self.classes = self.classes or [str(i) for i in range(self.head.classes)]
         self.class_layers = class_layers(self.model, self.head)
         if not self.head.has_anchors:
-            self.model = _joined(self.model)
-        self.pixels = pixels or _PIXELS.get(self.head.kind)
+            self.model = _with_joined_output(self.model)
+        self.pixels = as_pixels(pixels or _PIXELS.get(self.head.kind))
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
         only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
-        self.loss, self.arguments = {only: spec} if only else spec, {}
+        self.loss = {only: spec} if only else spec
+        self.batch_size = 8
+        self.arguments = gentle_start(None if train is None else train.rows, self.batch_size)
         self._trainer: Any = None
         self._only = only
+        self._image_ids: dict[Path, Any] = {}
         if train is not None:
             self.model = with_classes(self.model, self.classes)
             own = None if self.ids == [*range(len(self.ids))] else json.dumps(self.ids)
             self.model = with_notes(self.model, {_IDS: own})
-            self._measure()
-            self.data = self._fed(train)
+            self.metrics = self._usual_metrics
+            self.data = self._prepare_reader(train)
             if "val" in train.parts:
-                self.validation = self._fed(og.data.annotated_images(str(data), part="val"))
+                self.validation = self._prepare_reader(
+                    og.data.annotated_images(str(data), part="val")
+                )
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that were given, with the head of the trained model."""
         own = {"head": asdict(self.head)} if "head" in options else {}
         return options | own
 
-    def _measure(self) -> None:
-        """Measure mAP; without data, only where there is a trainer: this needs pycocotools."""
-        metrics = [og.metrics.MeanAveragePrecision(self.decoder.lists, iou) for iou in (None, 0.5)]
-        self.metrics = {self._only: metrics} if self._only else metrics
+    @cached_property
+    def _usual_metrics(self) -> Any:
+        """The metrics of a training; they need pycocotools, which predictions do not."""
+        lists = self.decoder.lists
+        return self._by_output([og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)])
+
+    def _by_output(self, metrics: list[og.metrics.Metric]) -> Any:
+        return {self._only: metrics} if self._only else metrics
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
-        if not self.metrics:
-            self._measure()
+        """Return a trainer of the model; `arguments` of `Trainer` win over the task's arguments."""
+        if "metrics" not in arguments:
+            self.metrics = self.metrics or self._usual_metrics
         self._trainer = super().trainer(**arguments)
         return self._trainer
+
+    def evaluate(
+        self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Return the loss and the metrics of the model for pictures, as `read` takes them.
+
+        Args:
+            data: a COCO file, a data.yaml or a folder with one.
+            batch_size: pictures of one call of the runtime.
+            device: "cpu", "cuda" or "cuda:1".
+
+        Returns:
+            Among others "map50_per_class", a dict by the names of the classes, NaN without a box;
+            and "confusion_matrix", (classes + 1, classes + 1).
+        """
+        if self.metrics and self.metrics is not self._usual_metrics:  # the user's own
+            return super().evaluate(data, batch_size=batch_size, device=device)
+        rows, lists, count = self.read(data), self.decoder.lists, len(self.classes)
+        self.rows = row_count(rows)
+        metrics = [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
+        metrics.append(og.metrics.MeanAveragePrecision(lists, 0.5, per_class=count))
+        metrics = self._by_output([*metrics, og.metrics.BoxConfusion(lists, count)])
+        found = self.trainer(device=device, metrics=metrics).evaluate(rows, batch_size=batch_size)
+        for name, value in found.items():
+            if name.endswith("_per_class"):
+                found[name] = dict(zip(self.classes, value.tolist(), strict=True))
+        return found
+
+    def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
+        name = f"validation_{self._only}_map50" if self._only else "validation_map50"
+        precision = epochs[-1].get(name, 1.0)
+        hardly = f"{name} is {precision:.2g}: hardly a box is found" if precision < 0.01 else ""
+        return super()._describe_failure(epochs) or hardly
 
     def finished(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trained model without the output that only the loss reads."""
@@ -179,35 +239,35 @@ class Detection(Task):
         """Return other rows for the same model and classes, such as those to validate on.
 
         Args:
-            path: as `data`; of a data.yaml, those of `val`, if it names them.
+            path: as `data`; of a data.yaml the pictures of `val`, if it names them.
 
         Returns:
             A reader; nothing is augmented.
 
         Raises:
-            ValueError: files that do not hold what they must, or other classes.
+            ValueError: incomplete files, or other classes.
         """
         read = og.data.annotated_images(path, part=None)
         if list(read.classes) != list(self.classes):
             raise ValueError(
                 f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
             )
-        return self._fed(read)
+        return self._prepare_reader(read)
 
     def predict(
         self, model: Any, inputs: Any, score: float = 0.25, overlap: float = 0.65
     ) -> list[Detections]:
-        """Return what is in each picture.
+        """Return the boxes and classes that are found in each picture.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
             inputs: a folder, a picture or a list of them: paths, uint8 arrays (H, W, 3) in RGB, or
-                images of Pillow.
+                images of Pillow; or annotated pictures, as of `read`.
             score: the least probability.
             overlap: boxes of a class that overlap a better one by a larger IoU are left out.
 
         Returns:
-            A `Detections` for each picture; those of a folder in the order of their names.
+            A `Detections` for each picture; a folder's pictures are in the order of their names.
 
         Raises:
             ValueError: a picture that cannot be read.
@@ -215,7 +275,7 @@ class Detection(Task):
         predictor, results = Predictor(model_of(model)), []
         lengths = output_shapes(model_of(model))
         outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
-        for _, picture in og.data.list_images(inputs):
+        for _, picture in self._list_pictures(inputs):
             image = og.data.open_image(picture)
             x, scale, corner = og.data.letterbox(image, self.head.size, self.pixels)
             values = predictor.run(x[None], outputs)
@@ -235,12 +295,13 @@ class Detection(Task):
     ) -> list[Path]:
         """Write each picture with its boxes, and all boxes as `detections.json`.
 
-        That file is a list as COCO takes results: "image_id", the name of the file without suffix,
-        a number where it is one; "category_id", that of the class in the data; "bbox", x, y, width
-        and height; "score". Pictures that are no files are called 0, 1, ...
+        That file is a list as COCO takes results: "image_id", the id in a COCO file beside the
+        picture or its folder `images`, or in data that the task read; or else the name of the file
+        without suffix, a number where it is one. "category_id", the id of the class in the data;
+        "bbox", x, y, width and height; "score". Pictures that are no files are called 0, 1, ...
 
         Args:
-            inputs: as those of `predict`.
+            inputs: as of `predict`.
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
 
@@ -252,7 +313,8 @@ class Detection(Task):
         """
         from PIL import ImageDraw
 
-        pictures, results, folder = og.data.list_images(inputs), list(results), Path(folder)
+        pictures, results, folder = self._list_pictures(inputs), list(results), Path(folder)
+        image_ids = self._image_ids | coco_image_ids([picture for _, picture in pictures])
         if len(pictures) != len(results):
             raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,6 +322,9 @@ class Detection(Task):
         for (stem, picture), found in zip(pictures, results, strict=True):
             image = og.data.open_image(picture)
             draw = ImageDraw.Draw(image)
+            image_id = int(stem) if stem.isdecimal() else stem
+            if isinstance(picture, (str, os.PathLike)):
+                image_id = image_ids.get(Path(picture), image_id)
             for box, score, name in zip(*found, strict=True):
                 at = self.classes.index(name)
                 color = f"hsl({at * 137 % 360}, 90%, 45%)"
@@ -267,9 +332,8 @@ class Detection(Task):
                 place, text = (box[0] + 3, box[1] + 1), f"{name} {score:.2f}"
                 draw.rectangle(draw.textbbox(place, text), fill=color)
                 draw.text(place, text, fill="white")
-                entry = {"image_id": int(stem) if stem.isdecimal() else stem}
-                entry |= {"category_id": self.ids[at] if self.ids else at}
                 x, y, x2, y2 = box.tolist()
+                entry = {"image_id": image_id, "category_id": self.ids[at] if self.ids else at}
                 rows.append(entry | {"bbox": [x, y, x2 - x, y2 - y], "score": float(score)})
             written.append(folder / f"{stem}.png")
             image.save(written[-1])
@@ -277,20 +341,29 @@ class Detection(Task):
         written[-1].write_text(json.dumps(rows), encoding="utf-8")
         return written
 
-    def _fed(self, reader: Any) -> og.data.Reader:
-        """Return a reader for the model."""
+    def _list_pictures(self, inputs: Any) -> list[tuple[str, Any]]:
+        """Return a name and the source of each picture, also of annotated ones."""
+        if names_annotations(inputs):
+            read = og.data.annotated_images(inputs, part=None)
+            self._image_ids |= read.image_ids
+            inputs = read.files
+        return og.data.list_images(inputs)
+
+    def _prepare_reader(self, reader: Any) -> og.data.Reader:
+        """Return a reader that reads images and labels as the model takes them."""
         reader.size, reader.pixels = self.head.size, self.pixels
-        reader.late_labels = None if self.head.has_anchors else self._matched
+        reader.late_labels = None if self.head.has_anchors else self._label_with_queries
+        self._image_ids |= reader.image_ids
         return reader
 
-    def _matched(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def _label_with_queries(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return labels with the queries that learn them, by a prediction of the trainer."""
         if self._trainer is None:
             raise ValueError("rows are matched by a trainer: create it by task.trainer(...) first")
-        return self._matcher(self._trainer.predict(X), y)
+        return self._match_queries(self._trainer.predict(X), y)
 
     @cached_property
-    def _matcher(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         """The matcher of all batches, whose sessions it keeps."""
         return matcher(self.head)
 
@@ -308,27 +381,12 @@ class Detection(Task):
         if self.head.kind != "detr":  # as most anchors have no object: p = 0.01 (arXiv:1708.02002)
             sizes = {tensor.name: tensor.dims for tensor in self.model.graph.initializer}
             layers = class_layers(self.model, self.head)
-            few = {
-                n: np.full(sizes[n], -np.log(99.0), np.float32)
-                for n in layers
-                if len(sizes[n]) == 1
-            }
+            biases = [name for name in layers if len(sizes[name]) == 1]
+            few = {name: np.full(sizes[name], -np.log(99.0), np.float32) for name in biases}
             self.model = og.graph.replace_initializers_into_onnx(self.model, few)
 
 
-def _bgr_of_bytes(rgb: np.ndarray) -> np.ndarray:
-    return rgb[..., ::-1] * np.float32(255)
-
-
-def _of_imagenet(rgb: np.ndarray) -> np.ndarray:
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    return (rgb - np.array(mean, np.float32)) / np.array(std, np.float32)
-
-
-_PIXELS = {"yolox": _bgr_of_bytes, "detr": _of_imagenet}  # an "rtdetr" takes 0 to 1
-
-
-def _joined(model: onnx.ModelProto) -> onnx.ModelProto:
+def _with_joined_output(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
     read, lengths = ir.from_proto(model), output_shapes(model)
     by_name = {str(y.name): y for y in read.graph.outputs}

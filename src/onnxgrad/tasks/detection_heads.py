@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from onnx import ModelProto
 import onnxgrad as og
 from onnxgrad.operators import REORDERS, SELECTS, operator_of
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import inputs_of, outputs_of
+from onnxgrad.tasks.base import inputs_of, notes_of, outputs_of
 
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
@@ -151,7 +152,8 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
         return kind
     (name, *_, high, wide), outputs = input_of(model), output_shapes(model)
     given = (size, size) if isinstance(size, int) else size
-    height, width = (own or (given and given[i]) for i, own in enumerate((high, wide)))
+    usual = given or _noted_size(model)
+    height, width = (own or usual[i] for i, own in enumerate((high, wide)))
     if not height or not width or (given and tuple(given) != (height, width)):
         raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
     shapes = list(outputs.values())
@@ -177,6 +179,12 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
 
 
+def _noted_size(model: ModelProto) -> Any:
+    """Return height and width as ultralytics notes them in a file, or None for both."""
+    noted = re.fullmatch(r"\[(\d+), (\d+)\]", notes_of(model).get("imgsz", ""))
+    return (None, None) if noted is None else tuple(map(int, noted.groups()))
+
+
 def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
     """Return the kind of outputs of these shapes."""
     if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
@@ -190,7 +198,7 @@ def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
         if second:
             return "yolox"
     raise ValueError(
-        f"the outputs have the shapes {shapes}: say what they are, as head={_KINDS[0]!r}; see Head"
+        f"the outputs have the shapes {shapes}: name their layout, as head={_KINDS[0]!r}; see Head"
     )
 
 

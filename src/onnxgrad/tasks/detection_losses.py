@@ -1,4 +1,4 @@
-"""Losses of object detection, in the graph: what a detector's output means, and what it costs."""
+"""Losses of object detection, in the graph."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def detection_loss(
 
     Labels are boxes, float32 (N, M, 5): class, x1, y1, x2, y2 in pixels; class -1 fills rows up.
 
-    Anchors learn boxes by task-aligned assignment (Feng et al. 2021, arXiv:2108.07755), those of
-    "yolox", too: within a box, the `topk` with the largest p^alpha CIoU^beta, p the score of the
-    class. An anchor of several boxes takes the one that it overlaps most. The target of a class
+    Anchors, also of "yolox", learn boxes by task-aligned assignment (Feng et al. 2021,
+    arXiv:2108.07755): within a box, the `topk` with the largest p^alpha CIoU^beta, p the score of
+    the class. An anchor of several boxes takes the one that it overlaps most. The target of a class
     is that number, scaled to the largest IoU of the box. The sum of the targets in a batch (or a
     micro-batch), at least 1, divides the losses, as in ultralytics: box gain 7.5, classes 0.5,
     distances 1.5. Of "yolox" (Ge et al. 2021, arXiv:2107.08430): box 5, classes 1 (of anchors with
@@ -47,7 +47,7 @@ def detection_loss(
     size 5, divided by the number of boxes; "detr" has a cross-entropy, no object weighs 0.1.
 
     Args:
-        head: what the output means.
+        head: the layout of the output.
         box: "ciou" or "giou": the loss is one minus it.
         classes: "bce", "varifocal", or "focal" with og.losses.LOSSES["focal"], whose target is 0
             or 1.
@@ -72,7 +72,7 @@ def detection_loss(
     if other := set(gains or ()) - set(own):
         raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
     rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
-    kind = _labels(head)
+    kind = _box_labels(head)
 
     def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         return rule.write(op, prediction, label)
@@ -80,7 +80,7 @@ def detection_loss(
     return og.losses.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
 
 
-def _labels(head: Head) -> og.losses.LabelKind:
+def _box_labels(head: Head) -> og.losses.LabelKind:
     columns = 5 if head.has_anchors else 6
     return og.losses.LabelKind(
         ir.DataType.FLOAT,
@@ -92,7 +92,7 @@ def _labels(head: Head) -> og.losses.LabelKind:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The arguments of `detection_loss`, and what they write."""
+    """The arguments of `detection_loss`, which write the loss."""
 
     head: Head
     box: str
@@ -103,7 +103,7 @@ class _Rule:
     beta: float
 
     def write(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write one loss for each picture, whose mean is that of the batch."""
+        """Write one loss for each picture, whose mean is the loss of the batch."""
         head = self.head
         parts = head.read(op, prediction)
         if head.probabilities:
@@ -126,7 +126,7 @@ class _Rule:
         scores = op.detached(log_p[0] + log_p[1] if hidden[1:] else log_p[0])
         boxes, anchors = op.detached(parts["boxes"]), head.anchors
         most = op.const([min(self.topk, len(anchors))])
-        named, share, iou = _assigned(
+        named, share, iou = _assign_anchors(
             op, (boxes, scores, anchors[:, :2]), (truth, one_hot), (most, self.alpha, self.beta)
         )
         found = op.Clip(op.ReduceSum(named, [2], keepdims=1), 0.0, 1.0)  # (N, A, 1)
@@ -137,20 +137,20 @@ class _Rule:
         losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
         if "objectness" in parts:
             losses["classes"] = losses["classes"][0], found
-            entropy = _cross_entropy(op, parts["objectness"], found)
+            entropy = _binary_cross_entropy(op, parts["objectness"], found)
             losses["objectness"] = op.Squeeze(entropy, [2]), None
         sides_of = parts.get("distances")
         if head.kind == "yolov8":
-            sides_of = _distances(op, prediction, len(anchors))
+            sides_of = _distance_logits(op, prediction, len(anchors))
         if sides_of is not None:
             near, far = op.split(mine, 2, 2)
             center, stride = op.const(anchors[:, :2]), anchors[:, 2:]
             sides = op.Concat(center - near, far - center, axis=2) / stride
             each = og.losses.distribution_focal(op, sides_of, sides)
             losses["distances"] = op.ReduceMean(each, [2], keepdims=0), weight
-        return self._total(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
+        return self._sum_losses(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
-    def _total(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
+    def _sum_losses(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
         """Write N / count sum_k gain_k sum over anchors, (N,)."""
         rows = op.Cast(op.Shape(label, start=0, end=1), to=ir.DataType.FLOAT)
         total = None
@@ -166,7 +166,7 @@ class _Rule:
         if self.classes == "focal":
             hit = op.Cast(op.Greater(target, 0.0), to=ir.DataType.FLOAT)
             return og.losses.LOSSES["focal"].formula(op, logits, hit)
-        return _cross_entropy(op, logits, target)
+        return _binary_cross_entropy(op, logits, target)
 
     def _of_queries(self, op, parts, one_hot, truth, query):
         """Write the losses of a set: the queries are matched before."""
@@ -198,10 +198,10 @@ class _Rule:
             hit = hit * quality if self.classes == "varifocal" else hit
             each = self._class_losses(op, parts["classes"], hit)
             losses["classes"] = op.ReduceSum(each, [2], keepdims=0), None
-        return self._total(op, losses, count, truth)
+        return self._sum_losses(op, losses, count, truth)
 
 
-def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
+def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
     """Write which box each anchor learns (N, A, M), 0 or 1; its share and its IoU (N, A, 1)."""
     (boxes, scores, centers), (truth, one_hot), (most, alpha, beta) = predicted, true, how
     corners = op.Unsqueeze(truth, [2])  # (N, M, 1, 4)
@@ -232,7 +232,7 @@ def _assigned(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tu
     return tuple(op.Transpose(x, perm=[0, 2, 1]) for x in sides)
 
 
-def _cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
+def _binary_cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
     return og.losses.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
 
 
@@ -254,7 +254,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     return op.again(node, new)[x.index()]
 
 
-def _distances(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
+def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
     """Return the logits (N, A, 4, R) of the nearest Softmax over distances before `prediction`."""
     queue, seen = [prediction], set[ir.Node]()
     for value in queue:
@@ -278,8 +278,8 @@ def _distances(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:
 def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Return a function of predictions and labels (N, M, 5) that adds the query of each box, -1.
 
-    The queries of a picture are those of the least sum of 5 L1 - 2 GIoU - p (equation 1 and section
-    A.2 of Carion et al. 2020), which the Hungarian method finds.
+    The queries of a picture have the least sum of 5 L1 - 2 GIoU - p (equation 1 and section A.2 of
+    Carion et al. 2020), which the Hungarian method finds.
     """
     try:
         from scipy.optimize import linear_sum_assignment

@@ -16,6 +16,7 @@ from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
     CLASSES,
     Task,
+    fine_tuning_rate,
     home_of,
     inputs_of,
     model_of,
@@ -102,7 +103,7 @@ class Embeddings(Task):
         self._add_layers(output, pool, projection, seed)
         self._kind = "classes"
         if data is not None:
-            self._kind, rows_of_data = self._rows(data)
+            self._kind, rows_of_data = self._read_rows(data)
             if self._kind == "classes":
                 X, labels = rows_of_data if isinstance(data, tuple) else (rows_of_data, None)
                 self.data = og.data.p_by_k(X, labels, classes, rows)
@@ -129,6 +130,8 @@ class Embeddings(Task):
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
+        if name not in _MARGINS:  # whose new centers must move
+            self.arguments |= fine_tuning_rate(self.model)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that were given, with the output of the model that comes out."""
@@ -156,16 +159,16 @@ class Embeddings(Task):
             output = self.model.graph.output[0].name
         self.output = output
 
-    def _rows(self, data: Any) -> tuple[str, Any]:
-        """Return the kind of data, a key of `_DEFAULTS`, and their reader; arrays as they are."""
+    def _read_rows(self, data: Any) -> tuple[str, Any]:
+        """Return the kind of data, a key of `_DEFAULTS`, and their reader, or the arrays."""
         if isinstance(data, tuple):
             return "classes", data
         if Path(data).is_dir():
             return "classes", og.data.image_folder(data, **self._images)
-        reader = self._texts(data)
+        reader = self._read_texts(data)
         return reader.kind, reader
 
-    def _texts(self, source: Any) -> Any:
+    def _read_texts(self, source: Any) -> Any:
         """Return a reader of texts for the inputs of the model."""
         shapes = inputs_of(self.model)
         if "input_ids" not in shapes:
@@ -177,13 +180,13 @@ class Embeddings(Task):
         return reader.for_inputs(shapes)
 
     def read(self, path: Any) -> Any:
-        """Return other rows, from what `data` may be, to evaluate on; arrays as they are.
+        """Return other rows to evaluate on, from files as `data`; arrays stay arrays.
 
         Raises:
             ValueError: as for `data`; rows of another kind; or other classes than the centers are
                 of.
         """
-        kind, reader = self._rows(path)
+        kind, reader = self._read_rows(path)
         if self.data is not None and kind != self._kind:
             raise ValueError(f"these are rows of {kind}, and those to train on of {self._kind}")
         classes = getattr(reader, "classes", None)
@@ -192,7 +195,7 @@ class Embeddings(Task):
         return reader
 
     def finished(self, model: Any) -> onnx.ModelProto:
-        """Return a trained model as it is used: without the centers of classes, if it has some.
+        """Return a trained model as people use it: without the centers of classes.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -202,8 +205,8 @@ class Embeddings(Task):
             return proto
         return with_notes(og.graph.features(proto, at=self.output), {CLASSES: None})
 
-    def _listed(self, inputs: Any) -> Any:
-        """Return the images of a folder, the lines of a file, or inputs as they are."""
+    def _list_inputs(self, inputs: Any) -> Any:
+        """Return the images of a folder, the lines of a file, or the inputs unchanged."""
         if not isinstance(inputs, (str, os.PathLike)):
             return inputs
         if Path(inputs).is_dir():
@@ -218,11 +221,11 @@ class Embeddings(Task):
             inputs: a list of texts; a `.txt` file with a text on each line; a folder of images with
                 a sub-folder for each class; a reader; an array, or a dict of arrays.
         """
-        inputs = self._listed(inputs)
+        inputs = self._list_inputs(inputs)
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
-            inputs = self._texts(inputs)
+            inputs = self._read_texts(inputs)
         predictor = Predictor(self.finished(model), [self.output])
-        z = np.concatenate([predictor.run(feed)[0] for feed in _feeds(predictor, inputs)])
+        z = np.concatenate([predictor.run(feed)[0] for feed in _input_batches(predictor, inputs)])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -232,7 +235,7 @@ class Embeddings(Task):
         ids are texts, paths of images, or else numbers.
         """
         z = np.asarray(results)
-        names = self._listed(inputs)
+        names = self._list_inputs(inputs)
         names = getattr(names, "files", names)
         if not isinstance(names, (list, tuple)) or len(names) != len(z):
             names = range(len(z))
@@ -253,8 +256,8 @@ class Embeddings(Task):
         return [home / "embeddings.npy", home / "neighbors.csv"]
 
 
-def _feeds(predictor: Predictor, inputs: Any) -> Iterator[Any]:
-    """Yield what a model takes, batch by batch, from a reader or arrays."""
+def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
+    """Yield the inputs of a model, batch by batch, from a reader or arrays."""
     if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
         yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,48 @@ def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
             "as deviations above 0, as 0.5/0.25 or 0.5,0.4,0.3/0.2,0.2,0.2"
         ) from None
     return Normalize(mean, std)
+
+
+@dataclass(frozen=True)
+class ScaledChannels:
+    """Values of 0 to 1 times `scale`, with the channels of RGB in another order."""
+
+    scale: float
+    order: tuple[int, ...]
+
+    def __call__(self, array: np.ndarray, rng: Any = None) -> np.ndarray:
+        """Return an image (height, width, channels) in the values that the model takes."""
+        return np.asarray(array[..., list(self.order)] * np.float32(self.scale))
+
+
+PIXELS = {
+    "bgr": ScaledChannels(1, (2, 1, 0)),
+    "bgr255": ScaledChannels(255, (2, 1, 0)),
+    "rgb255": ScaledChannels(255, (0, 1, 2)),
+}
+
+
+def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return the function from RGB of 0 to 1 to the values that a model takes; None without one.
+
+    Args:
+        pixels: such a function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
+
+    Raises:
+        ValueError: a text that is none of these.
+    """
+    if callable(pixels):
+        return pixels
+    if isinstance(pixels, str) and pixels in PIXELS:
+        return PIXELS[pixels]
+    try:
+        return as_normalization(pixels)
+    except ValueError:
+        names = ", ".join([*PIXELS, "imagenet", "none"])
+        raise ValueError(
+            f"{argument('pixels', pixels)} is neither a function, nor {names}, nor as many means "
+            "as deviations above 0, as 0.5/0.25"
+        ) from None
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:

@@ -22,6 +22,7 @@ from onnxgrad.data.image_transforms import (
     IMAGES,
     Normalize,
     Transform,
+    as_transforms,
     noted_normalization,
     noted_transforms,
 )
@@ -29,7 +30,7 @@ from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
 from onnxgrad.model.notes import read_note
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.base import outputs_of
+from onnxgrad.tasks.base import fine_tuning_rate, outputs_of
 from onnxgrad.tasks.image_values import as_image_size, as_normalization, checked_scale
 from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from onnxgrad.tasks.row_predictions import Columns
@@ -79,6 +80,10 @@ class Images(RowsTask):
     each class is held out for `validation`, unless the folder has a folder of its own for it, or it
     is said otherwise.
 
+    By default, all weights of a model with ten layers or more, or with BatchNormalization, whose
+    statistics are kept, train at 0.0001, in batches of 8; others at the rate of the optimizer, in
+    batches of 32.
+
     Args:
         model: model, serialized model or path, with one input of images.
         data: a folder with a folder for each class, or with train/, validation/ and test/ of such;
@@ -88,7 +93,8 @@ class Images(RowsTask):
         scale: the value of white, 1 or 255; None: as in an earlier training, or 1.
         normalize: "imagenet", "none", "MEAN/STD" of values from 0 to `scale`, or what
             `og.data.normalize` returns; None: as in an earlier training, or none.
-        augment: transforms of `og.data.image_folder` for training, such as `og.data.random_flip()`.
+        augment: transforms for training: "flip" and "colors" by name, as "flip,colors", or a list
+            of names and of transforms of `og.data.image_folder`.
         classes: the names of the classes in the order of the model's output; None: the names
             in the model, or of the folders.
         loss: as of `Trainer`. None: as in an earlier training, or the output `loss_output` of the
@@ -135,7 +141,7 @@ class Images(RowsTask):
         image_size: int | str | tuple[int, int] | None = None,
         scale: float | None = None,
         normalize: Any = None,
-        augment: Sequence[Transform] = (),
+        augment: str | Sequence[Any] = (),
         classes: Sequence[str] | Sequence[int] | None = None,
         loss: Any = None,
         loss_options: Mapping[str, Any] | None = None,
@@ -157,7 +163,7 @@ class Images(RowsTask):
         self._stated = as_image_size(image_size), scale, normalize
         self._augment: Sequence[Transform] = ()
         if data is not None:
-            self._augment = tuple(augment)
+            self._augment = as_transforms(augment)
             parts = parts_of(Path(data)) if Path(data).is_dir() else {}
             if parts and validation is None:
                 validation = parts.get("validation")
@@ -165,6 +171,9 @@ class Images(RowsTask):
             self._begin_training(self._own_part(Path(data), "train"), validation, seed)
             self._augment = ()
             self.notes[:0] = told
+            if slow := fine_tuning_rate(self.model):
+                self.arguments |= slow
+                self.batch_size = 8
 
     def _own_part(self, folder: Path, part: str) -> Path:
         """Return the folder "train" or "test" of a folder of parts; any other folder itself.

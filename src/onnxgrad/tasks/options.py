@@ -19,7 +19,7 @@ _MAKERS = {name: submodule for submodule in (og.data, og.losses) for name in sub
 
 
 def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for JSON; of what it cannot hold, the name of a function."""
+    """Return options for JSON; of functions, which it cannot hold, their names."""
     kept = {name: _as_json(value) for name, value in options.items()}
     if isinstance(path := options.get("tokenizer"), str):
         kept["tokenizer"] = {"path": os.path.abspath(path)}
@@ -44,7 +44,7 @@ def read_options(kept: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one of them is a function, which must be given.
     """
-    made = {name: _made(name, value) for name, value in kept.items()}
+    made = {name: _read_option(name, value) for name, value in kept.items()}
     return {name: value for name, value in made.items() if value is not None}
 
 
@@ -71,10 +71,10 @@ def _as_json(value: Any) -> Any:
     return None
 
 
-def _made(name: str, value: Any) -> Any:
+def _read_option(name: str, value: Any) -> Any:
     """Return the value of an option that `_as_json` wrote; None for a file that is not there."""
     if isinstance(value, list):
-        return tuple(_made(name, each) for each in value)
+        return tuple(_read_option(name, each) for each in value)
     if not isinstance(value, dict):
         return value
     if _FUNCTION in value:
@@ -86,5 +86,5 @@ def _made(name: str, value: Any) -> Any:
         return value["path"] if Path(value["path"]).exists() else None
     if _MAKER in value:
         maker = value[_MAKER]
-        return getattr(_MAKERS[maker], maker)(**_made(name, value["arguments"]))
-    return {key: _made(name, each) for key, each in value.items()}
+        return getattr(_MAKERS[maker], maker)(**_read_option(name, value["arguments"]))
+    return {key: _read_option(name, each) for key, each in value.items()}

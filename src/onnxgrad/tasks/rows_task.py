@@ -162,10 +162,11 @@ class RowsTask(Task):
     def trainer(self, **arguments: Any) -> Trainer:
         """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
         pruned = self.model if self._scored is None else self._scored.job.proto
-        own = {"loss": self.loss, "metrics": self.metrics or (), **self.arguments}
+        usual = self.usual_arguments(arguments)
+        own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
         if arguments.get("loss") is not None:  # whose options are others
-            own = {"metrics": own["metrics"]}
-        trainer = Trainer(pruned, **{**own, **arguments})
+            own = {name: value for name, value in own.items() if not name.startswith("loss")}
+        trainer = self._new_trainer(pruned, {**own, **arguments})
         trainer._names = self.names.copy()
         return trainer
 

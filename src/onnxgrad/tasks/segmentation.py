@@ -14,12 +14,14 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, model_of, notes_of, stored_classes, with_classes
+from onnxgrad.tasks.base import Task, gentle_start, model_of, notes_of, stored_classes, with_classes
+from onnxgrad.tasks.image_values import as_image_size, as_pixels
 
 __all__ = ["Segmentation"]
 
-# the loss of one score a pixel, and that of one for each class
+# the loss of one score a pixel, and the loss of a score for each class
 _LOSSES = {
     "cross_entropy": ("binary_cross_entropy", "cross_entropy"),
     "dice": ("dice", "softmax_dice"),
@@ -34,27 +36,33 @@ _logger = logging.getLogger(og.__name__)
 class Segmentation(Task):
     """A class for every pixel: semantic segmentation by scores (N, classes, H, W).
 
-    `data` are those of `og.data.masked_images`, a folder with `images` and `masks` or a JSON file
-    of COCO. A folder may also have two such folders, `train` and `val`.
+    `data` are read by `og.data.masked_images`: a folder with `images` and `masks` or a JSON file of
+    COCO. A folder may also have two such folders, `train` and `val`.
 
     Pictures are resized to the input of the model (bilinear), masks to its output (nearest
-    neighbor), also where that is smaller: loss and metrics are those of its pixels. For
+    neighbor), also where that is smaller: loss and metrics are of its pixels. For
     predictions, scores are resized to the picture (bilinear) before the best class is chosen.
     Labels are int64 (N, H, W), -100 where ignored. A model with one score a pixel, (N, 1, H, W),
     tells two classes apart: its labels have that shape, and are 0.0, 1.0, or NaN where ignored.
 
     The metrics are `iou`, the mean over the classes that occur, and `iou_per_class`.
 
+    By default, batches have 8 pictures, the learning rate of AdamW rises to 0.001 in the first
+    quarter of an epoch (100 steps at most), and gradients are clipped to a norm of 10.
+
     Args:
         model: model or path, with one input of pictures, channels first or last.
         data: the folder or JSON file; None: `model` is one that was trained.
-        classes: names of the classes, or their number; None: those that the data name, or up to the
+        classes: names of the classes, or their number; None: as the data name them, or up to the
             largest number in masks. If the model has scores of another number, it gets a new last
             layer by `replace_head`, and the logger warns.
-        image_size: (height, width) of pictures for the model; None: as its input declares.
+        image_size: (height, width) of pictures for the model, or a number for both; None: as its
+            input declares.
         images, ignore: as of `og.data.masked_images`.
-        normalize: of values from 0 to 1, as `og.data.normalize(mean, std)`.
-        augment: `transforms` of `og.data.masked_images`, such as `og.data.random_flip()`.
+        normalize: of values from 0 to 1: "imagenet", "MEAN/STD", "bgr", "bgr255", "rgb255", "none",
+            or a transform as `og.data.normalize(mean, std)`.
+        augment: transforms for training: "flip" and "colors" by name, as "flip,colors", or a list
+            of names and of `transforms` of `og.data.masked_images`.
         loss: "cross_entropy", "dice" or "focal", several with "+" in between, or `{name: factor}`:
             see `combined_loss`; these are `binary_cross_entropy`, `dice` and `focal` of one score,
             `cross_entropy`, `softmax_dice` and `softmax_focal` of several. Or any that a `Trainer`
@@ -86,6 +94,7 @@ class Segmentation(Task):
     """
 
     remembered = ("image_size", "normalize", "ignore", "loss", "loss_options", "output", "layout")
+    _also_try = ", or other values of the pictures: see normalize"
 
     def __init__(
         self,
@@ -93,10 +102,10 @@ class Segmentation(Task):
         data: str | os.PathLike | None = None,
         *,
         classes: int | Sequence[str] | None = None,
-        image_size: tuple[int, int] | None = None,
+        image_size: int | str | tuple[int, int] | None = None,
         images: str | os.PathLike | None = None,
-        normalize: Callable[..., np.ndarray] | None = None,
-        augment: Sequence[Callable[..., Any]] = (),
+        normalize: str | Callable[..., np.ndarray] | None = None,
+        augment: str | Sequence[Any] = (),
         ignore: int | None = 255,
         loss: Any = "cross_entropy",
         loss_options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -106,12 +115,13 @@ class Segmentation(Task):
     ) -> None:
         proto = model_of(model)
         self.images, self.ignore = images, ignore
-        of_pictures = image_size, layout, output, normalize
+        of_pictures = as_image_size(image_size), layout, output, as_pixels(normalize)
         self._form = form = Form.of(proto, *of_pictures)
         held = next((p for n in _HELD if data and (p := Path(data) / n).is_dir()), None)
         names, number = ([], classes) if isinstance(classes, int) else ([*(classes or ())], None)
         if data is not None:
-            rows = self._rows(Path(data) / "train" if held else data, names or number, augment)
+            path = Path(data) / "train" if held else data
+            rows = self._read_masks(path, names or number, as_transforms(augment))
             names, number = rows.classes if rows.named else names, len(rows.classes)
         stored = stored_classes(proto)
         if not names and classes is None and (number or 0) <= len(stored):
@@ -123,22 +133,25 @@ class Segmentation(Task):
         if number != had and data is None:
             raise ValueError(f"the model has scores of {had} classes, not {number}: give it data")
         if number != had:
-            _logger.warning("scores of %d classes: a new last layer has those of %d", had, number)
+            message = "the model has scores of %d classes: a new last layer has scores of %d"
+            _logger.warning(message, had, number)
             at = output if form.several else None
             proto = og.replace_head(proto, names or number, output=at, seed=seed)
             self._form = form = Form.of(proto, *of_pictures)
         self.classes = names or [str(n) for n in range(number)]
         self.model = proto if data is None else with_classes(proto, self.classes)
-        loss = _loss(loss, loss_options or {}, form)
+        loss = _combine_losses(loss, loss_options or {}, form)
         metrics = ["iou", "iou_per_class"]
         self.loss = {form.output: loss} if form.several else loss
         self.metrics: Any = {form.output: metrics} if form.several else metrics
-        self.arguments = {}
+        self.batch_size = 8
+        rows_to_train = None if data is None else rows.rows
+        self.arguments = gentle_start(rows_to_train, self.batch_size)
         if data is not None:
-            self.data, rows.classes = self._labeled(rows), self.classes
+            self.data, rows.classes = self._relabel_single_score(rows), self.classes
             self.validation = self.read(held) if held else None
 
-    def _rows(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
+    def _read_masks(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
         """Return the pictures and masks of files, for the model."""
         form, images = self._form, images or self.images
         return og.data.masked_images(
@@ -146,8 +159,8 @@ class Segmentation(Task):
             ignore=self.ignore, images=images, channels=form.channels,
         )  # fmt: skip
 
-    def _labeled(self, rows: Any) -> og.data.Reader:
-        """Return a reader with labels for one score, where the model has one."""
+    def _relabel_single_score(self, rows: Any) -> og.data.Reader:
+        """Return a reader whose labels are numbers where the model has one score a pixel."""
         axis = self._form.axes[1]
         if self._form.scores == 1:
             rows.relabel = lambda X, y: np.float32(np.expand_dims(np.where(y < 0, np.nan, y), axis))
@@ -165,7 +178,7 @@ class Segmentation(Task):
         Raises:
             ValueError: files that cannot be read or do not fit, or other classes.
         """
-        return self._labeled(self._rows(path, [*self.classes], images=images))
+        return self._relabel_single_score(self._read_masks(path, [*self.classes], images=images))
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
         """Return the mask of each picture: class numbers, uint8, (height, width) of the picture.
@@ -187,7 +200,7 @@ class Segmentation(Task):
         """Write `masks/<name>.png`, with a palette, and `overlays/<name>.png` on the picture.
 
         Args:
-            inputs: as those of `predict`; arrays are named by their number.
+            inputs: as of `predict`; arrays are named by their number.
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
 
@@ -212,8 +225,8 @@ class Segmentation(Task):
         return written
 
 
-def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
-    """Return a sum of losses for the scores of a model; other losses as they are."""
+def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
+    """Return a sum of losses by name for the scores of a model; a loss that is none by name."""
     if not isinstance(loss, (str, Mapping)):
         if options:
             raise ValueError("loss_options are of losses by name: give the loss its own options")
@@ -230,7 +243,7 @@ def _loss(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> An
 
 
 def palette() -> bytes:
-    """Return the colors of 256 classes, three bytes each, those of Pascal VOC."""
+    """Return the colors of 256 classes, three bytes each, as in Pascal VOC."""
     n, channel = np.arange(256)[:, None], np.arange(3)
     bits = [((n >> (3 * j + channel)) & 1) << (7 - j) for j in range(8)]
     return np.sum(bits, axis=0).astype(np.uint8).tobytes()
@@ -267,7 +280,7 @@ class Form:
         shape.insert(axis, channels)
         outputs = [y for y in predictor.outputs if y in floats]
         if output not in outputs and (output or len(outputs) != 1):
-            raise ValueError(f"output={output!r}: name that of the scores, one of {outputs}")
+            raise ValueError(f"output={output!r}: name the output of scores, one of {outputs}")
         name = output or outputs[0]
         try:
             scores = predictor.run(np.zeros(shape), [name])[0].shape

@@ -40,7 +40,7 @@ class Sound(Task):
         front: from float32 (N, samples) to features, such as `onnxgrad.data.mel_spectrogram`; their
             last two axes are swapped, and an axis of length 1 is added, where the input says so.
         word: the class that a model with one score detects; all others are the background.
-        classes: names of the units of the model, in their order; None: those of the data, sorted.
+        classes: names of the units of the model, in their order; None: as in the data, sorted.
             A model with another number of units gets a new last layer, by `replace_head`. The model
             that comes out stores them, as `onnxgrad.classes`; `word` too.
         background: the class that is no event. A stream of several classes has it for what has no
@@ -50,7 +50,7 @@ class Sound(Task):
         constants: values of further inputs; None: of one called "sr", the sample rate.
         files: files of a stream side by side in a batch; of a model whose states have no rows, the
             consecutive windows of one file, through which the gradient passes.
-        shift, gain, noise, snr: what is random about clips in training, see `og.data.sound_folder`.
+        shift, gain, noise, snr: of random changes of clips in training, see `og.data.sound_folder`.
         output: name of the output of scores, if several could be.
         activation: "sigmoid" or "softmax", which makes probabilities of outputs; "none" if they are
             such. None: by `are_probabilities`.
@@ -70,17 +70,8 @@ class Sound(Task):
         [(2.0, 4.0, 'beep')]
     """
 
-    remembered = (
-        "rate",
-        "seconds",
-        "front",
-        "word",
-        "background",
-        "carry",
-        "context",
-        "constants",
-        "output",
-        "activation",
+    remembered = tuple(
+        "rate seconds front word background carry context constants output activation".split()
     )
 
     def __init__(
@@ -112,7 +103,7 @@ class Sound(Task):
         self.form = SoundModel(self.model, *described)
         folder = None
         if data is not None:
-            folder = self._folder(data, shift=shift, gain=gain, noise=noise, snr=snr)
+            folder = self._open_folder(data, shift=shift, gain=gain, noise=noise, snr=snr)
         stored = stored_classes(self.model)
         if word is None and classes is None and self.form.units == len(stored) == 1:
             self.word = stored[0]
@@ -133,10 +124,10 @@ class Sound(Task):
         self.arguments = {"carry": self.form.carry}
         if self.form.along:
             self.arguments["batch_axes"] = dict.fromkeys(self.form.carry)
-        self.data = None if folder is None else self._reader(folder)
+        self.data = None if folder is None else self._label_clips(folder)
         self.validation = None if validation is None else self.read(validation)
 
-    def _folder(self, path: str | os.PathLike, **random: Any) -> Any:
+    def _open_folder(self, path: str | os.PathLike, **random: Any) -> Any:
         form = self.form
         return og.data.sound_folder(
             path, form.rate, form.samples / form.rate, form.inputs, **random
@@ -161,7 +152,7 @@ class Sound(Task):
         return stored_classes(self.model) or [str(i) for i in range(units)]
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` are those of `Trainer`, and win."""
+        """Return a trainer of the model; `arguments` of `Trainer` win over the task's."""
         weights, output = arguments.get("class_weight"), self.form.output
         by_output = isinstance(weights, Mapping) and output in weights
         if weights is not None and not self.form.single and not by_output:
@@ -174,9 +165,9 @@ class Sound(Task):
         Raises:
             ValueError: files that cannot be read, or a class that the model does not have.
         """
-        return self._reader(self._folder(path))
+        return self._label_clips(self._open_folder(path))
 
-    def _reader(self, folder: Any) -> og.data.Reader:
+    def _label_clips(self, folder: Any) -> og.data.Reader:
         form = self.form
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
@@ -184,25 +175,25 @@ class Sound(Task):
                     f"{str(clip.file)!r} has the label {clip.label!r}, not of {self.classes}"
                 )
         if not form.carry:
-            numbers = np.array([self._number(clip.label) for clip in folder.clips])
-            folder.labels = self._shaped(numbers)
+            numbers = np.array([self._class_number(clip.label) for clip in folder.clips])
+            folder.labels = self._shape_labels(numbers)
             return folder
         width = self.files if form.rows is None else form.rows
-        windows = partial(self._stream, folder.augment)
+        windows = partial(self._read_windows, folder.augment)
         return Streams(folder, windows, form.inputs, width, form.along)
 
-    def _number(self, label: str) -> int:
+    def _class_number(self, label: str) -> int:
         if self.word is not None:
             return int(label == self.word)
         return self.classes.index(label or self.background)
 
-    def _shaped(self, numbers: np.ndarray) -> np.ndarray:
+    def _shape_labels(self, numbers: np.ndarray) -> np.ndarray:
         """Return numbers of classes as labels of the loss."""
         if len(self.classes) == 1:
             return np.float32(numbers).reshape(-1, *[1] * (len(self.form.out) - 1))
         return numbers.reshape(-1, *[1] * (len(self.form.out) - 2))
 
-    def _stream(
+    def _read_windows(
         self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the windows of a file, and their labels."""
@@ -211,12 +202,12 @@ class Sound(Task):
         windows, first = form.windows(x, form.samples)
         starts, size = first / form.rate, form.samples / form.rate
         numbers = np.zeros(len(windows), np.int64)
-        numbers += self._number("")
+        numbers += self._class_number("")
         for clip in clips:
             end = np.inf if clip.end is None else clip.end
             within = np.minimum(end, starts + size) - np.maximum(clip.start, starts)
-            numbers[within >= size / 2] = self._number(clip.label)
-        return windows, self._shaped(numbers)
+            numbers[within >= size / 2] = self._class_number(clip.label)
+        return windows, self._shape_labels(numbers)
 
     def predict(
         self,
@@ -227,7 +218,7 @@ class Sound(Task):
         threshold: float = 0.5,
         hold: float = 0.0,
     ) -> list[Heard]:
-        """Return what is heard in each file.
+        """Return the events and scores that are heard in each file.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -267,7 +258,7 @@ class Sound(Task):
         """Write events into `events.csv`, and a label track of Audacity, `.txt`, for each file.
 
         Args:
-            inputs: as those of `predict`.
+            inputs: as of `predict`.
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
         """

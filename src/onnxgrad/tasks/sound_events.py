@@ -22,8 +22,8 @@ class Heard:
         times: second at which each window begins, (windows,).
         scores: probability of each class in each window, (windows, classes).
         events: (start, end, class, score), in seconds; the score is the largest of its windows.
-        label: of several classes, that of the largest mean score; of one, its name if there is an
-            event, and None without.
+        label: of several classes, the one of the largest mean score; of one, its name if there is
+            an event, and None without.
 
     Examples:
         >>> import numpy as np

@@ -54,8 +54,8 @@ class SoundModel:
             if name not in inputs:
                 raise ValueError(f"carry: the model has no input {name!r}, but {list(inputs)}")
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
-        self.input = _only("input of sounds", others, None)
-        self.output = _only("output", outputs, output)
+        self.input = _select_one("input of sounds", others, None)
+        self.output = _select_one("output", outputs, output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
@@ -67,11 +67,11 @@ class SoundModel:
         if unknown := set(inputs) - {self.input, *carry, *self.constants}:
             raise ValueError(f"the model has the inputs {sorted(unknown)}, too: pass constants=")
         self.units = self.out[-1] if len(self.out) > 1 else 1
-        self.samples = self._samples(seconds)
+        self.samples = self._window_length(seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
         self.activation = "none" if og.losses.are_probabilities(proto, self.output) else None
 
-    def _samples(self, seconds: float | None) -> int:
+    def _window_length(self, seconds: float | None) -> int:
         stated = self.shape[-1]
         asked = None if seconds is None else round(seconds * self.rate)
         if self.front is None and isinstance(stated, int):
@@ -157,7 +157,7 @@ class SoundModel:
         return y
 
 
-def _only(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None) -> str:
+def _select_one(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None) -> str:
     """Return the name of the only value of floats, or the chosen one."""
     names = [n for n, (dtype, shape) in found.items() if dtype.kind == "f" and shape]
     if chosen in names:

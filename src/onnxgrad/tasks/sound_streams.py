@@ -43,9 +43,9 @@ class Streams(og.data.Reader):
         order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
         size = 1 if self.along else min(self.width, len(order))
         self.groups = [order[i : i + size] for i in range(0, len(order), size)]
-        self.count = sum(self._steps(group) for group in self.groups)
+        self.count = sum(self._count_steps(group) for group in self.groups)
 
-    def _steps(self, group: list[int]) -> int:
+    def _count_steps(self, group: list[int]) -> int:
         longest = max(self.counts[i] for i in group)
         return -(-longest // self.width) if self.along else longest
 
@@ -55,15 +55,15 @@ class Streams(og.data.Reader):
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         for group in (self.groups[i] for i in order):
-            if skip >= (steps := self._steps(group)):
+            if skip >= (steps := self._count_steps(group)):
                 skip -= steps
                 continue
             if not skip and group is not self.groups[order[0]]:
                 yield None
-            yield from self._group(group, seed, skip)
+            yield from self._read_group(group, seed, skip)
             skip = 0
 
-    def _group(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
+    def _read_group(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
         read = []
         for i in group:
             rng = None if seed is None else np.random.default_rng([seed, i])
@@ -75,7 +75,7 @@ class Streams(og.data.Reader):
                 yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
             return
         sides = [read[i % len(read)] for i in range(len(self.groups[0]))]  # each batch has as many
-        for t in range(skip, self._steps(group)):
+        for t in range(skip, self._count_steps(group)):
             own = [min(t, len(y) - 1) for _, y in sides]
             weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
             x, y = (

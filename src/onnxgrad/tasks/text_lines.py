@@ -1,4 +1,4 @@
-"""Images of lines of text, what they say, and the characters that a model knows."""
+"""Images of lines of text, their texts, and the characters that a model knows."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ class LineForm:
     def widths(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the widths of an image of this size (width, height), resized, and of its array."""
         width = max(1, -(-self.height * size[0] // size[1]))
-        return (
-            (width, max(width, self.height))
-            if self.width is None
-            else (
-                min(width, self.width),
-                self.width,
-            )
-        )
+        if self.width is None:
+            return width, max(width, self.height)
+        return min(width, self.width), self.width
 
     def array(self, image: Any) -> np.ndarray:
         """Return an image of Pillow as float32 (channels, height, width), padded with zeros."""
@@ -96,7 +91,7 @@ def name_of(source: Any) -> str:
 
 
 def lines_of(path: str | os.PathLike) -> list[str]:
-    """Return the lines of a text file, as they are, with spaces at their ends."""
+    """Return the lines of a text file, with the spaces at their ends."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
@@ -117,7 +112,7 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
                 f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
             )
     else:
-        rows = [(path.parent / name, text) for name, text in _listed(path)]
+        rows = [(path.parent / name, text) for name, text in _read_list(path)]
     if not rows:
         raise ValueError(f"{data!r} has no rows")
     for image, text in rows:
@@ -135,7 +130,7 @@ def _text_beside(image: Path) -> str:
     return "\n".join(lines_of(file))
 
 
-def _listed(path: Path) -> list[tuple[str, str]]:
+def _read_list(path: Path) -> list[tuple[str, str]]:
     """Return the names and texts of a CSV or label file."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -194,7 +189,7 @@ class Alphabet:
     def of(
         cls, characters: list[str], count: int, blank: int | None, classes_first: bool
     ) -> Alphabet:
-        """Return that of `count` classes: blank and space are added if they are missing."""
+        """Return the alphabet of `count` classes: blank and space are added if they are missing."""
         classes, whole = [*characters], count == len(characters)
         marked = [i for i, c in enumerate(classes) if c in _BLANKS]
         if blank is None and whole and not marked:

@@ -18,6 +18,7 @@ from onnxgrad.tasks.base import (
     Task,
     class_probabilities,
     configured_classes,
+    fine_tuning_rate,
     home_of,
     inputs_of,
     model_of,
@@ -34,7 +35,7 @@ _BATCH = 32
 class Tokens(Task):
     """Labels of words, by a model with an output (rows, tokens, classes) of scores.
 
-    `data` are those of `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
+    `data` are read by `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
     several rows, which overlap, and a text with entities by characters is cut into words with BIO
     labels.
 
@@ -80,10 +81,10 @@ class Tokens(Task):
         self._tokenizer = tokenizer_for(tokenizer, home)
         self._how = {"max_length": max_length, "stride": stride, "label_all": label_all}
         stored = stored_classes(proto) or configured_classes(proto, home)
-        rows = None if data is None else self._rows(data, classes, known=stored)
+        rows = None if data is None else self._read_rows(data, classes, known=stored)
         self.classes = list(classes or stored if rows is None else rows.classes)
         if not self.classes:
-            raise ValueError("neither data nor the model says what the classes are: pass classes=")
+            raise ValueError("neither data nor the model names the classes: pass classes=")
         self.model = _with_head(proto, stored, self.classes, at, seed)
         if rows is not None:
             self.model = with_classes(self.model, self.classes)
@@ -92,14 +93,14 @@ class Tokens(Task):
         self.loss = og.losses.LOSSES["cross_entropy"].with_options(options)
         of_entities = [og.metrics.EntityF1(self.classes, scheme)] if self._joins else []
         self.metrics = [*of_entities, "accuracy"]
-        self.arguments: dict[str, Any] = {}
-        self.data = None if rows is None else self._fed(rows)
+        self.arguments: dict[str, Any] = {**fine_tuning_rate(self.model)}
+        self.data = None if rows is None else self._fit_to_inputs(rows)
 
-    def _rows(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
+    def _read_rows(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         how = {**self._how, **options}
         return og.language.labeled_texts(source, self._tokenizer, classes, **how)
 
-    def _fed(self, rows: Any) -> Any:
+    def _fit_to_inputs(self, rows: Any) -> Any:
         return rows.for_inputs(inputs_of(self.model))
 
     def read(self, path: Any) -> og.data.Reader:
@@ -108,7 +109,7 @@ class Tokens(Task):
         Raises:
             ValueError: files that cannot be read, or a label that is no class.
         """
-        return self._fed(self._rows(path, self.classes))
+        return self._fit_to_inputs(self._read_rows(path, self.classes))
 
     def predict(self, model: Any, inputs: Any) -> list[list[dict[str, Any]]]:
         """Return the entities of each text: characters `start` and `end`, `label` and `score`.
@@ -120,16 +121,16 @@ class Tokens(Task):
             model: a trained model, a path, or a `Trainer`.
             inputs: a list of texts or of lists of words, which a space joins; or what `data` is.
         """
-        rows = self._fed(self._rows(inputs, self.classes, labels=False))
+        rows = self._fit_to_inputs(self._read_rows(inputs, self.classes, labels=False))
         predictor, output = Predictor(model_of(model)), self.model.graph.output[0].name
         batches = (
             class_probabilities(*predictor.run(X, [output]))
             for X, *_ in rows.batches(_BATCH, None, 0)
         )
         of_words = rows.of_words(batches)
-        return [self._joined(*pair) for pair in zip(rows.texts, of_words, strict=True)]
+        return [self._join_entities(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 
-    def _joined(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
+    def _join_entities(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
         """Return the entities of a text, from the probabilities of the classes of its words."""
         found: list[dict[str, Any]] = []
         last = ""  # the kind of the entity of the word before
@@ -153,7 +154,7 @@ class Tokens(Task):
     ) -> list[Path]:
         """Write `entities.jsonl` and `entities.conll`, which `data` may be, and `entities.html`."""
         files: dict[str, list[str]] = {"jsonl": [], "conll": [], "html": ["<meta charset=utf-8>"]}
-        texts = self._rows(inputs, self.classes, labels=False).texts
+        texts = self._read_rows(inputs, self.classes, labels=False).texts
         for text, found in zip(texts, results, strict=True):
             files["jsonl"].append(json.dumps({"text": text.text, "entities": [*found]}))
             for start, end in text.words:

@@ -201,7 +201,8 @@ class Fit:
 
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the runner of the step for the batches of `source`."""
-        fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
+        usual = self.batch_size or self.trainer._usual_batch_size
+        fixed = not self.further or source.batch_size == usual
         return compiled.runner(self.recipe, source, fields, fixed)
 
     def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
@@ -265,7 +266,8 @@ class Fit:
         fields.names, size = self.names, self.batch_size
         if not size:  # as in the file, unless that takes one row and keeps no state
             own = fields.fixed_rows or self.evaluator.described.freed
-            size = SIZE if own in (0, 1) and not (own and self.job.carry) else own
+            usual: int = self.trainer._usual_batch_size
+            size = usual if own in (0, 1) and not (own and self.job.carry) else own
         return data.source(fields, size)
 
     def _training_rates(self, batches: int | None, epochs: int) -> Rates:

@@ -29,7 +29,7 @@ from onnxgrad.training.callbacks.progress import Progress, with_usual_progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.evaluator import evaluate, predict
-from onnxgrad.training.fit import Fit
+from onnxgrad.training.fit import SIZE, Fit
 from onnxgrad.training.job import ARGUMENTS, begin_job, check_arguments, refuse_unknown, select_rate
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix
@@ -57,6 +57,7 @@ class TrainerBase:
 
     state: TrainState
     _is_watched = True  # by a person, as far as the code that created it knows
+    _usual_batch_size: int = SIZE  # a task may say another
 
     @refuse_unknown
     def __init__(

@@ -270,12 +270,15 @@ def _without_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.nd
 def better_if(monitor: str, metrics: Iterable[Any] = ()) -> str:
     """Return "min" or "max" by the metric of that name, or else by the words of the name.
 
+    In the name, the output of the model may be before the metric, as "validation_boxes_map50".
+
     Raises:
         ValueError: neither says which is better.
     """
     for metric in metrics:
         higher_is_better = getattr(metric, "higher_is_better", None)
-        if f"validation_{metric.name}" == monitor and higher_is_better is not None:
+        measured = monitor.startswith("validation_") and monitor.endswith(f"_{metric.name}")
+        if measured and higher_is_better is not None:
             return "max" if higher_is_better else "min"
     words = set(re.findall("[a-z0-9]+", monitor.lower()))
     lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
