@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -132,11 +131,13 @@ class RowPredictor:
         fed = self._feeds(X)
         rows = len(next(iter(fed.values())))
         predictor = self._predictor_for(min(rows, self.fixed_rows or _ROWS))
-        if not predictor.fixed_rows and 0 < rows <= _ROWS:  # a row takes less time: it is checked
-            with suppress(Exception):  # by `predict`, if the file takes one row at a time
-                found = predictor.session.run(self.outputs, fed)
-                return dict(zip(self.outputs, found, strict=True))
-        return predictor.predict(fed, _ROWS)
+        if predictor.fixed_rows or not 0 < rows <= _ROWS:
+            return predictor.predict(fed, _ROWS)
+        try:  # a row takes less time: it is checked
+            found = predictor.session.run(self.outputs, fed)
+        except Exception:  # of several types; the file may take one row at a time
+            return predictor.predict(fed, _ROWS)
+        return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
         """Return what runs calls of `rows` rows: a few may not be worth another thread."""
