@@ -276,6 +276,9 @@ class Job:
     @property
     def narrow(self) -> Dtypes:
         """The dtypes of the constants that have 16 bits in the file."""
+        return self.built.get("narrow", lambda: id(self.proto), self._read_narrow)
+
+    def _read_narrow(self) -> Dtypes:
         return {name: kind.numpy() for name, kind in self.constants.items() if kind in HALVES}
 
     @property
@@ -333,6 +336,8 @@ class Job:
         these.
         """
         values, narrow = self._values_in_training(state), self.narrow
+        if not narrow:
+            return values
         values = rounded(values, narrow)
         return {n: self.in_training(a) if n in narrow else a for n, a in values.items()}
 
