@@ -138,7 +138,7 @@ def _arguments_of_rows(
         own["columns"] = {name: _split_each(group) for name, group in by_input.items()}
     else:
         own["columns"] = _split_each(by_input)
-    if own.get("tokenizer") is None and options.model != STDIN:
+    if "tokenizer" in parameters and own.get("tokenizer") is None and options.model != STDIN:
         own["tokenizer"] = language_folder(options.model)
     known = {name: value for name, value in own.items() if name in parameters}
     return {n: v for n, v in known.items() if n not in ("data", "model", "validation")}

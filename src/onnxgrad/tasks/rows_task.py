@@ -65,6 +65,7 @@ class RowsTask(Task):
 
     notes: list[str]
     remarks: list[str]
+    _noted_loss = ""  # a message, where the loss is the one of an earlier training
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class RowsTask(Task):
         stated = {"loss": loss, "loss_options": loss_options, "loss_weights": loss_weights}
         if loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
             stated |= {name: value for name, value in noted.items() if not stated[name]}
-            self.notes.append(f"loss {_loss_text(noted['loss'])}, as in its training")
+            self._noted_loss = f"loss {_loss_text(noted['loss'])}, as in its training"
         self.loss = stated.pop("loss")
         self.arguments = stated
         self.metrics = metrics
@@ -127,6 +128,7 @@ class RowsTask(Task):
         """Return rows with labels; the first ones decide loss and metrics that are not stated."""
         source = self._open_rows(data)
         if self._scored is None:
+            self.notes += [self._noted_loss] * bool(self._noted_loss)
             if (self.loss is None and not self._computes_loss) or self._may_need_head:
                 self._decide_loss(source)
             trained = with_loss(self.model, self.loss, self._loss_output)
