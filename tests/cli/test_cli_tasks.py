@@ -378,3 +378,37 @@ def test_options_of_predictions(tmp_path):
     predict = ("predict", "boxes.onnx", inputs, "--overwrite", "--task-option")
     assert "12 pictures, 0 boxes" in succeed(*predict, "score=1").stderr
     assert "12 pictures, 0 boxes" not in succeed(*predict, "score=0").stderr
+
+
+IN_PYTHON = {  # the class of each task, and the options of its first use
+    "detection": (og.tasks.detection.Detection, {}),
+    "segmentation": (og.tasks.segmentation.Segmentation, {}),
+    "ctc": (og.tasks.ctc.TextRecognition, {"dictionary": "letters.txt"}),
+    "sound": (og.tasks.sound.Sound, {"rate": RATE}),
+    "embeddings": (og.tasks.embeddings.Embeddings, {}),
+    "text-labels": (og.tasks.TextLabels, {}),
+    "tokens": (og.tasks.tokens.Tokens, {}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("trained_by", ["python", "shell"])
+def test_the_other_face_needs_the_data_only(name, trained_by, tmp_path):
+    for package in {"detection": ["pycocotools"], "tokens": ["seqeval"]}.get(name, ()):
+        pytest.importorskip(package)
+    data, inputs, _ = JOBS[name](tmp_path)
+    kind, options = IN_PYTHON[name]
+    if trained_by == "python":
+        task = kind("model.onnx", str(data), **options)
+        trainer = task.trainer(learning_rate=1e-4).fit(task.data, epochs=1)
+        og.save(task.finished(trainer.model), "trained.onnx")
+        task.write_beside(".")
+    else:
+        line = ("train", "model.onnx", data, "--task", name, *MORE.get(name, []), "--lr", 1e-4)
+        succeed(*line, "--epochs", 1, "--no-curves")
+    found = kind("trained.onnx").evaluate(str(data))
+    told = as_json("eval", "trained.onnx", data)
+    assert told["loss"] == pytest.approx(found.pop("loss"), rel=1e-5)
+    assert {*told["metrics"]} == {*found}
+    results = kind("trained.onnx").predict("trained.onnx", str(inputs))
+    assert as_json("predict", "trained.onnx", inputs, "--output", "found")["rows"] == len(results)

@@ -85,9 +85,7 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
         data = standard_input("CSV file") if options.data == STDIN else options.data
         return _checked_task(task_class(model, data, validation=validation, **chosen))
     chosen = _task_arguments(options, name, task_class)
-    # of embeddings, only data decide the loss; other tasks would adapt the model to them
-    reads_data = training or (name == "embeddings" and hasattr(options, "loss"))
-    data = options.data if reads_data else None
+    data = options.data if training else None
     task = _checked_task(task_class(_model_of(options, proto), data, **chosen))
     if noted:
         task.notes = [*task.notes, f"task {name}, as in its training"]

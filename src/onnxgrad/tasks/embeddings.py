@@ -179,6 +179,29 @@ class Embeddings(Task):
         reader = og.language.paired_texts(source, self._tokenizer, most)
         return reader.for_inputs(shapes)
 
+    def evaluate(
+        self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Return the loss and the metrics of the model for rows.
+
+        Of a task without data, these decide the loss: of pairs, of scores, or of classes.
+
+        Args:
+            data: as of the task.
+            batch_size: rows of one call of the runtime.
+            device: "cpu", "cuda" or "cuda:1".
+        """
+        own = self
+        if self.data is None:
+            tokenizer, home, length = self._of_texts
+            source = tokenizer if tokenizer is not None or home is None else str(home)
+            own = type(self)(self.model, data, tokenizer=source, length=length)
+            if self.metrics != _DEFAULTS[self._kind][1]:  # the caller has chosen others
+                own.metrics = self.metrics
+        results = super(Embeddings, own).evaluate(data, batch_size=batch_size, device=device)
+        self.rows = own.rows
+        return results
+
     def read(self, path: Any) -> Any:
         """Return other rows to evaluate on, from files as `data`; arrays stay arrays.
 
