@@ -300,6 +300,8 @@ def test_classes_that_a_model_does_not_have(tmp_path):
     onnx.save(trainer.model, "trained.onnx")
     assert og.tasks.Images("trained.onnx").evaluate("photos")["accuracy"] == 1
     write_colors(tmp_path / "others", ["four", "two"])
+    with pytest.raises(ValueError, match="'four'"):  # an evaluation is of the model as it is
+        og.tasks.Images("trained.onnx").evaluate("others")
     other = og.tasks.Images("trained.onnx", "others")
     assert other.classes == ["four", "two"]
     assert any("new last layer" in note for note in other.notes)

@@ -65,6 +65,7 @@ class RowsTask(Task):
 
     notes: list[str]
     remarks: list[str]
+    _may_change_model = False  # before its training only: evaluations are of the given model
     _noted_loss = ""  # a message, where the loss is the one of an earlier training
 
     def __init__(
@@ -118,6 +119,7 @@ class RowsTask(Task):
 
     def _begin_training(self, data: Any, validation: Any, seed: int) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
+        self._may_change_model = True
         mapped = self._read_rows(data)
         self.names, self.data = mapped.names, _as_passed(mapped.data)
         known: Sequence[Any] = self._known_classes() or self.names.classes
@@ -239,6 +241,8 @@ class RowsTask(Task):
             names: the names of the classes of the data.
             count: the number of scores that the model has; None if it is not known.
         """
+        if not self._may_change_model:
+            return
         known = read_note(self.model, CLASSES)
         others = bool(known) and {*ClassNames(known).texts}.isdisjoint(names)
         more = not known and not read_note(self.model, HEAD) and len(names) > max(count or 0, 2)
