@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import unknown
-from onnxgrad.explain.piece import Piece, checked_device, run_needed
+from onnxgrad.explain.piece import Piece, checked_device
 from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.row_losses import unreduced_onnx_loss
@@ -24,7 +24,8 @@ from onnxgrad.model.surgery import drop_unused_inputs
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators.shapes import is_real
-from onnxgrad.runtime.session import session, work
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.runtime.session import work
 from onnxgrad.training.parameters.choice import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
@@ -143,8 +144,8 @@ class _LossesOfRows:
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         effort = work(graph)
         self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
-        self._backward = session(vjp(losses, self.names, []), kind, 3 * effort)
-        self._forward = session(jvp(losses, self.names, []), kind, 256 * effort)
+        self._backward = Predictor(vjp(losses, self.names, []), (), kind, 0, 3 * effort)
+        self._forward = Predictor(jvp(losses, self.names, []), (), kind, 0, 256 * effort)
         assert all(is_real(y) for y in graph.outputs)
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
 
@@ -180,12 +181,12 @@ class _LossesOfRows:
     def gradients(self, state: Arrays, rows: _Rows) -> list[Arrays]:
         """Return the gradient of the loss of each row."""
         self._piece.at_once(rows.part(0, 1), rows.rowed, 1)  # raises for a fixed number of rows
-        cotangent = self._backward.get_inputs()[-1]
+        cotangent = [*self._backward.inputs.values()][-1]
         seed = np.ones([1] * len(cotangent.shape), self._dtype.numpy())
         gradients = []
         for i in range(rows.count):
             feed = rows.part(i, i + 1) | state | {cotangent.name: seed}
-            results = run_needed(self._backward, feed)
+            results = self._backward.run({name: feed[name] for name in self._backward.inputs})
             gradients.append(dict(zip(self.names, results[1:], strict=True)))
         return gradients
 
@@ -197,5 +198,7 @@ class _LossesOfRows:
             feed = rows.part(i, i + size) | state
             for row, gradient in zip(result, gradients, strict=True):
                 tangents = {f"{name}_tangent": g for name, g in gradient.items()}
-                row[i : i + size] = run_needed(self._forward, feed | tangents)[1].reshape(-1)
+                whole = feed | tangents
+                results = self._forward.run({name: whole[name] for name in self._forward.inputs})
+                row[i : i + size] = results[1].reshape(-1)
         return result

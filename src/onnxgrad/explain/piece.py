@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
 from onnxgrad.checks import check_count
-from onnxgrad.errors import escaping, printable
+from onnxgrad.errors import printable
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
 from onnxgrad.graph.emit import garbage_kept
@@ -24,10 +23,11 @@ from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outpu
 from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.runtime.session import session, work
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.runtime.session import work
 from onnxgrad.training.modes.inference_form import has_training_nodes
 
-_Backward = tuple[ort.InferenceSession, dict[str, str], str]
+_Backward = tuple[Predictor, dict[str, str], str]
 
 
 class Piece:
@@ -77,7 +77,7 @@ class Piece:
         """
         parts = []
         for rows, part in self._chunks(feed, rowed):
-            results = run_needed(self._forward, part)
+            results = self._forward.run({name: part[name] for name in self._forward.inputs})
             for name, y in zip(self.outputs, results, strict=True):
                 if y.ndim == 0 or len(y) != rows:
                     raise ValueError(
@@ -98,7 +98,8 @@ class Piece:
         running, names, cotangent = self._backward(tuple(wrt))
         parts: list[list[np.ndarray]] = []
         for _, part in self._chunks({**feed, cotangent: seed}, {*rowed, cotangent}, cotangent):
-            parts.append(run_needed(running, part, [names[x] for x in wrt]))
+            part = {name: part[name] for name in running.inputs}
+            parts.append(running.run(part, [names[x] for x in wrt]))
         whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return dict(zip(wrt, whole, strict=True))
 
@@ -107,18 +108,18 @@ class Piece:
         return work(self.graph) * self._batch_size
 
     @cached_property
-    def _forward(self) -> ort.InferenceSession:
-        return session(self._proto, self._device, self._work)
+    def _forward(self) -> Predictor:
+        return Predictor(self._proto, self.outputs, self._device, 0, self._work)
 
     def _backward(self, wrt: tuple[str, ...]) -> _Backward:
-        """Return the session of the gradient, the names of the gradients and of the cotangent."""
+        """Return what runs the gradient, the names of the gradients and of the cotangent."""
         if self._gradient is None or self._gradient[0] != wrt:
             values = [self._values[name] for name in wrt]
             require_differentiable(self.graph, values, self.graph.outputs[0])
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
                 model, names = derivative(self._proto, request)
-            running = session(model, self._device, 3 * self._work)
+            running = Predictor(model, (), self._device, 0, 3 * self._work)
             before = {x.name for x in self._proto.graph.input}
             (cotangent,) = [x.name for x in model.graph.input if x.name not in before]
             self._gradient = wrt, (running, names, cotangent)
@@ -203,15 +204,6 @@ class Piece:
             except UnprovenRows as e:
                 self._mixing[key] = str(e)
         return self._mixing[key]
-
-
-@escaping()
-def run_needed(
-    running: ort.InferenceSession, feed: Mapping[str, np.ndarray], names: list[str] | None = None
-) -> list[np.ndarray]:
-    """Run a session on those of the arrays that it takes."""
-    wanted = {x.name for x in running.get_inputs()}
-    return running.run(names, {name: x for name, x in feed.items() if name in wanted})
 
 
 def checked_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
