@@ -27,13 +27,13 @@ def evaluate(options: EvalOptions) -> None:
         loss, remarks = numbers.pop("loss"), [*task.notes, *task.remarks]
         print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
         return
-    rows = {name.replace("_", " "): _shown(value) for name, value in numbers.items()}
+    rows = {name.replace("_", " "): _metric_text(value) for name, value in numbers.items()}
     print_rows(rows | {"rows": task.rows})
     for remark in task.remarks:
         say(remark)
 
 
-def _shown(value: Any) -> Any:
+def _metric_text(value: Any) -> Any:
     """Return a number as text, and numbers by name as "name number, ..."."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
