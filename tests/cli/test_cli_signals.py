@@ -43,7 +43,7 @@ def send_in(monkeypatch):
     "moment",
     [
         "onnxgrad.cli.train.read_model",
-        in_sweep("onnxgrad.cli.train.prepared"),
+        in_sweep("onnxgrad.cli.train.prepare_job"),
         in_sweep("onnxgrad.cli.job.open_task"),
         in_sweep("onnxgrad.training.loop.Loop.run"),
         "onnxgrad.training.run.runner.Runner.run",
