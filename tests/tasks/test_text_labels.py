@@ -197,7 +197,7 @@ def test_what_cannot_be_read(tmp_path):
         (ROWS, {"classes": "up,down"}, "classes='up,down' ... list"),
         (ROWS, {"pool": "max"}, "pool 'max' ... 'mean'"),
         (ROWS, {"validation": 1.5}, "validation=1.5"),
-        (ROWS, {"validation": 1e-4}, "validation=0.0001 ... no row"),
+        (ROWS, {"validation": 1e-4}, "validation=0.0001 ... part empty"),
         (ROWS, {"tokenizer": None}, "tokenizer.json or vocab.txt"),
         (None, {}, "classes="),
         (own, {}, "all 1 rows ... 'up'"),

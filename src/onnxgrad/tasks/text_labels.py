@@ -64,7 +64,8 @@ class TextLabels(Task):
         classes: the names of all classes, in the order of their numbers; None: the classes of the
             model, if all labels of the data are among them, or else these labels, sorted. Labels
             may be whole numbers where classes have names.
-        validation: the share of the rows that `validation` holds out, of each class; None: none.
+        validation: the share of the rows that `validation` holds out, of each class; or other data;
+            None: none.
         max_length: tokens of a row, at most; longer ones are cut. None: where the tokenizer cuts,
             or else 512; at most as many as the model takes.
         at: the features of an encoder, (rows, tokens, features) or (rows, features); None:
@@ -101,7 +102,7 @@ class TextLabels(Task):
     def __init__(
         self, model: Any, data: Any = None, tokenizer: Any = None, *,
         text: str | Sequence[str] = "text", label: str = "label",
-        classes: Sequence[str] | None = None, validation: float | None = None,
+        classes: Sequence[str] | None = None, validation: Any = None,
         max_length: int | None = None, at: str | None = None, pool: str | None = None,
         seed: int = 0,
     ) -> None:  # fmt: skip
@@ -129,9 +130,10 @@ class TextLabels(Task):
             self.model = with_classes(self.model, self.classes)
             self.data = rows.for_inputs(inputs_of(self.model))
             if validation is not None:
-                held_out = _drawn_rows(rows.labels, validation, seed)
-                self.validation = self.data.subset(np.flatnonzero(held_out))
-                self.data = self.data.subset(np.flatnonzero(~held_out))
+                self.divide_rows(validation, seed)
+
+    def _class_strata(self) -> np.ndarray:
+        return np.asarray(self.data.labels)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options that were given, with the tokenizer that lay beside the model."""
@@ -244,21 +246,3 @@ def _feature_output(outputs: dict[str, tuple[int | None, ...]]) -> str:
     if len(found) != 1:
         raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of texts")
     return found[0]
-
-
-def _drawn_rows(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Return which rows are held out, bool (rows,): `share` of each class, drawn by `seed`.
-
-    Raises:
-        ValueError: the share is no number between 0 and 1, or of no class it is a row.
-    """
-    if isinstance(share, (bool, str)) or not 0 < share < 1:
-        raise ValueError(f"validation={share!r} must be a share of the rows, between 0 and 1")
-    order = np.random.default_rng(seed).permutation(len(labels))
-    drawn = np.zeros(len(labels), bool)
-    for number in np.unique(labels):
-        own = order[labels[order] == number]
-        drawn[own[: round(share * len(own))]] = True
-    if not drawn.any():
-        raise ValueError(f"validation={share!r} holds out no row of {len(labels)}")
-    return drawn
