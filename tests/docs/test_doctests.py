@@ -71,6 +71,7 @@ def test_example(place, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(onnxgrad.tasks.__all__))
 def test_example_of_a_task(name):
     needs = {"tokens": ("tokenizers", "seqeval"), "ctc": ("rapidfuzz",)}
+    needs |= dict.fromkeys(["Texts", "TextLabels", "text_labels"], ("tokenizers",))
     for library in ("PIL", *needs.get(name, ())):
         pytest.importorskip(library)
     thing = getattr(onnxgrad.tasks, name)

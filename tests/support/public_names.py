@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +16,10 @@ from tests.support.paths import PACKAGE
 
 @cache
 def submodules() -> dict[str, ModuleType]:
-    """Return the public submodules by name."""
-    found = {name: getattr(onnxgrad, name) for name in names_of_stub()}
-    return {name: value for name, value in found.items() if inspect.ismodule(value)}
+    """Return the public submodules by name, which are what the root's stub takes from the root."""
+    stub = read_stub(str(PACKAGE / "__init__.pyi"))
+    names = [name for name, module in stub.items() if module == "onnxgrad"]
+    return {name: import_module(f"onnxgrad.{name}") for name in names}
 
 
 def names_of_stub(*submodule: str) -> list[str]:

@@ -87,7 +87,6 @@ def test_others_are_silent(in_notebook, capsys):
     trained_on_rows([og.Progress(seconds=60)], epochs=2)
     assert len(capsys.readouterr().err.splitlines()) == 2  # its own lines, once
     og.Trainer(linear_model([[1], [1]]), "squared_error").partial_fit(X, X[:, :1])
-    og.OnnxRegressor(linear_model([[1], [1]]), max_iter=2, tol=None).fit(X, X[:, 0])
     og.schedules.lr_range_test(og.Trainer(linear_model([[1], [1]]), "squared_error"), X, X[:, :1])
     assert "epoch" not in capsys.readouterr().err
 
@@ -96,3 +95,9 @@ def test_a_pipe_shows_nothing(capsys):
     trained_on_rows(epochs=2)
     assert not capsys.readouterr().err
     assert not progress._is_watched()
+
+
+def test_estimators_are_silent(in_notebook, capsys):
+    pytest.importorskip("sklearn")
+    og.OnnxRegressor(linear_model([[1], [1]]), max_iter=2, tol=None).fit(X, X[:, 0])
+    assert "epoch" not in capsys.readouterr().err
