@@ -66,6 +66,22 @@ def test_a_table_trains_as_in_the_shell_and_as_its_arrays():
     np.testing.assert_array_equal(plain.state.weights["W"], trainer.state.weights["W"])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "double"])
+def test_a_table_trains_a_model_of_another_type(dtype):
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
+        f ({dtype}[N,2] x) => ({dtype}[N,1] y) <{dtype}[2,1] w = {{0, 0}}>
+        {{ y = MatMul(x, w) }}""")
+    task = og.tasks.Table(model, "prices.csv", target="price", loss="squared_error")
+    trainer = task.trainer(learning_rate=0.1)
+    trainer.fit(task.data, validation=task.validation, epochs=200)
+    np.testing.assert_allclose(trainer.state.weights["w"], [[2], [-1]], atol=0.01)
+    trainer.save("trained.onnx")
+    rows = og.tasks.Table("trained.onnx").predict("trained.onnx", "prices.csv")
+    x = np.loadtxt("prices.csv", delimiter=",", skiprows=1, usecols=(0, 1))
+    x = x.astype({"float16": np.float16, "double": np.float64}[dtype])
+    np.testing.assert_array_equal([row["y"] for row in rows], run_file("trained.onnx", x=x))
+
+
 @pytest.mark.parametrize("trained_by", ["python", "shell"])
 def test_a_trained_table_needs_the_data_only(trained_by):
     if trained_by == "python":
