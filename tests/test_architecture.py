@@ -1,6 +1,7 @@
 """The house: rooms stand in floors, imports run down, and no room outgrows its budget."""
 
 import ast
+import importlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from onnx import defs
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from tests.support.paths import PACKAGE
+from tests.support.paths import PACKAGE, ROOT
 from tests.support.source_nodes import imports_and_calls, module_files
 
 # from the ground up: a room imports the rooms before it. Stubs point to any room, as the names that
@@ -66,6 +67,29 @@ def test_tasks_use_public_names_and_rooms_of_data_and_training():
     used = {room(other) for name in tasks for other in imported_modules(name)}
     rooms = "errors operators graph model runtime data losses schedules training language tasks"
     assert used <= {*rooms.split(), "lazy_names", "__init__"}
+
+
+def test_the_page_names_rooms_and_functions_that_exist():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    names = set(re.findall(r"`((?:[a-z_]+\.)+(?!py`)[a-z_]+)`", page))
+    assert len(names) >= 7
+    for name in names:
+        place, _, own = f"onnxgrad.{name}".rpartition(".")
+        assert module_key(f"{place}.{own}") or hasattr(importlib.import_module(place), own), name
+    rooms = {room(name) for name, path in module_files().items() if path.parent != PACKAGE}
+    listed = re.findall(r"`([a-z_]+)`", "".join(re.findall(r"(?m)^\| (`[a-z].*?) \|", page)))
+    assert rooms - {"callbacks"} <= set(listed)
+
+
+def test_docstrings_of_rooms_name_files_that_exist():
+    named = [
+        path.parent / name
+        for path in module_files().values()
+        if path.name == "__init__.py"
+        for name in re.findall(r"`(\w+\.py)`", ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert len(named) > 40
+    assert [str(path) for path in named if not path.exists()] == []
 
 
 def test_no_circle():
