@@ -94,7 +94,7 @@ def add_lora(
     targets = find_targets(separated)
     chosen = _chosen_targets(separated, targets, patterns, options)
     if trains_merged(proto, separated, chosen):
-        proto = separated  # where each weight that an exporter merged with others is a constant
+        proto = separated  # an exporter had merged equal weights, which are separate here
     else:
         targets = find_targets(proto)
     modules = module_names(proto, targets)

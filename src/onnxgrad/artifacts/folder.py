@@ -29,7 +29,7 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
     if existed and not home.is_dir():
         raise NotADirectoryError(f"{home} is a file: name a folder")
     home.parent.mkdir(parents=True, exist_ok=True)
-    # on the same disk, and not inside of it: a crash leaves no strange file among the others
+    # on the disk of `home`, but not inside: after a crash, `home` has no partial files
     work = Path(mkdtemp(prefix=f".{home.name}.", suffix=".partial", dir=home.parent))
     new, old = work / "new", work / "old"
     try:

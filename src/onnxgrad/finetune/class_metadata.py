@@ -59,7 +59,7 @@ def _read_names(text: str) -> Reading:
 
 
 def _read_characters(text: str) -> Reading:
-    """Return the characters in the lines of a text, and a function that writes others."""
+    """Return the characters in the lines of a text, and a function that writes new ones."""
     end = "\n" if text.endswith("\n") else ""
     return text.removesuffix("\n").split("\n"), lambda new: "\n".join(map(str, new)) + end
 

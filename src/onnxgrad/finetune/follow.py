@@ -273,7 +273,7 @@ def _follow_loss(tail: Tail, node: ir.Node, axis: int) -> None:
         tail.changed.add(y)
 
 
-# -- operators that join units with others along their axis, or take parts of the axis -----------
+# -- operators that join units with other values along their axis, or take parts of the axis ------
 #
 # Detectors end in them: a Concat of the coordinates of boxes and the scores of classes, perhaps of
 # several scales, and Split, Slice or Gather that take them apart again.

@@ -101,7 +101,7 @@ def _fold_softmax(tail: Tail, node: ir.Node) -> None:
 
 
 def _reduced_value(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
-    """Return the operand that `value` is a reduction of along `axis`; None if it is none.
+    """Return the operand of the reduction along `axis` that computes `value`, or None.
 
     Nodes may broadcast the result of the reduction to `value`.
     """

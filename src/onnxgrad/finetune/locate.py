@@ -97,7 +97,7 @@ class LayerSearch:
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
     def _refuse_adapted(self, layers: Iterable[Layer]) -> None:
-        """Raise `ValueError` for a layer that has an adapter, or is one of its products."""
+        """Raise `ValueError` for a layer that has an adapter, or is a product of an adapter."""
         for layer in layers:
             if not self.adapted.isdisjoint(_constants_of(layer)):
                 raise ValueError(

@@ -239,7 +239,7 @@ def _muted_onnxruntime() -> Iterator[None]:
     own = logging.getLogger("onnxruntime.quantization")
     level = own.level
     root.addFilter(_reject_record)
-    root.addHandler(drop)  # without any, it would add one that writes to stderr, and stays
+    root.addHandler(drop)  # without a handler, logging would add one that writes to stderr
     own.setLevel(logging.CRITICAL)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
