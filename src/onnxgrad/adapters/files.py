@@ -45,7 +45,7 @@ def save_adapter(
     Raises:
         ValueError: `model` has no adapters; adapters with `use_dora` in an ".onnx_adapter" file.
         ModelError: `model` cannot be read, or another tool modified the adapters.
-        OSError: the folder or file is not copy_inlined.
+        OSError: the folder or file is not writable.
 
     Examples:
         >>> import tempfile, onnx, onnxgrad as og
