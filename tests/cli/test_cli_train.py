@@ -13,7 +13,7 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from onnxgrad import Trainer
-from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.train import Watch
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
 from onnxgrad.optimizers import adamw as adamw_of_python
 from tests.support.commands import (
@@ -178,7 +178,7 @@ def test_train_and_freeze(here):
     result = as_json("train", *KINDS, *FAST, "--train", "?", "--freeze", "V")
     assert result["trained"] == ["W", "b"]
     for options, message in (
-        (("--train", "w"), "weight 'w'"),
+        (("--train", "w"), "weight (--train) 'w'"),
         (("--freeze", "U*"), "weight (--freeze) 'U*'"),
         (("--freeze", "*"), "no --train, --freeze '*'"),
     ):

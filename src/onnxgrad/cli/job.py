@@ -9,7 +9,8 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import learning_rate, trainer_arguments
-from onnxgrad.cli.tasks import open_task, set_options
+from onnxgrad.cli.options import set_options
+from onnxgrad.cli.tasks import open_task
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.errors import unknown
@@ -19,8 +20,6 @@ from onnxgrad.tasks import Task
 from onnxgrad.tasks.base import row_count
 from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.precision import resolved
 from onnxgrad.training.trainer import Trainer
 
@@ -76,11 +75,6 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     """
     arguments = trainer_arguments(options)
     task = open_task(options, proto)
-    separated = separate_merged(task.model)
-    matching_weights(separated, options.train, "weight")
-    matching_weights(separated, options.freeze, "weight (--freeze)")
-    for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
-        arguments.pop(name)
     arguments["class_weight"] = _class_weights(arguments["class_weight"], task)
     for name in _arguments_of_task(options, task):
         arguments.pop(name, None)

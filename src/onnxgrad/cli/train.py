@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from onnx import ModelProto
@@ -19,20 +20,25 @@ from onnxgrad.cli.model_files import (
     folder_of,
     inputs_of,
     read_model,
-    write_model,
 )
-from onnxgrad.cli.output import Output
+from onnxgrad.cli.output import Keeper, Output
+from onnxgrad.cli.records import (
+    card,
+    card_of,
+    check_card,
+    check_prompts,
+    check_record,
+    describe,
+    recorder,
+    sample,
+)
 from onnxgrad.cli.report import Report, epochs
-from onnxgrad.cli.report_page import card, card_of, check_card, check_record, describe, recorder
-from onnxgrad.cli.rescue import Keeper
-from onnxgrad.cli.samples import check_prompts, sample
-from onnxgrad.cli.signals import Stopped
+from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.parallel.process_groups import join
-from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
@@ -102,6 +108,33 @@ def train(options: TrainOptions) -> None:
         options
     )
     _exit_with_reason(outcome, str(report.kept), files, expected)
+
+
+class Watch(Callback):
+    """Raises `Stopped` after a signal, where nothing is lost, and counts rows.
+
+    `rows` is the number of rows that this training went through, counted once an epoch.
+    """
+
+    def __init__(self, stop: StopRequests) -> None:
+        self.stop = stop
+        self.rows = 0
+        self._first = 0, 0  # epochs and rows that a resumed training has behind it
+
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Remember where a resumed training starts."""
+        self._first = trainer.progress.epoch, trainer.progress.rows
+
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Stop after a signal; from the first step on, signals wait for this event."""
+        self.stop.hold()
+        progress, (epoch, rows) = trainer.progress, self._first
+        self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
+        self.stop.check()
+
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Stop after a signal."""
+        self.stop.check()
 
 
 # -- before training --------------------------------------------------------------------------
@@ -203,7 +236,7 @@ def _write_results(
 ) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
     if options.output == STDOUT:
-        write_model(trained, options.output)
+        result.save(trained, Path(options.output), options.overwrite)
         return []
     output = Path(options.output)
     model_path = Keeper(trained, result, stop, complain).write(output, options.overwrite)

@@ -19,7 +19,6 @@ from onnxgrad.cli.model_files import (
     check_output,
     inputs_of,
     read_model,
-    write_model,
 )
 from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_names
@@ -132,10 +131,7 @@ def _write_changed_model(
     proto = read_model(model)
     place.check_data(output, options.overwrite, model, proto)
     changed = change(proto)
-    if like is None:
-        write_model(changed, output)
-    else:
-        place.save(changed, Path(output), options.overwrite)
+    place.save(changed, Path(output), options.overwrite)
     _print_report(options, proto, changed, output)
 
 
