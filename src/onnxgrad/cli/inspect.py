@@ -24,10 +24,7 @@ def trainable(options: TrainableOptions) -> None:
     """Print the float constants, which train, and why."""
     from onnxgrad.training.parameters.choice import trainable as tensors
 
-    chosen: dict[str, Any] = {"train": options.train or None, "freeze": options.freeze}
-    if not options.train and not options.freeze:
-        chosen = {}
-    rows = tensors(read_model(options.model), **chosen)
+    rows = tensors(read_model(options.model), options.train or None, options.freeze)
     if not options.json:
         say(str(rows))
         return
@@ -35,7 +32,7 @@ def trainable(options: TrainableOptions) -> None:
     keys = ("name", "shape", "dtype", "size", "trains", "why", "doubtful", "alias")
     print_json(
         {
-            "tensors": [{k: getattr(row, k) for k in keys if hasattr(row, k)} for row in rows],
+            "tensors": [{key: getattr(row, key) for key in keys} for row in rows],
             "trained": len(trained),
             "parameters": sum(row.size for row in trained),
         }

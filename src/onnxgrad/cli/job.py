@@ -62,10 +62,6 @@ class Job:
             resume=resume,
         )
 
-    def trained_model(self) -> ModelProto:
-        """Return the model with the current weights."""
-        return self.task.finished(self.trainer.model)
-
 
 def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the task that the options name, or that the data are of, with a trainer.
@@ -117,8 +113,8 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
     """Raise `ValueError` for options that have no effect on this model or without validation."""
     if options.metrics and not validated:
         raise ValueError(
-            "--metrics are of validation data, and there are none: pass --validation SHARE or a "
-            "file, or leave them out"
+            "--metrics are computed on validation data, and there are none: pass --validation "
+            "SHARE or a file, or leave out --metrics"
         )
     if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
         raise ValueError(

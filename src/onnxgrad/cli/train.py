@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,6 @@ from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended."""
-
-    reason: str = ""  # why it ended early
-    code: int = 0  # the exit code
-
-
 def train(options: TrainOptions) -> None:
     """Train a model on data, write the result, and report."""
     output = Output(folder_of(options.model), options.adapter)
@@ -84,30 +76,35 @@ def train(options: TrainOptions) -> None:
     if first and not named and options.output != output.default:
         note(f"{output.default} or its curves exist: the result goes to {options.output}")
     began = time.perf_counter()
-    outcome = _fit_job(job, options, watch)
+    reason, code = _fit_job(job, options, watch)
     seconds = time.perf_counter() - began
     if not first:
-        if outcome.reason:
-            complain(outcome.reason)
-        if outcome.code:
-            raise typer.Exit(outcome.code)
+        if reason:
+            complain(reason)
+            raise typer.Exit(code)
         return
-    trained = job.trained_model()
+    trained = job.task.finished(job.trainer.model)
     files = _write_results(job.trainer, trained, options, output)
     beside = job.task.write_beside(files[0].parent) if files else ""
     files += card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
     report.samples = sample(job, asked) if asked and not stop.request else []
     if options.json:
-        print_json(report.as_json(outcome.reason))
+        print_json(report.as_json(reason))
     else:
         report.show(results(output=options.output))
     if beside:
         note(beside)
-    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1] + card_of(
-        options
-    )
-    _exit_with_reason(outcome, str(report.kept), files, expected)
+    if not reason and stop.request:  # the signal came after the last slice of batches
+        reason, code = str(stop.request), stop.request.code
+    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1]
+    if reason:
+        where = files[0] if files else "no file" if expected else "standard output"
+        complain(f"{reason.removesuffix('.')}; {where} holds {report.kept}")
+    if files != expected + card_of(options):
+        raise typer.Exit(FAILED)
+    if code:
+        raise typer.Exit(code)
 
 
 class Watch(Callback):
@@ -157,7 +154,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
     begun = options.checkpoint and newest(options.checkpoint, lambda path: None)
     if begun and not options.resume:
         raise ValueError(
-            f"--checkpoint {options.checkpoint} holds a training: pass --resume to go on with it, "
+            f"--checkpoint {options.checkpoint} holds a training: pass --resume to continue it, "
             "or name another folder"
         )
 
@@ -209,23 +206,20 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
 # -- training ---------------------------------------------------------------------------------
 
 
-def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
-    """Train; an error or a signal after the first steps does not lose them."""
+def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
+    """Train, and return why training ended early, "" if it did not, and the exit code.
+
+    An error or a signal after the first steps does not lose them.
+    """
     try:
         job.fit(options, options.epochs, options.checkpoint if options.resume else None)
-    except Stopped as e:
-        if not watch.rows:
+    except (Stopped, Exception) as e:
+        if not watch.rows and not isinstance(e, ConvergenceError):
             raise
-        return Outcome(str(e), e.code)
-    except ConvergenceError as e:
-        return Outcome(str(e), FAILED)
-    except Exception as e:
-        if not watch.rows:
-            raise
-        return Outcome(reason_of(e), FAILED)
+        return (str(e), e.code) if isinstance(e, Stopped) else (reason_of(e), FAILED)
     finally:
         stop.hold()
-    return Outcome()
+    return "", 0
 
 
 # -- after training ---------------------------------------------------------------------------
@@ -260,17 +254,3 @@ def _write_results(
         complain(f"the loss curves are not written: {one_line(e)}")
         return [model_path]
     return [model_path, curves]
-
-
-def _exit_with_reason(outcome: Outcome, kept: str, files: list[Path], expected: list[Path]) -> None:
-    """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    reason, code = outcome.reason, outcome.code
-    if not reason and stop.request:  # the signal came after the last slice of batches
-        reason, code = str(stop.request), stop.request.code
-    if reason:
-        where = files[0] if files else "no file" if expected else "standard output"
-        complain(f"{reason.removesuffix('.')}; {where} holds {kept}")
-    if files != expected:
-        raise typer.Exit(FAILED)
-    if code:
-        raise typer.Exit(code)

@@ -81,13 +81,13 @@ def merge(options: MergeOptions) -> None:
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
         if options.requantize:
-            raise ValueError(f"--requantize is of adapters, and {options.model} has a checkpoint")
+            raise ValueError(f"--requantize is for adapters, and {options.model} has a checkpoint")
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
         raise ValueError(
-            f"--checkpoint and --prefix are of a folder of generate_artifacts, and {options.model} "
-            "is none: the adapters of a file are in it"
+            "--checkpoint and --prefix are for a folder that generate_artifacts wrote, and "
+            f"{options.model} is another model, whose adapters are in its file"
         )
     from onnxgrad.adapters.merge import merge_lora
 
