@@ -56,7 +56,7 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
 def _read_options(
     context: typer.Context, kind: type, described: dict[str, Described], values: dict[str, Any]
 ) -> Any:
-    """Return the options of a command line, and below them those of the file of `--config`.
+    """Return the options of the command line, which win over options in the file of `--config`.
 
     Raises:
         ValueError: an argument is missing, or an option has no effect without another.

@@ -1,8 +1,8 @@
 """Options of commands, as dataclasses: the fields are the options, the docstrings are the help.
 
 Below "Attributes:", the docstring of a class has a text for each option. The docstring of a command
-says what it does, and has lines to copy below "Examples:". Names, types, bounds and panels hold for
-the command line and for TOML files.
+describes the command, and has command lines to copy below "Examples:". Names, types, bounds and
+panels hold for the command line and for TOML files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`onnxgrad eval`, `predict` and `generate`: what a model computes for data, or for a text."""
+"""`onnxgrad eval`, `predict` and `generate`: run a model on data, or on a prompt."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ TASKS = {  # the class of each task, in its module
 }
 # options on data, which a task has if they are arguments of its class
 _DATA = {*Described.fields_of(DataOptions)} - {"data", "task", "task_option", "validation"}
-# options that tasks with files of their own decide, or read from these
+# options that tasks with their own format of data decide, or read from the data
 _DECIDED = {*Described.fields_of(LossOptions)} - {"metrics"} | {
     *("head", "head_at", "head_pool", "head_mask", "adapter", "outputs")
 }
@@ -95,7 +95,7 @@ def _open_rows_task(
     own = read_options(options, "task_option")
     if {*own} - (_WITHOUT_FLAG & {*parameters}):
         raise ValueError(
-            f"--task-option is of a task, and {name} has the options of the command: leave out "
+            f"--task {name} takes the options of the command and no --task-option: leave out "
             "--task-option, or name another task with --task"
         )
     if training:
@@ -133,8 +133,10 @@ def _check_flags(wrong: Collection[str], options: Any, task: str) -> None:
     """Raise `ValueError` if an option is set that the task does not take."""
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
-        reads = f"--task {task}, which reads {options.data!r},"
-        raise ValueError(f"{reads} does not take {flags}: leave out {flags}, or see --task-option")
+        raise ValueError(
+            f"--task {task}, which reads {options.data!r}, does not take {flags}: leave out "
+            f"{flags}; `onnxgrad.tasks` documents the options of the task"
+        )
 
 
 def _stated_validation(text: str | None) -> Any:
@@ -185,11 +187,11 @@ def _split_each(texts: list[str]) -> list[str]:
     return [name for text in texts for name in split_names(text)]
 
 
-# -- tasks with files of their own -----------------------------------------------------------------
+# -- tasks with their own format of data -----------------------------------------------------------
 
 
 def _arguments_of_files(options: Any, name: str, task_class: Any) -> dict[str, Any]:
-    """Return the options of a command as arguments of a task with files of its own.
+    """Return the options of a command as arguments of a task with its own format of data.
 
     Raises:
         ValueError: an unknown option of the task, or one of the command that the task decides.
