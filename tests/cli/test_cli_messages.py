@@ -176,7 +176,7 @@ def test_the_validation_file_is_named(here):
     [
         (("--target", "y"), ["'loss'", "y", "--loss"]),
         (("--loss", "l2"), ["labels", "--target"]),
-        ((*REGRESSION[:4], "--train", "w"), ["weight 'w'"]),
+        ((*REGRESSION[:4], "--train", "w"), ["weight", "'w'"]),
         ((*REGRESSION[:4], "--freeze", "*"), ["no --train, --freeze '*'"]),
         ((*REGRESSION[:3], "cross_entropy"), ["binary_cross_entropy"]),
         ((*REGRESSION[:4], "--optimizer", "adams"), ["'adam'"]),

@@ -56,7 +56,9 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
     if all(n.op_type not in _CHANGED and defs.has(n.op_type, target) for n in standard_nodes):
         return model
     if lost := [y.name for y in model.graph.output if non_tensor(y)]:
-        raise ModelError(f"opset={target}: the outputs {lost} are no tensors: leave them out")
+        raise ModelError(
+            f"opset={target}: the outputs {lost} are no tensors: remove them from the model"
+        )
     new = to_ir(model)
 
     def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:

@@ -115,7 +115,7 @@ class Cells(ColumnArrays):
         if array.dtype.kind not in "OSU":
             raise DataError(
                 f"column {name!r} holds {array.dtype} ({flat(array)[0, 0]}), not numbers{also}: "
-                f"convert it, dates to days for instance, or leave it out with {leave}"
+                f"convert it, dates to days for instance, or leave out the column with {leave}"
             )
         rows = flat(array)[:, 0].tolist()
         first = first_text(rows)
@@ -123,8 +123,8 @@ class Cells(ColumnArrays):
         kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
         raise DataError(
             f"column {name!r} is {kind}, first in row {self.row_numbers.number(first)}: "
-            f"{short(rows[first])}{also}; {remedy(rows[first], filled)}, or leave it out with "
-            f"{leave}"
+            f"{short(rows[first])}{also}; {remedy(rows[first], filled)}, or leave out the "
+            f"column with {leave}"
         )
 
 

@@ -58,7 +58,7 @@ def number_classes(
             return own, order
         other = next(name for name in folders if name not in order)
         raise ValueError(
-            f"the class {other!r} of {source!r} is none of the classes {first_names(order)}: "
+            f"the class {other!r} of {source!r} is not one of the classes {first_names(order)}: "
             "rename it, or name all in the order of the model's output, as "
             f"{argument('classes', folders)}"
         )

@@ -104,7 +104,7 @@ def check_names(names: Sequence[str]) -> None:
         index = [n for n in names if n in _INDEX_NAMES]
         raise DataError(
             f"column {names.index(index[0]) + 1} is called {index[0]!r}, the name by which pandas "
-            "writes an index: leave it out (index=False), or rename it if it is a feature"
+            "writes an index: write no index (index=False), or rename the column if it is a feature"
         )
 
 
@@ -120,7 +120,7 @@ def same_columns(names: Sequence[str], fitted: Sequence[str], what: str) -> None
     advice = "correct the names in the data; their order does not matter"
     if not missing:
         option = argument("ignore", extra)  # which only the shell has
-        advice = "leave it out" + f" with {option}" * option.startswith("--")
+        advice = "leave out this column" + f" with {option}" * option.startswith("--")
     raise DataError(
         f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: {advice}"
     )

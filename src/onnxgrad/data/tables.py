@@ -194,7 +194,7 @@ def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Table]:
     if suffix not in _READERS:
         if not path.exists():
             raise DataError(f"cannot read {name!r}: No such file or directory")
-        raise DataError(f"{name!r} is none of {', '.join(_READERS)}: convert it to one of them")
+        raise DataError(f"{name!r} is not one of {', '.join(_READERS)}: convert it to one of them")
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice
             file = opened if opened.seekable() else BytesIO(opened.read())

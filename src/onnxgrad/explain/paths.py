@@ -18,7 +18,7 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
         if y not in dependents(graph, [x]):
             raise ValueError(
                 f"{y.name!r} does not depend on {x.name!r}: its attributions would all be zero; "
-                "leave it out of `wrt`"
+                f"leave {x.name!r} out of `wrt`"
             )
         raise ValueError(
             f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "

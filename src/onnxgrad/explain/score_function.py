@@ -122,7 +122,7 @@ class ScoreFunction:
             return cls(model, wrt, output, batch_axes=batch_axes)
         if wrt is not None or output is not None or batch_axes is not None:
             raise ValueError(
-                "a ScoreFunction has its own `wrt`, `output` and `batch_axes`: leave them out"
+                "a ScoreFunction has its own `wrt`, `output` and `batch_axes`: do not pass these"
             )
         return model
 
@@ -213,7 +213,7 @@ class ScoreFunction:
             if name not in self.behind.inputs:
                 raise ValueError(
                     f"{self.output!r} does not depend on {name!r}: its attributions would all be "
-                    "zero; leave it out of `wrt`"
+                    f"zero; leave {name!r} out of `wrt`"
                 )
 
 

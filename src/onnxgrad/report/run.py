@@ -39,8 +39,8 @@ def load_run(path: str | os.PathLike) -> Run:
         return {"source": "history", "history": _read_csv(path)}
     if path.suffix != ".json":
         raise ValueError(
-            f"{path} is no run: name the folder of --record, a history (.csv or .json), or the "
-            "folder of a checkpoint"
+            f"{path} holds no recorded training: name the folder of --record, a history (.csv or "
+            ".json), or the folder of a checkpoint"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -206,7 +206,7 @@ class TextRecognition(Task):
             if needed > steps:
                 raise ValueError(
                     f"{name_of(source)} has {steps} time steps, and its text {text!r} needs "
-                    f"{needed}: leave it out, or cut it into two images"
+                    f"{needed}: leave out the image, or cut it into two images"
                 )
             labels.append([steps, *(numbers[c] for c in text)])
         return og.data.by_length(lines, labels, axis={"X": 2, "y": 0}, value=0, same_length=False)

@@ -63,7 +63,7 @@ class RowPredictions:
                 columns[name] = value
             elif name in self.chosen:
                 raise DataError(
-                    f"output {name!r} has no row for each row of the data: leave it out"
+                    f"output {name!r} has no row for each row of the data: leave out this output"
                 )
             elif (
                 text := f"output {printable(name)} has no rows, and is left out"

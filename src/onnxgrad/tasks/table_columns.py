@@ -60,7 +60,7 @@ class Targets:
         if weight in own_targets.names:
             raise DataError(
                 f"{argument('sample_weight', weight)} is the target: name the column of the "
-                "weights of rows, or leave it out"
+                f"weights of rows, or leave out {argument('sample_weight')}"
             )
         if len(columns) == 1 and None in columns:
             return cls({None: trained.copy().target_order(own_targets.names)})
@@ -144,7 +144,8 @@ def choose_columns(
         if result.columns.setdefault(name, list(group)) != list(group):
             raise ValueError(
                 f"{argument('columns', list(group))}: the model was trained on "
-                f"{','.join(result.columns[name])}, which it takes by name: leave it out"
+                f"{','.join(result.columns[name])}, which it takes by name: leave out "
+                f"{argument('columns')}"
             )
     used = {column for group in by_input.values() for column in group}
     return [name for name in names if name in used or name in inputs], result

@@ -65,7 +65,7 @@ class ArrowColumns:
         if text := next((n for n in names if "string" in self.types[n]), None):
             raise DataError(
                 f"{self.name!r}: column {text!r} is text; write numbers, name the classes of a "
-                f"target with {argument('classes')}, or leave it out with "
+                f"target with {argument('classes')}, or leave out the column with "
                 f"{argument('ignore', [text])}"
             )
 
@@ -195,7 +195,7 @@ class Table(RowsTask):
         if self._drops:
             raise DataError(
                 f"{path!r} is read while training, where {argument('drop_missing')} cannot count "
-                "rows: leave them out of the files"
+                "rows: remove rows with empty cells from the files"
             )
         return ArrowColumns(path, {n: t for n, t in types.items() if n not in self._ignore})
 

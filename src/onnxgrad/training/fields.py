@@ -301,7 +301,9 @@ class Fields:
         by_input = {**columns_of, **self.names.by_input(rest, self.features, arrays)}
         used = set[str]().union(*by_input.values())
         if unused := [name for name in names if name not in used]:
-            raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
+            raise ValueError(
+                f"no input of the model takes the columns {unused}: leave out these columns"
+            )
         return {n: X[n] if columns == [n] else Part(X, columns) for n, columns in by_input.items()}
 
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:

@@ -313,8 +313,8 @@ class Fit:
             return state
         if resume is not None and not self.job.callbacks.writes_to(resume):
             raise FileNotFoundError(
-                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
-                "begin anew, or pass Checkpoint of that folder among the callbacks"
+                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave out resume to "
+                "start from the beginning, or pass a Checkpoint of this folder in callbacks"
             )
         state = TrainState(
             seed=self.job.seed,

@@ -146,7 +146,7 @@ class Recipe:
             if (loss is None or written or of_model) and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
                 raise ValueError(
-                    f"{named(name)} has no effect on a loss that is {kind}: leave it out"
+                    f"{named(name)} has no effect on a loss that is {kind}: leave out {named(name)}"
                 )
         if loss is None:
             return ComputedLoss(loss_output(job.proto))

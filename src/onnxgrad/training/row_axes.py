@@ -222,7 +222,7 @@ class RowAxes:
             names = [n for n in inputs if self.symbol in self._declared_dims(n)]
             shown = ", ".join(f"{n!r} {self._shape_in_file(n)}" for n in names)
             raise ValueError(
-                f"which axis is that of the rows? The model declares {shown}: say it with "
+                f"which axis is the axis of rows? The model declares {shown}: name it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
             )
         for name in lengths if self.symbol is not None else ():
