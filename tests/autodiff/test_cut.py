@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from onnxgrad.autodiff.cuts import cheapest
+from onnxgrad.autodiff.cuts import cheapest_values
 
 
 def suffices(kept, demands, made_of) -> bool:
@@ -30,7 +30,7 @@ def test_no_choice_is_cheaper(seed):
         made_of[i] = None if rng.random() < 0.35 else before
     price = {i: int(rng.integers(0, 9)) for i in range(n)}
     demands = [i for i in range(n) if rng.random() < 0.4]
-    found = cheapest(demands, price.__getitem__, made_of.__getitem__)
+    found = cheapest_values(demands, price.__getitem__, made_of.__getitem__)
     choices = [set(c) for size in range(n + 1) for c in combinations(range(n), size)]
     best = min(sum(price[i] for i in c) for c in choices if suffices(c, demands, made_of))
     assert suffices(found, demands, made_of)
@@ -39,4 +39,4 @@ def test_no_choice_is_cheaper(seed):
 
 def test_of_equal_ones_the_nearest_is_kept():
     made_of = {"a": None, "b": ["a"], "c": ["b"]}
-    assert cheapest(["c"], lambda value: 4, made_of.__getitem__) == {"c"}
+    assert cheapest_values(["c"], lambda value: 4, made_of.__getitem__) == {"c"}

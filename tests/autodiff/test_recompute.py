@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.autodiff.cuts import Lifetime, cuts
+from onnxgrad.autodiff.cuts import Lifetime, segment_cuts
 from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.operators.shapes import dims, static
@@ -274,7 +274,7 @@ def test_unknown_recompute():
 def test_cuts_of_a_chain_are_about_the_square_root():
     n = 100
     chain = [Lifetime(i, min(i + 1, n - 1), 8, True) for i in range(n)]
-    positions = cuts(chain, n)
+    positions = segment_cuts(chain, n)
     ends = [-1, *positions, n - 1]
     largest = max(b - a for a, b in pairwise(ends))
     assert 7 <= len(positions) <= 13
@@ -285,7 +285,7 @@ def test_a_value_that_all_segments_read_is_kept_once():
     n = 60
     chain = [Lifetime(i, min(i + 1, n - 1), 8, True) for i in range(1, n)]
     mask = Lifetime(0, n - 1, 4000, True)
-    assert len(cuts([mask, *chain], n)) >= 4
+    assert len(segment_cuts([mask, *chain], n)) >= 4
 
 
 def test_the_order_of_the_nodes_knows_the_sizes_of_what_is_recomputed(monkeypatch):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxgrad.graph.rewrite import rewrite
-from onnxgrad.graph.tidy import current
+from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.model.convert import to_ir, to_proto
 from tests.support.models import parse_model
 from tests.support.running import run_named
@@ -209,8 +209,8 @@ def test_rewrites_of_every_operator():
 def test_what_a_value_has_become():
     one = scaled_model("a = Neg(x)  y = Tanh(a)")
     a = next(iter(one.graph)).outputs[0]
-    assert current(a) is a
+    assert latest_replacement(a) is a
     twice_ = {("", "Neg"): [twice], ("", "Add"): [lambda op, node: [op.Mul(node.inputs[0], 2.0)]]}
     assert rewrite(one.graph, twice_)
-    assert current(a) is next(iter(one.graph)).outputs[0]
-    assert current(a).producer().op_type == "Mul"
+    assert latest_replacement(a) is next(iter(one.graph)).outputs[0]
+    assert latest_replacement(a).producer().op_type == "Mul"

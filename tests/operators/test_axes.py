@@ -10,7 +10,7 @@ import pytest
 
 from onnxgrad import rule
 from onnxgrad.operators import ELEMENTWISE, OPERATORS
-from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
+from onnxgrad.operators.axes import SUMMED, common_places, named_axes, places
 from onnxgrad.operators.shapes import dims
 from tests.support.axes_cases import DRAWS, NOT_RUN, NodeCase
 from tests.support.running import session_of
@@ -128,7 +128,7 @@ def check_positions(rng, one: Node, k: int, place: int, operands: dict[int, int]
     what = f"{one.case}: output {k} permuted along {place}, with {whole}"
     np.testing.assert_allclose(after, expected, 1e-5, 1e-6, err_msg=what)
     followed = {one.inputs[i]: axis for i, axis in operands.items()}
-    assert follow(one.node, followed)[k] == place, what
+    assert common_places(one.node, followed)[k] == place, what
 
 
 def random_checks(seed: int, count: int) -> Counter:
@@ -252,10 +252,10 @@ def test_equal_lengths_do_not_prove_that_a_resize_keeps_an_axis():
 def test_operands_are_followed_together():
     a, b = of_lengths("N", 3), of_lengths("N", 3)
     product = node_of("Mul", [a, b], {}, ("N", 3))
-    assert follow(product, {a: 0, b: 0}) == [0]
-    assert follow(product, {a: 0, b: 1}) == [None]
-    assert follow(product, {a: 1}) == [1]
-    assert follow(product, {}) == [None]
+    assert common_places(product, {a: 0, b: 0}) == [0]
+    assert common_places(product, {a: 0, b: 1}) == [None]
+    assert common_places(product, {a: 1}) == [1]
+    assert common_places(product, {}) == [None]
 
 
 def test_a_users_rule_leaves_the_axes_of_its_operator(monkeypatch):

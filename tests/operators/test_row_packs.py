@@ -103,7 +103,7 @@ def test_a_wrong_statement_of_a_shape_is_found():
 
 
 def test_a_wrong_member_is_found():
-    add_facts("", "Neg", members=lambda axis, node: [axis.op.Abs(axis.of(node.inputs[0]))])
+    add_facts("", "Neg", members=lambda axis, node: [axis.op.Abs(axis.value_for(node.inputs[0]))])
     rows = [Row(name, f"y = {name}(x)", {"x": (2, 3)}) for name in ("Sin", "Neg", "Exp")]
     [line] = failures(parts_of(*rows), check_pack(ALL_CHECKS))
     assert line.startswith("Neg")

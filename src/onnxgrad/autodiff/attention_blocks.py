@@ -233,7 +233,7 @@ class _Attention:
             if some is not None and keys is not None and x not in self.inner:
                 some = keys.near(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
             operands.append(some)
-        return inner.again(one, operands)[0]
+        return inner.copy_node(one, operands)[0]
 
     @property
     def keys(self) -> Any:

@@ -1,15 +1,15 @@
 """Which values of a forward pass to keep, when the backward pass may compute others again.
 
-`cheapest` is a minimum cut, by Ford and Fulkerson's augmenting paths (1956, "Maximal flow through a
-network"), shortest first. A general solver searches the whole network for each path; here, each
-search starts from one demand, and network nodes from which no more flow can pass are never visited
-again.
+`cheapest_values` is a minimum cut, by Ford and Fulkerson's augmenting paths (1956, "Maximal flow
+through a network"), shortest first. A general solver searches the whole network for each path;
+here, each search starts from one demand, and network nodes from which no more flow can pass are
+never visited again.
 
-`cuts` divides a forward pass into segments. Chen et al. (2016), "Training Deep Nets with Sublinear
-Memory Cost", cut a chain of n equal layers into sqrt(n) segments: the values at the cuts are kept,
-and the other values of a segment are recomputed when the backward pass comes to it. Here the cuts
-minimize, for any graph and any sizes, the bytes at the cuts plus the bytes that the backward pass
-reads of the largest segment.
+`segment_cuts` divides a forward pass into segments. Chen et al. (2016), "Training Deep Nets with
+Sublinear Memory Cost", cut a chain of n equal layers into sqrt(n) segments: the values at the cuts
+are kept, and the other values of a segment are recomputed when the backward pass comes to it. Here
+the cuts minimize, for any graph and any sizes, the bytes at the cuts plus the bytes that the
+backward pass reads of the largest segment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Capacities: TypeAlias = dict[NetworkNode, dict[NetworkNode, float]]  # of the ed
 _HIGHEST = 1e18  # price: infinite ones cannot be subtracted from each other
 
 
-def cheapest(
+def cheapest_values(
     demands: Iterable[Value],
     price: Callable[[Any], float],
     made_of: Callable[[Any], Sequence[Value] | None],
@@ -122,7 +122,7 @@ class Lifetime:
     read: bool
 
 
-def cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
+def segment_cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
     """Return the positions behind which to cut `length` nodes, in order; empty for no cut.
 
     The first segment begins at position 0, and the last one ends at `length` - 1.

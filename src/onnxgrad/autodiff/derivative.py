@@ -12,11 +12,11 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
-from onnxgrad.autodiff.primal.prepare import listed_as, prepare
+from onnxgrad.autodiff.primal.prepare import listed_as, prepare, values_by_name
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import node_text, unknown
 from onnxgrad.graph.emit import Emit, garbage_kept
-from onnxgrad.graph.tidy import current
+from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
@@ -200,7 +200,9 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     finish(model)
     if not options & flags.KeepYieldOp:
         data = [x for x in inputs if x.name not in request.labels]
-        require_equal_lengths(graph, data, dict(zip(reached, map(current, named), strict=True)))
+        require_equal_lengths(
+            graph, data, dict(zip(reached, map(latest_replacement, named), strict=True))
+        )
     restore_defaults(graph)
     constants.note_constants(model, proto)
     if request.note_primal:
@@ -332,16 +334,6 @@ def choose_inputs(
         if not varies(x):
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
     return inputs
-
-
-def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) -> list[ir.Value]:
-    """Return the values of these names; `kind` names them in the error message."""
-    named = {str(v.name): v for v in reversed(list(values))}
-    names = list(names)
-    for name in names:
-        if name not in named:
-            raise unknown(kind, name, list(reversed(named)))
-    return [named[name] for name in names]
 
 
 def _cotangents_of_outputs(

@@ -111,7 +111,7 @@ def _family_models(
     weights = [str(x.name) for x in first.wrt if x not in first.inputs]
     new_sheet = partial(Sheet, origin, weights, inputs, outputs)
     mode = Forward(new_sheet())
-    forward = _directional_model(mode.sheet, "fwd", mode.sheet.wrt, mode.push)
+    forward = _directional_model(mode.sheet, "fwd", mode.sheet.wrt, mode.push_tangents)
     return new_sheet().finish([]), forward, adjoint, _forward_over_adjoint(new_sheet())
 
 
@@ -169,7 +169,7 @@ def _directional_model(
         others = sheet.wrt if prefix == "adj" else sheet.differentiated
         return {x: sheet.or_zeros(derivatives, x) for x in others}
 
-    return _finish_packed(sheet, sheet.each(sheet.op.Max(*seeds.counts), write), prefix)
+    return _finish_packed(sheet, sheet.map_indices(sheet.op.Max(*seeds.counts), write), prefix)
 
 
 def _forward_over_adjoint(first: Sheet) -> ModelProto:
@@ -195,14 +195,14 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
         sheet.graph.sort()  # the seeds were written after the nodes that read them
         return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
 
-    return _finish_packed(sheet, sheet.each(count, write), "fwd_adj")
+    return _finish_packed(sheet, sheet.map_indices(count, write), "fwd_adj")
 
 
 def _finish_packed(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
     """Return the model that returns the outputs of the sheet, and the derivatives, packed."""
     results: list[Result] = []
     for x, v in stacked.items():
-        matrix = pack(sheet.op, v, x)
+        matrix = packed_seeds(sheet.op, v, x)
         matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, prefix))
         results.append((f"{prefix}_{x.name}", matrix))
     return sheet.finish(results)
@@ -224,7 +224,7 @@ class Seeds:
     def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str) -> None:
         self._op, inputs = sheet.op, []
         for x in values:
-            sheet.free(name := f"{prefix}_{x.name}")
+            sheet.free_name(name := f"{prefix}_{x.name}")
             seeds = ir.Value(name=name, type=x.type, shape=ir.Shape(packed_dims(x, prefix)))
             inputs.append((x, seeds))
             sheet.graph.inputs.append(seeds)
@@ -276,7 +276,7 @@ def _unpacked_seeds(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
     return stacked
 
 
-def pack(op: Emit, stacked: ir.Value, like: ir.Value) -> ir.Value:
+def packed_seeds(op: Emit, stacked: ir.Value, like: ir.Value) -> ir.Value:
     """Return (K, *like.shape) as packed seeds of `like`."""
     if rank(like) == 2:
         flat = op.Transpose(stacked, perm=[1, 0, 2])

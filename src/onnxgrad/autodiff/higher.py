@@ -124,7 +124,7 @@ def jvp(
     with garbage_kept():
         forward = Forward(Sheet(model, weights, inputs, outputs))
         sheet = forward.sheet
-        tangents = forward.push({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
+        tangents = forward.push_tangents({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
         return sheet.finish(all_named(sheet, "tangent", sheet.differentiated, tangents))
 
 

@@ -28,18 +28,19 @@ class Forward:
         inputs = {x.name: x for x in self.sheet.graph.inputs}
         opened = (inputs[g.name] for g in cotangents.values())
         self._output_of = dict(zip(opened, self.sheet.differentiated, strict=True))
-        for cotangent, y in self._output_of.items():
-            self.sheet.remove_at_end(cotangent, y)
+        self.sheet.dummies |= self._output_of
 
-    def push(self, tangents: Derivatives) -> dict[ir.Value, ir.Value]:
+    def push_tangents(self, tangents: Derivatives) -> dict[ir.Value, ir.Value]:
         """Return the tangents of the outputs that depend on the keys of `tangents`."""
         seeds = {self._gradients[x]: v for x, v in tangents.items()}
         pushed = sweep(self.sheet.op, seeds, self._output_of)
         return {self._output_of[cotangent]: v for cotangent, v in pushed.items()}
 
-    def columns(self, x: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
+    def jacobian_columns(self, x: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
         """Return for each output its Jacobian with respect to `x`."""
-        stacked = self.sheet.loop(x, lambda unit: self.push({x: unit}), batched, axis=-1)
+        stacked = self.sheet.map_unit_vectors(
+            x, lambda unit: self.push_tangents({x: unit}), batched, axis=-1
+        )
         return {y: _reshaped_block(self.sheet, v, y, x, batched) for y, v in stacked.items()}
 
 
@@ -53,7 +54,7 @@ def jacobians(sheet: Sheet, batched: bool, mode: str) -> ModelProto:
         sheet = forward.sheet
         blocks: dict[ir.Value, dict] = {y: {} for y in sheet.differentiated}
         for x in sheet.wrt:
-            for y, block in forward.columns(x, batched).items():
+            for y, block in forward.jacobian_columns(x, batched).items():
                 blocks[y][x] = block
     else:
         blocks = {y: row_blocks(sheet, y, batched) for y in sheet.differentiated}
@@ -67,7 +68,7 @@ def row_blocks(sheet: Sheet, y: ir.Value, batched: bool) -> dict[ir.Value, ir.Va
     def write(unit: ir.Value) -> Derivatives:
         return sweep(sheet.op, {y: unit}, sheet.wrt)
 
-    stacked = sheet.loop(y, write, batched, axis=int(batched))
+    stacked = sheet.map_unit_vectors(y, write, batched, axis=int(batched))
     return {x: _reshaped_block(sheet, v, y, x, batched) for x, v in stacked.items()}
 
 

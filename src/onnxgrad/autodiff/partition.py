@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.control.copies import is_tensor
-from onnxgrad.autodiff.cuts import cheapest
+from onnxgrad.autodiff.cuts import cheapest_values
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.recompute import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
@@ -213,7 +213,7 @@ def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Valu
             return inf
         return 0 if value in outputs else sizes[value]
 
-    chosen = cheapest((v for v in read_after if v.producer() in read), price, made_of)
+    chosen = cheapest_values((v for v in read_after if v.producer() in read), price, made_of)
     saved = [y for node in read for y in node.outputs if y in chosen]
     for v in saved:
         if not is_tensor(v):

@@ -15,7 +15,7 @@ from math import ceil, inf, prod
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.cuts import Lifetime, cheapest, cuts
+from onnxgrad.autodiff.cuts import Lifetime, cheapest_values, segment_cuts
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import (
@@ -29,7 +29,7 @@ from onnxgrad.graph.traversal import (
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.operators import CHEAP, RANDOM, SAME_ELEMENTS, VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.rule_nodes import gated
+from onnxgrad.operators.rule_nodes import delayed_until
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 
 LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
@@ -115,7 +115,7 @@ class Recomputation:
         op: emitter of the graph that contains the forward pass.
         seeds: the cotangents that the backward pass starts with.
         recompute: "none"; "cheap": nodes that `partition` calls cheap, and normalizations; "all":
-            every node up to the last cut of `cuts`, from the values at the cuts.
+            every node up to the last cut of `segment_cuts`, from the values at the cuts.
     """
 
     def __init__(self, op: Emit, seeds: Iterable[ir.Value], recompute: str) -> None:
@@ -179,7 +179,7 @@ class Recomputation:
                 return nbytes
             return 0 if made_of(value) is None else inf
 
-        return {v for v in cheapest(self.demands, price, made_of) if isinstance(v, ir.Value)}
+        return {v for v in cheapest_values(self.demands, price, made_of) if isinstance(v, ir.Value)}
 
     def _values_of_segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
         """Return the values that cross cuts or cannot repeat, and the values after the last cut."""
@@ -196,7 +196,7 @@ class Recomputation:
             for v, i in first.items()
             if v not in fixed
         ]
-        positions = cuts(lifetimes, len(nodes)) if nodes else []
+        positions = segment_cuts(lifetimes, len(nodes)) if nodes else []
         end = positions[-1] if positions else -1
         crossing = {v for v, i in first.items() if any(i <= p < last[v] for p in positions)}
         return fixed | crossing, {v for v, i in first.items() if i > end}
@@ -268,7 +268,7 @@ class _Copies:
         for i, x in enumerate(operands):
             if x is not None and x is node.inputs[i] and (computed[i] or not any(computed)):
                 operands[i] = self._delay_until_cotangent(x)
-        self.copies.update(zip(node.outputs, self.op.again(node, operands), strict=True))
+        self.copies.update(zip(node.outputs, self.op.copy_node(node, operands), strict=True))
 
     def _separate_copy(self, value: ir.Value | None) -> ir.Value | None:
         """Return a copy of a value that is used once."""
@@ -276,13 +276,13 @@ class _Copies:
         if value is None or node is None:
             return value
         inputs = [x if x is None else self._delay_until_cotangent(x) for x in node.inputs]
-        return self.op.again(node, inputs)[value.index() or 0]
+        return self.op.copy_node(node, inputs)[value.index() or 0]
 
     def _delay_until_cotangent(self, x: ir.Value) -> ir.Value:
         """Return `x`, available when `latest` is."""
         if self.latest is None or not _is_tensor(x) or x.is_initializer():
             return x
-        return gated(self.op, x, self.latest)
+        return delayed_until(self.op, x, self.latest)
 
 
 def _bytes_of_results(graph: ir.Graph) -> dict[ir.Value, int]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.straight_through import described, refuse_quantized
+from onnxgrad.autodiff.straight_through import node_description, refuse_quantized
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
@@ -45,7 +45,7 @@ def sweep(
     wrt, straight_through = list(wrt), straight_through or {}
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
-    active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
+    active, walk = dependent_values(nodes, wrt, stop_gradient, straight_through)
     cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
         cotangents[value].append(g)
@@ -76,7 +76,7 @@ def sweep(
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 
-def dependent(
+def dependent_values(
     nodes: Iterable[ir.Node],
     wrt: Iterable[ir.Value],
     stop_gradient: Collection[ir.Value] = (),
@@ -112,7 +112,7 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
     at = untyped or node
     function = operator_of(at).rule
     if function is None:
-        raise _error_at(at, wrt, _no_rule(at))
+        raise _error_at(at, wrt, _missing_rule_message(at))
     if untyped is not None:
         raise _error_at(untyped, wrt, "the type of its output is unknown")
     n = taken_gradients(function)
@@ -184,7 +184,7 @@ def _are_proven_unequal(a: Dims | None, b: Dims | None) -> bool:
     return len(a) != len(b) or any(isinstance(n, int) and m != n for m, n in static)
 
 
-def _no_rule(node: ir.Node) -> str:
+def _missing_rule_message(node: ir.Node) -> str:
     """Return the message for a node without a rule, with the missing rule and the remedies."""
     unranked = [x.name for x in node.inputs if x is not None and x.shape is None]
     domain = f", domain={node.domain!r}" if node.domain else ""
@@ -212,7 +212,7 @@ def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
 
 def _error_at(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
     path = " -> ".join(map(printable, _shortest_path(node, wrt)))
-    return NoGradientRule(f"{described(node)}: {what}. Path: {path}")
+    return NoGradientRule(f"{node_description(node)}: {what}. Path: {path}")
 
 
 def _shortest_path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:

@@ -21,7 +21,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
-from onnxgrad.operators.axes import SUMMED, follow, named_axes, places
+from onnxgrad.operators.axes import SUMMED, common_places, named_axes, places
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static
 
 BATCH_SYMBOL = "onnxgrad_batch"  # the length of the row axis in proofs, in all inputs that have one
@@ -73,7 +73,7 @@ class RowWalk:
         rows = {x: s for x in reads(node) if (s := self.states.get(x)) and s.kind == "rows"}
         layout = self.common_layout(list(rows.values()))
         states: list[RowState | None] = []
-        axes = follow(node, {x: s.axis for x, s in rows.items()})
+        axes = common_places(node, {x: s.axis for x, s in rows.items()})
         for y, axis in zip(node.outputs, axes, strict=True):
             if axis == SUMMED:
                 states.append(RowState("sum"))
@@ -128,7 +128,8 @@ class RowWalk:
             self._visit_shape(node)
         elif "size" in kinds and not self._reads_sizes_as_shape(node):
             integers = all(not is_real(y) for y in node.outputs)
-            if not (_computes_sizes(node) and integers and kinds == {"size"}):
+            computes = node.op_type in ARITHMETIC | VIEWS or operator_of(node).elements is not None
+            if not (computes and integers and kinds == {"size"}):
                 raise mixing_error(node)
             self.states |= dict.fromkeys(node.outputs, RowState("size"))
         elif kinds & {"sum", "count", "mean"}:
@@ -257,11 +258,6 @@ def mixing_error(node: ir.Node) -> UnprovenRows:
         f"{printable(node.op_type)} (output {y.name!r}, {printable(dims(y))}) mixes the rows of "
         "the batch, or may do so"
     )
-
-
-def _computes_sizes(node: ir.Node) -> bool:
-    """Return whether the operator of a node computes sizes from sizes, as graphs do for shapes."""
-    return node.op_type in ARITHMETIC | VIEWS or operator_of(node).elements is not None
 
 
 def _draws_random_numbers(node: ir.Node) -> bool:

@@ -14,16 +14,15 @@ from onnxgrad.autodiff.derivative import (
     choose_inputs,
     path_ends,
     require_equal_lengths,
-    values_by_name,
     warn_of_dropped_outputs,
 )
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
-from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.primal.prepare import prepare, values_by_name
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import current, drop_unused, tidy
+from onnxgrad.graph.tidy import drop_unused, latest_replacement, tidy
 from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -56,6 +55,8 @@ class Sheet:
         inputs: the chosen inputs.
         kept: the outputs of the model, which precede the derivatives.
         differentiated: the outputs among `kept` that are differentiated.
+        dummies: `{input: output of its shape}`, inputs that `finish` removes. Outputs may depend on
+            their shapes, and on none of their values.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Sheet:
         self.kept = list(self.graph.outputs)
         self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
-        self._dummies: dict[ir.Value, ir.Value] = {}
+        self.dummies: dict[ir.Value, ir.Value] = {}
 
     def _chosen_inputs(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
         """Return the inputs to differentiate with respect to; by default all with rows."""
@@ -116,7 +117,7 @@ class Sheet:
             return {y: self.op.ones_like(y) for y in self.differentiated}
         return {y: self.input_like(y, "grad") for y in self.differentiated}
 
-    def free(self, name: str) -> None:
+    def free_name(self, name: str) -> None:
         """Rename the node output or initializer called `name`, if there is one."""
         existing = ir.convenience.create_value_mapping(self.graph).get(name)
         if existing is not None:
@@ -147,24 +148,17 @@ class Sheet:
         as_constants(self.graph, [w for w in unreached if w not in self.inputs])
         self.wrt = [x for x in self.wrt if x not in unreached]
 
-    def remove_at_end(self, dummy: ir.Value, y: ir.Value) -> None:
-        """Mark the input `dummy` for removal by `finish`.
-
-        No output may depend on its values; outputs may depend on its shape, the shape of `y`.
-        """
-        self._dummies[dummy] = y
-
     def finish(self, results: Sequence[Result]) -> ModelProto:
         """Return the model whose outputs are the kept ones, then `results`, under their names."""
         protected = {*self.graph.inputs, *self.kept}
         derivatives = [self.op.name_output(v, name, v, protected) for name, v in results]
         self.graph.outputs[:] = [*self.kept, *derivatives]
         finish(self.model)
-        self.kept = list(map(current, self.kept))
-        self.differentiated = list(map(current, self.differentiated))
-        for dummy, y in self._dummies.items():
+        self.kept = list(map(latest_replacement, self.kept))
+        self.differentiated = list(map(latest_replacement, self.differentiated))
+        for dummy, y in self.dummies.items():
             self._replace_dummy(dummy, y)
-        if self._dummies:
+        if self.dummies:
             tidy(self.model)
         require_equal_lengths(self.graph, self._original_inputs, {})
         restore_defaults(self.graph)
@@ -196,7 +190,7 @@ class Sheet:
 
         The tensor whose shape it returns need not be computed then.
         """
-        inputs = [x for x in self.graph.inputs if x not in self._dummies]
+        inputs = [x for x in self.graph.inputs if x not in self.dummies]
         axes = {d: (x, i) for x in inputs for i, d in enumerate(dims(x) or ())}
         start, end = int_attribute(node, "start"), node.attributes.get_int("end", None)
         shape = dims(node.inputs[0])
@@ -208,18 +202,20 @@ class Sheet:
 
     # -- loops over unit vectors --------------------------------------------------------------
 
-    def loop(
+    def map_unit_vectors(
         self, like: ir.Value, write: Callable[[ir.Value], Derivatives], batched: bool, axis: int
     ) -> dict[ir.Value, ir.Value]:
         """Return the results of `write` for all unit vectors, stacked along a new `axis`.
 
         The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
-        of every row. `each` writes the loop.
+        of every row. `map_indices` writes the loop.
         """
         count = self.op.numel(like, int(batched))  # elements, or elements of a row
-        return self.each(count, lambda i: write(self._unit_vector(like, count, i, batched)), axis)
+        return self.map_indices(
+            count, lambda i: write(self._unit_vector(like, count, i, batched)), axis
+        )
 
-    def each(
+    def map_indices(
         self, count: int | ir.Value, write: Callable[[ir.Value], Derivatives], axis: int = 0
     ) -> dict[ir.Value, ir.Value]:
         """Return the results of `write` for the indices 0 ... count-1, stacked along a new `axis`.

@@ -93,7 +93,10 @@ class StraightThrough:
         if operator.no_gradient or not self.reads_steps(node):
             return None
         if _moved_operands(node) is None:
-            raise _untraceable_error(node)
+            raise NoGradientRule(
+                f"{node_description(node)}: its operands are quantized, and it has no "
+                "straight-through gradient: train only weights that are used after this node"
+            )
         return self._apply_to_floats
 
     # -- what formulas are written with -----------------------------------------------------------
@@ -210,13 +213,6 @@ def _is_float(value: ir.Value) -> bool:
     return value.dtype is None or (value.dtype.is_floating_point() and value.dtype.bitwidth >= 16)
 
 
-def _untraceable_error(node: ir.Node) -> NoGradientRule:
-    return NoGradientRule(
-        f"{described(node)}: its operands are quantized, and it has no straight-through gradient: "
-        "train only weights that are used after this node"
-    )
-
-
 def refuse_quantized(
     nodes: Sequence[ir.Node],
     wrt: Iterable[ir.Value],
@@ -281,7 +277,7 @@ def is_quantized(node: ir.Node) -> bool:
     return "quantized" in operator_of(node).traits
 
 
-def described(node: ir.Node) -> str:
+def node_description(node: ir.Node) -> str:
     """Return the operator of a node and the names of the node and its first output."""
     where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     return f"{where} (node {node.name!r}, output {node.outputs[0].name!r})"
@@ -289,7 +285,7 @@ def described(node: ir.Node) -> str:
 
 def _quantized_error(node: ir.Node, remedy: str) -> NoGradientRule:
     return NoGradientRule(
-        f"{described(node)}: the model is quantized, "
+        f"{node_description(node)}: the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "
         f"afterwards; name them in `Trainer(train=...)`, which passes gradients straight through;"
         f"{remedy} ask only for weights that are used after this node"

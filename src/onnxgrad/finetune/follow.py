@@ -97,7 +97,7 @@ def _follow_record(tail: Tail, node: ir.Node, axis: int) -> None:
     if None in ranks.values():
         tail.refuse(node, "the rank of its operand is unknown")
     counted = {x: axis + (n or 0) for x, n in ranks.items()}
-    for y, place in zip(node.outputs, places.follow(node, counted), strict=True):
+    for y, place in zip(node.outputs, places.common_places(node, counted), strict=True):
         n = rank(y)
         if place is not None and place != SUMMED and n is not None:
             tail.axes[y] = place - n

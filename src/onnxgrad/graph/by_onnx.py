@@ -74,7 +74,9 @@ def infer_node(
             shape = dims(ir.Value(shape=ir.serde.deserialize_type_proto_for_shape(proto)))
             if shape is not None and all(not isinstance(d, int) or d >= 0 for d in shape):
                 # a node with a negative length never runs
-                complete(y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape))
+                complete_shape(
+                    y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape)
+                )
 
 
 def _infer_by_onnxruntime(node: ir.Node) -> None:
@@ -84,10 +86,10 @@ def _infer_by_onnxruntime(node: ir.Node) -> None:
             y.type = y.type or known_type
     for y, shape in zip(node.outputs, result_shapes(node), strict=False):
         if y.name:
-            complete(y, shape)
+            complete_shape(y, shape)
 
 
-def complete(value: ir.Value, shape: Dims | None) -> None:
+def complete_shape(value: ir.Value, shape: Dims | None) -> None:
     """Set the dimensions of `value` that are unknown, or symbols that were generated."""
     known = dims(value)
     if known is None:
@@ -133,7 +135,7 @@ def complete_types(node: ir.Node) -> None:
             y.type = ir.TensorType(dtype)
 
 
-def spell_out(node: ir.Node) -> None:
+def write_misread_defaults(node: ir.Node) -> None:
     """Write out attributes whose defaults onnx misreads, in place.
 
     They are `onesided` of STFT, whose default onnx takes for 0, and `pads` of a ConvTranspose with
@@ -160,7 +162,7 @@ def _write_pads(node: ir.Node) -> None:
     del node.attributes["auto_pad"]
 
 
-def correct(node: ir.Node, known: Dims | None) -> None:
+def correct_shape(node: ir.Node, known: Dims | None) -> None:
     """Remove what onnx infers wrongly of the shape of the first output of `node`.
 
     Of an index of an Einsum with several lengths, onnx uses the first, even if it is 1 or a symbol;

@@ -241,7 +241,7 @@ class Emit:
         if self.primal is not None:
             node.meta[marks.PRIMAL] = self.primal
 
-    def again(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> list[ir.Value]:
+    def copy_node(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> list[ir.Value]:
         """Return the outputs of a new node like `node`, without subgraphs, that reads `inputs`."""
         count, attributes = len(node.outputs), attributes_of(node)
         new = self.emit_many(node.op_type, inputs, attributes, count, node.domain, fresh=True)

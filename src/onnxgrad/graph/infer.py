@@ -17,12 +17,12 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.by_onnx import complete
+from onnxgrad.graph.by_onnx import complete_shape
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.graph.walk import Walk
 from onnxgrad.limits import check_limit, limit
 from onnxgrad.operators import marks
-from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, lengths, rank, static
+from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, rank, shape_text, static
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
@@ -72,7 +72,9 @@ def infer(
     for y, shape in declared.items():
         if shape is not None and y not in untrusted and _adds_to(shape, dims(y)):
             shape = shape if confirm is None else confirm(y, shape)
-            complete(y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape))
+            complete_shape(
+                y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape)
+            )
             is_read |= bool(y.uses())
     if is_read:  # by nodes whose shapes may follow from it
         walk.infer(model.graph)
@@ -147,8 +149,8 @@ def _check_sizes(values: Iterable[ir.Value]) -> None:
             node = value.producer()
             by = "" if node is None else f", the output of {node.op_type} (node {node.name!r}),"
             raise ModelError(
-                f"{value.name!r}{by} has the shape {lengths(shape)}, of more elements than 64 bits "
-                "count: correct the shapes of the model"
+                f"{value.name!r}{by} has the shape {shape_text(shape)}, of more elements than 64 "
+                "bits count: correct the shapes of the model"
             )
 
 
@@ -283,7 +285,7 @@ def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> boo
 def _warn_of_stated(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
     """Warn of values whose stated rank or length is wrong, not only the symbol of a length."""
     listed = [
-        f"of {y.name!r} {lengths(shape)}, not {lengths(proven)}"
+        f"of {y.name!r} {shape_text(shape)}, not {shape_text(proven)}"
         for y, (proven, shape) in wrong.items()
         if _are_contradictory(proven, shape, lambda _, d: isinstance(d, int))
     ]

@@ -48,7 +48,7 @@ def _read_in_float32(op: Emit, value: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(wide, result, replace_graph_outputs=True)
 
 
-def in_float32_input(op: Emit, w: ir.Value) -> ir.Value:
+def read_rounded_input(op: Emit, w: ir.Value) -> ir.Value:
     """Replace an input of 16 bits by one of float32, which nodes read rounded; return the input."""
     if w.dtype not in HALVES:
         return w
@@ -61,7 +61,7 @@ def in_float32_input(op: Emit, w: ir.Value) -> ir.Value:
     return wide
 
 
-def in_float32(op: Emit, y: ir.Value) -> ir.Value:
+def cast_result_to_float32(op: Emit, y: ir.Value) -> ir.Value:
     """Return a result of 16 bits cast to float32; the cast takes over its name."""
     if y.dtype not in HALVES:
         return y
@@ -70,7 +70,7 @@ def in_float32(op: Emit, y: ir.Value) -> ir.Value:
     return wide
 
 
-def in_dtype(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
+def cast_to_halves_of(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
     """Return a float32 result cast to the 16 bits of `like`, the input that is fed with it."""
     if like is None or like.dtype not in HALVES or y.dtype != ir.DataType.FLOAT:
         return y

@@ -39,16 +39,16 @@ Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value | None] | None
 Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
-ANY = "*"  # instead of an operator: all of a domain
+ANY = "*"  # instead of an operator: all operators of a domain
 _MOST = 100  # rewrites for each node, and further rounds: some that undo each other never end
 
 
-def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
-    """Register the decorated function in a group: for the named operators, or all of the domain."""
+def rewrites(*op_types: str, group: str) -> Callable[[Rewrite], Rewrite]:
+    """Register the decorated function in a group: for the named standard operators, or all."""
 
     def register(function: Rewrite) -> Rewrite:
         for op_type in op_types or (ANY,):
-            GROUPS[group][domain, op_type].append(function)
+            GROUPS[group]["", op_type].append(function)
         return function
 
     return register
@@ -99,7 +99,9 @@ def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
                     with op.at(node):  # outside of the body, new nodes stand before it
                         count += _visit_nodes(Emit(body, outer=op), table, keep)
             if count > most:
-                raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
+                raise RuntimeError(
+                    f"rewrites of {node.op_type} and of the nodes that they write do not end"
+                )
     return count
 
 

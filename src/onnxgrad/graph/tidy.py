@@ -40,14 +40,14 @@ def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
         kept = keep and any(y.name in keep for y in node.outputs)
         if not kept and needed.isdisjoint(node.outputs):
             unused.append(node)
-            release(subgraphs(node))
+            detach_graphs(subgraphs(node))
         else:
             needed.update(node.inputs)
             for subgraph in subgraphs(node):
                 drop_unused(subgraph, keep)
                 needed.update(subgraph.outputs, *(n.inputs for n in all_nodes(subgraph)))
     for node in unused:
-        detach(node)
+        detach_inputs(node)
     graph.remove(unused, safe=True)
 
 
@@ -71,7 +71,7 @@ def replace_value(
     return new
 
 
-def current(x: ir.Value) -> ir.Value:
+def latest_replacement(x: ir.Value) -> ir.Value:
     """Return what replaces `x` now, or `x` itself."""
     while marks.REPLACED in x.meta:
         x = x.meta[marks.REPLACED]
@@ -88,18 +88,18 @@ def remove_node(node: ir.Node) -> None:
 
     A safe removal looks at all outputs of the graph for each node: too slow for thousands.
     """
-    detach(node)
+    detach_inputs(node)
     assert node.graph is not None
     node.graph.remove(node)
 
 
-def release(graphs: Iterable[ir.Graph]) -> None:
+def detach_graphs(graphs: Iterable[ir.Graph]) -> None:
     """Detach the inputs of all nodes in `graphs`, which are subgraphs that will be discarded."""
     for node in (node for graph in graphs for node in all_nodes(graph)):
-        detach(node)
+        detach_inputs(node)
 
 
-def detach(node: ir.Node) -> None:
+def detach_inputs(node: ir.Node) -> None:
     """Remove all inputs of `node`, so that it no longer counts as a user of them.
 
     `resize_inputs` copies all of them for each: too slow for thousands.

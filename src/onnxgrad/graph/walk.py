@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -10,13 +11,14 @@ import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.by_onnx import (
-    complete,
+    complete_shape,
     complete_types,
-    correct,
+    correct_shape,
     infer_node,
-    spell_out,
+    write_misread_defaults,
 )
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import ANY, rewrite
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 from onnxgrad.limits import check_limit
 from onnxgrad.operators import marks, operator_of
@@ -57,9 +59,9 @@ class Walk:
         for x in graph.initializers.values():
             if x.const_value is not None:
                 x.type = x.type or ir.TensorType(x.const_value.dtype)
-                complete(x, tuple(x.const_value.shape.numpy()))
+                complete_shape(x, tuple(x.const_value.shape.numpy()))
         for node in graph:
-            self._infer(node)
+            self._infer_if_changed(node)
 
     def infer_next(self, _op: Any, node: ir.Node) -> None:
         """Set the types and shapes of the results of a node, which follows on inferred ones.
@@ -68,7 +70,7 @@ class Walk:
         raises no error where a branch would never run.
         """
         if node.graph is self.main:
-            self._infer(node)
+            self._infer_if_changed(node)
         elif any(y.type is None or y.shape is None for y in node.outputs):
             infer_node(node, self.main.opset_imports, self.elements, self.functions)
 
@@ -93,7 +95,7 @@ class Walk:
             if v is not None
         ]
 
-    def _infer(self, node: ir.Node) -> None:
+    def _infer_if_changed(self, node: ir.Node) -> None:
         if node not in self._known or self._known[node] != self._known_of(node):
             self.infer_anew(node)
             self._known[node] = self._known_of(node)
@@ -126,14 +128,14 @@ class Walk:
 
     def _infer_tensors(self, node: ir.Node) -> None:
         if not node.domain:
-            spell_out(node)
+            write_misread_defaults(node)
             self._infer_by_rules(node)  # first, as it is faster
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
         infer_node(node, self.main.opset_imports, self.elements, self.functions)
         if not node.domain:
-            correct(node, known)
+            correct_shape(node, known)
             self._infer_by_rules(node)
 
     def _infer_by_rules(self, node: ir.Node) -> None:
@@ -146,8 +148,8 @@ class Walk:
             if not self._is_conditional:
                 raise
             return
-        complete(y, shape)
-        complete(y, shape_by_elements(node, self.elements))
+        complete_shape(y, shape)
+        complete_shape(y, shape_by_elements(node, self.elements))
         if y.type is None and shape is not None and node.op_type != "CastLike":
             y.type = output_types(node.op_type, node.inputs, attributes, 1)[0]
 
@@ -207,7 +209,7 @@ class Walk:
             y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
         for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
             _set_known(y, end.type, _without_generated(dims(end)))
-            complete(y, dims(start))
+            complete_shape(y, dims(start))
         axes = node.attributes.get_ints("scan_output_axes", ())
         _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
 
@@ -238,7 +240,7 @@ def _to_shape(shape: Dims | None) -> ir.Shape | None:
 def _set_known(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
     """Set the type of `value`, and its unknown dimensions."""
     value.type = value_type or value.type
-    complete(value, shape)
+    complete_shape(value, shape)
 
 
 def _set_stacked(
@@ -293,21 +295,14 @@ def _infer_sequence(node: ir.Node) -> bool:
 
 
 def fold_sizes(graph: ir.Graph, walk: Walk) -> None:
-    """Write what is computed from static lengths as constants, and complete shapes on the way.
+    """Write results that static lengths decide as constants, and complete shapes on the way.
 
     An exporter writes `view(x.shape[0], 64, 8, 32)` as a chain of Shape, Gather, Unsqueeze and
     Concat. Its result becomes a constant, in which 0 or -1 stands for the symbolic dimension, if it
     is proven that onnxruntime infers the same one. In subgraphs, only conditions of an If become
     constants. The nodes that are no longer needed stay in the graph. `walk` has inferred the graph.
     """
-    _fold(Emit(graph), walk)
-
-
-def _fold(op: Emit, walk: Walk) -> None:
-    for node in list(op.graph):
-        for body in subgraphs(node):
-            _fold(Emit(body, outer=op), walk)
-        fold_node(walk, op, node)
+    rewrite(graph, {("", ANY): [partial(fold_node, walk)]})
 
 
 def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:

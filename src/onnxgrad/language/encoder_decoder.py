@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from onnxgrad.finetune.attach import attach
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import release, remove_node
+from onnxgrad.graph.tidy import detach_graphs, remove_node
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.feeds import names_without_default
@@ -109,7 +109,7 @@ def without_cache(decoder: ModelProto) -> ModelProto:
     caching = [n for n in graph if n.op_type == "If" and n.inputs[0] and n.inputs[0].name == CACHED]
     for node in caching:
         taken, left = (node.attributes[name].as_graph() for name in ("else_branch", "then_branch"))
-        release([left])
+        detach_graphs([left])
         with Emit(taken, all_names(graph)) as op:
             results = [op.Identity(y) for y in taken.outputs]  # which get the names outside
             for y in taken.outputs:

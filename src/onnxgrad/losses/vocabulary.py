@@ -18,7 +18,7 @@ from math import log2
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.reverse import dependent
+from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
@@ -81,7 +81,7 @@ def in_chunks(
     double = logits.dtype == ir.DataType.DOUBLE
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
     head, words = Head(op, logits), (dims(logits) or (None,))[-1]
-    active, _ = dependent(list(op.graph), wrt)
+    active, _ = dependent_values(list(op.graph), wrt)
     shared = [x for x in head.shared if x in active and is_real(x)]
     wanted = [x for x in head.leaves if x in active]
     sizes = sizes_of(words) if shared else None

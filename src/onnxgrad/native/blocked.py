@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.tidy import current
+from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import correlate_images, transposed_conv
 from onnxgrad.native.blocked_layout import Layout, sizes
@@ -122,7 +122,7 @@ def weight_gradient(op, node):
     if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:
         return None
     x, g, windows, group = dw.meta[marks.WEIGHT_GRADIENT]
-    layout, x, g = Layout(op), current(x), current(g)
+    layout, x, g = Layout(op), latest_replacement(x), latest_replacement(g)
     shapes = [static(sizes(v)[1:]) for v in (x, g)]
     if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
         return None
@@ -145,7 +145,7 @@ def depthwise_weight_gradient_of_one_axis(op, node):
     if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
         return None
     x, g, windows, group = dw.meta[marks.WEIGHT_GRADIENT]
-    layout, x, g = Layout(op), current(x), current(g)
+    layout, x, g = Layout(op), latest_replacement(x), latest_replacement(g)
     rows, per_group, taps = sizes(dw)
     (channels, length), (maps, count) = (static(sizes(v)[1:]) or (0, 0) for v in (x, g))
     if not (group == rows == channels == maps and per_group == 1 and layout.fits(rows)):

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.tidy import current
+from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_layout import Layout, sizes
 from onnxgrad.native.target import BLOCKS
@@ -130,7 +130,7 @@ def normalization_gradient(op, node):
     x, scale, epsilon = primal.outputs[0].meta.get(marks.NORMALIZED_IMAGE, (None,) * 3)
     if x is None or any(others):
         return None
-    layout, g = Layout(op), current(g)
+    layout, g = Layout(op), latest_replacement(g)
     if not layout.has(x) or not any(depends_on(old, {v}) for v in layout.forms(g)):
         return None
     c, _, _, inverse = _batch_statistics(layout, x, epsilon)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.tidy import current
+from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
 from onnxgrad.operators import made_by, marks
@@ -74,7 +74,7 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     users, scatter = {user for user, _ in indices.uses()}, _reader_of_indices(last)
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
-    begin, g = windows.begin.tolist(), current(cotangent)
+    begin, g = windows.begin.tolist(), latest_replacement(cotangent)
     return _Pool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
 
 
@@ -98,7 +98,7 @@ def gradient_without_indices(op, node):
     pool = _pool_before(node)
     if pool is None:
         return None
-    x, y = _pad_pixels(op, pool.x, pool.padding), current(pool.node.outputs[0])
+    x, y = _pad_pixels(op, pool.x, pool.padding), latest_replacement(pool.node.outputs[0])
     dx = _window_gradient(op, pool, x, y, pool.cotangent)
     return [_crop_pixels(op, dx, pool.x, pool.padding)]
 
@@ -128,7 +128,7 @@ def pool_in_blocks(op, node):
 def gradient_in_blocks(op, node):
     """The gradient of a pool in blocks."""
     pool, layout = _pool_before(node), Layout(op)
-    y = None if pool is None else current(pool.node.outputs[0])
+    y = None if pool is None else latest_replacement(pool.node.outputs[0])
     if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
         return None
     x, inner = layout.cells(layout.blocked(pool.x)), [0]

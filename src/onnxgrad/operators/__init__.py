@@ -8,33 +8,9 @@ their rules (`registry.py`), with nodes that several families write (`rule_nodes
 and `member_forms.py`; `marks.py` lists the keys of `meta`.
 """
 
-from onnxgrad.operators import (
-    attention,
-    convolutions,
-    elementwise,
-    generators,
-    indexing,
-    layouts,
-    losses,
-    microsoft,
-    microsoft_attention,
-    microsoft_grouped,
-    microsoft_norms,
-    microsoft_products,
-    microsoft_quantized,
-    ml,
-    normalizations,
-    pooling,
-    products,
-    quantization,
-    recurrent,
-    reductions,
-    regions,
-    resize,
-    sampling,
-    sequences,
-    spectral,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from onnxgrad.operators.records import (
     OPERATORS,
     Naming,
@@ -45,6 +21,9 @@ from onnxgrad.operators.records import (
     operator_of,
 )
 
+for _module in iter_modules(__path__):  # each file of a family declares its operators
+    import_module(f"{__name__}.{_module.name}")
+
 ELEMENTWISE = names_with_trait("elementwise")
 UNARY = names_with_trait("unary")
 CHEAP = names_with_trait("cheap")
@@ -52,11 +31,9 @@ TRANSCENDENTAL = names_with_trait("transcendental")
 VIEWS = names_with_trait("view")
 REORDERS = names_with_trait("reorders")
 SELECTS = names_with_trait("selects")
-PACKS = names_with_trait("packs")
 OF_SHAPES = names_with_trait("shape")
 ARITHMETIC = names_with_trait("arithmetic")
 RANDOM = names_with_trait("random")
-BOOLEAN = names_with_trait("boolean")
 INT64 = names_with_trait("int64")
 RECURRENT = names_with_trait("recurrent")
 WITH_SUBGRAPHS = names_with_trait("subgraphs")

@@ -60,7 +60,7 @@ def attention(op: Any, node: Any) -> list[ir.Value]:
 
     unmasked = mask is None and lengths is None and int_attribute(node, "left_window_size") < 0
     precision = get.get_int("softmax_precision", q.dtype)
-    scale = get.get_float("scale") if "scale" in get else scale_of(op, q)
+    scale = get.get_float("scale") if "scale" in get else score_scale(op, q)
 
     def softmax(scores: ir.Value) -> ir.Value:
         return _masked_softmax(op, scores, None if unmasked else bias, precision)
@@ -81,11 +81,11 @@ def attend(
     """
     q, k, v = qkv
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    scores = grouped(op, q * scale, k, lambda a: op.MatMul(a, transposed))
+    scores = product_by_shared_heads(op, q * scale, k, lambda a: op.MatMul(a, transposed))
     capped = op.Tanh(scores / softcap) * softcap if softcap > 0 else scores
     biased = capped if bias is None else op.set_type_like(capped + bias, capped)
     weights = softmax(biased)
-    y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
+    y = product_by_shared_heads(op, weights, v, lambda a: op.MatMul(a, v))
     return y, (scores, capped, biased, weights)
 
 
@@ -99,7 +99,7 @@ def heads_together(op: Any, y: ir.Value) -> ir.Value:
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def grouped(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
+def product_by_shared_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
     """Return product(a), where several consecutive heads of `a` share one head of `b`.
 
     The rows of those heads are stacked, so that `b` is not repeated.
@@ -114,7 +114,7 @@ def grouped(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
     return whole
 
 
-def scale_of(op: Any, q: ir.Value) -> Any:
+def score_scale(op: Any, q: ir.Value) -> Any:
     """Return 1 / sqrt(head size)."""
     size = op.dim(q, 3)
     if isinstance(size, int):

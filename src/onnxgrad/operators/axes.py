@@ -68,7 +68,7 @@ def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[i
 # -- where an axis goes ---------------------------------------------------------------------------
 
 
-def follow(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
+def common_places(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
     """Return where an axis stands in each output of `node`, if all operands in `axes` have it.
 
     The other operands do not depend on the axis.

@@ -13,22 +13,22 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import first_operand, row_axis
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
-from onnxgrad.operators.rule_nodes import wide
+from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.sampling import samples_of, taps
 from onnxgrad.operators.shapes import count_bias_additions, dims, rank, static
 from onnxgrad.operators.windows import (
     UNKNOWN_RANK,
     Windows,
+    all_alike,
     at_least_zero,
     auto_pad,
-    halves,
-    quotient,
-    reach,
+    floor_quotient,
     run_time_lengths,
     scatter_windows,
+    split_padding,
     stated_windows,
-    unified,
     weigh_windows,
+    window_extents,
     windows_of,
     with_padding,
 )
@@ -118,14 +118,14 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
     output_shape = np.array(get("output_shape", ())[-n:], np.int64)
     if not output_shape.size and not auto.startswith("SAME"):
         return replace(windows, end=windows.end - beyond)
-    extents = reach(op, windows, weight)
+    extents = window_extents(op, windows, weight)
     if not output_shape.size:  # the output is as long as the input times the stride
         totals = at_least_zero(op, extents + (added - strides))
-        begin, end = halves(op, totals, auto == "SAME_UPPER")
+        begin, end = split_padding(op, totals, auto == "SAME_UPPER")
         return replace(windows, begin=begin, end=end - beyond)
-    length, extents = unified(op, run_time_lengths(op, node.inputs[0]), extents)
+    length, extents = all_alike(op, run_time_lengths(op, node.inputs[0]), extents)
     excess = (length - 1) * strides + extents - output_shape
-    begin, _ = halves(op, at_least_zero(op, excess + added), auto == "SAME_UPPER")
+    begin, _ = split_padding(op, at_least_zero(op, excess + added), auto == "SAME_UPPER")
     return replace(windows, begin=begin, end=excess - begin)
 
 
@@ -150,7 +150,7 @@ def col2im(op, node, g):
         length = op.dim(node.outputs[0], 2 + i) + (pads[i] + pads[n + i])
         k = op.Slice(block, [i], [i + 1], [0]) if kernel is None else int(kernel[i])
         reach = (k - 1) * dilation + 1
-        count = quotient(op, length - reach, stride) + 1
+        count = floor_quotient(op, length - reach, stride) + 1
         inner, first = op.arange(k) * dilation, op.arange(count) * stride
         inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
         along = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
@@ -173,7 +173,7 @@ def deform_conv(op, node, g):
     if isinstance(windows, Unsupported):
         return windows
     kernel = windows.kernel or [op.dim(w, axis) for axis in windows.axes]
-    dtype, group = wide(x.dtype), int_attribute(node, "group")
+    dtype, group = wide_dtype(x.dtype), int_attribute(node, "group")
     rows = op.dim(x, 0) * int_attribute(node, "offset_group")  # images times offset groups
     count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
@@ -203,7 +203,7 @@ def deform_conv(op, node, g):
 def _samples_at_offsets(op, node, windows, kernel, rows, total):
     """Return the samples at the positions of all windows plus their offsets, for `rows` images."""
     x, _, offset = node.inputs[:3]
-    n, count, dtype = len(kernel), op.numel(offset, 2), wide(x.dtype)
+    n, count, dtype = len(kernel), op.numel(offset, 2), wide_dtype(x.dtype)
     images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.numel(x, 2)))
     offsets = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []

@@ -42,10 +42,6 @@ def shape_of_broadcast(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims
     return broadcast(*(dims(v) for v in inputs if v is not None))
 
 
-def _type_of_cast(_inputs: Sequence, attributes: Mapping[str, Any]) -> ir.TypeProtocol:
-    return ir.TensorType(ir.DataType(attributes["to"]))
-
-
 def _type_of_where(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
     """Return the type of the branches: the condition is bool."""
     dtype = first_dtype(inputs[1:])
@@ -58,10 +54,6 @@ def _truncated_quotient(a: int, b: int) -> int | None:
 
 def _nonnegative_remainder(a: int, b: int) -> int | None:
     return None if b == 0 or a < 0 or b < 0 else a % b
-
-
-def _chosen_element(condition: Any, a: Any, b: Any) -> Any:
-    return None if condition is None else a if condition else b
 
 
 def _are_equal(a: Any, b: Any) -> bool | None:
@@ -117,7 +109,7 @@ _declare_elementwise(
     "cheap sums",
     roles="cw",
     result_type=_type_of_where,
-    elements=of_each(_chosen_element),
+    elements=of_each(lambda is_first, a, b: None if is_first is None else a if is_first else b),
     straight_through=(1, 2),
 )
 _declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
@@ -135,7 +127,7 @@ _declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(o
 _declare_elementwise(
     "Cast",
     "cheap moves reorders exact never_fails",
-    result_type=_type_of_cast,
+    result_type=lambda _, attributes: ir.TensorType(ir.DataType(attributes["to"])),
     elements=of_known(_cast_elements),
 )
 _declare_elementwise("CastLike", "unary cheap moves", roles="xl", elements=of_known(_cast_elements))

@@ -20,25 +20,16 @@ from onnxgrad.operators.outputs import (
 )
 from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
 from onnxgrad.operators.registry import members_of, rule
-from onnxgrad.operators.shapes import Dims, dims, rank
+from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 
-def _shape_of_shape(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    shape = dims(inputs[0])
-    if shape is None:
-        return None
-    return (len(shape[attributes.get("start", 0) : attributes.get("end")]),)
+def _shape_of_shape(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+    return (len(known_shape(inputs[0])[attributes.get("start", 0) : attributes.get("end")]),)
 
 
-def _lengths_as_elements(node: ir.Node, _operands: Sequence) -> Elements | None:
-    shape = dims(node.inputs[0])
+def _lengths_as_elements(node: ir.Node, _operands: Sequence) -> Elements:
     start, end = int_attribute(node, "start"), node.attributes.get_int("end", None)
-    return None if shape is None else np.array(shape[start:end], object)
-
-
-def _size_as_element(node: ir.Node, _operands: Sequence) -> Elements | None:
-    shape = dims(node.inputs[0])
-    return None if shape is None else product_of_lengths(shape)
+    return np.array(known_shape(node.inputs[0])[start:end], object)
 
 
 def _filled_elements(node: ir.Node, shape: Elements) -> Elements | None:
@@ -48,10 +39,6 @@ def _filled_elements(node: ir.Node, shape: Elements) -> Elements | None:
     if shape.shape != (1,) or shape[0] > MOST_ELEMENTS:
         return None
     return np.array(value.numpy().tolist() * shape[0], object)
-
-
-def _filled_lengths(_node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
-    return None if operands[0] is None else nonnegative_lengths(operands[0])
 
 
 @of_known
@@ -86,7 +73,7 @@ declare_operators(
     "Size",
     "view cheap shape int64 never_fails",
     shape=lambda *_: (),
-    elements=_size_as_element,
+    elements=lambda node, _: product_of_lengths(known_shape(node.inputs[0])),
     no_gradient=OF_SHAPE,
 )
 declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
@@ -94,7 +81,7 @@ declare_operators(
     "ConstantOfShape",
     "cheap shape",
     elements=of_known(_filled_elements),
-    lengths=_filled_lengths,
+    lengths=lambda _, operands: nonnegative_lengths(operands[0]),
     settings=(0,),
     no_gradient=OF_SHAPE,
 )
@@ -160,12 +147,12 @@ def shape_of_members(m, node):
         return None
     stated = int_attribute(node, "start"), node.attributes.get_int("end", None)
     start, end, _ = slice(*stated).indices(n)
-    new = m.op.Shape(m.of(node.inputs[0]), start=start + 1, end=end + 1)
-    return [m.share(node.outputs[0], new)]
+    new = m.op.Shape(m.value_for(node.inputs[0]), start=start + 1, end=end + 1)
+    return [m.replace_shared(node.outputs[0], new)]
 
 
 @members_of("Size")
 def size_of_members(m, node):
     """Write the number of elements of a member, which is the same for all."""
-    new = m.op.ReduceProd(m.op.Shape(m.of(node.inputs[0]), start=1), keepdims=0)
-    return [m.share(node.outputs[0], new)]
+    new = m.op.ReduceProd(m.op.Shape(m.value_for(node.inputs[0]), start=1), keepdims=0)
+    return [m.replace_shared(node.outputs[0], new)]

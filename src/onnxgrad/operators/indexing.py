@@ -22,12 +22,12 @@ from onnxgrad.operators.rule_nodes import (
     attributes_of,
     last_of_elements,
     last_of_rows,
-    output,
+    node_output,
     positions_of,
     product_of_others,
-    wide,
+    wide_dtype,
 )
-from onnxgrad.operators.shapes import Dims, dims, rank, static
+from onnxgrad.operators.shapes import dims, rank, static
 
 
 def _gathered_axis(node: Any, operand: int, axis: int) -> Place:
@@ -44,14 +44,6 @@ def _gathered_elements(node: ir.Node, x: Elements, i: Elements) -> Elements | No
         return None
     picked = [x[int(e)] for e in i.flat]
     return np.array(picked, object).reshape(i.shape)
-
-
-def _like_indices(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
-    return None if dims(inputs[0]) is None else dims(inputs[1])
-
-
-def _axis_of_gather_elements(node: Any, operand: int, axis: int) -> Place:
-    return axis if operand else axis_unless_named(node, operand, axis)
 
 
 def _axis_of_gather_nd(node: Any, operand: int, axis: int) -> Place:
@@ -79,9 +71,9 @@ declare_operators(
     "GatherElements",
     "selects",
     roles="ti",
-    shape=_like_indices,
+    shape=lambda inputs, _: None if dims(inputs[0]) is None else dims(inputs[1]),
     naming=FIRST,
-    axes=_axis_of_gather_elements,
+    axes=lambda node, operand, axis: axis if operand else axis_unless_named(node, 0, axis),
     members=shift_axes_of_all,
 )
 declare_operators("GatherND", "selects", roles="ti", axes=_axis_of_gather_nd)
@@ -150,7 +142,7 @@ def scatter_rows(op, x, i, g):
     shape = dims(x)
     row = None if shape is None else static(shape[1:])
     if row is not None and prod(row):
-        g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
+        g = op.Reshape(op.Cast(g, to=wide_dtype(x.dtype)), [-1, *row])
         rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
         zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
         return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)
@@ -164,7 +156,7 @@ def scatter_rows(op, x, i, g):
 def gather_elements(op, node, g):
     """y = x[i] along an axis:  dx = zeros with g added at i."""
     (x, i), axis = node.inputs, int_attribute(node, "axis")
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     zeros = op.Expand(op.const(0.0, dtype), op.shape_of(x))
     dx = op.ScatterElements(zeros, i, op.Cast(g, to=dtype), axis=axis, reduction="add")
     return op.Cast(dx, to=x.dtype), None
@@ -217,7 +209,7 @@ def scatter_nd(op, node, g):
 def _reduction_gradients(op, reduction, x, i, u, g, axis):
     """Return the gradients of x and u for the reductions mul, max and min."""
     dtype = x.dtype
-    x, u, g = (op.Cast(v, to=wide(dtype)) for v in (x, u, g))
+    x, u, g = (op.Cast(v, to=wide_dtype(dtype)) for v in (x, u, g))
     if reduction == "mul":
         gradients = _product_gradients(op, x, i, u, g, axis)
     else:
@@ -268,14 +260,18 @@ def tensor_scatter(op, node, g):
 @rule("TopK")
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
-    x, axis, i = node.inputs[0], int_attribute(node, "axis"), output(op, node, 1, ir.DataType.INT64)
+    x, axis, i = (
+        node.inputs[0],
+        int_attribute(node, "axis"),
+        node_output(op, node, 1, ir.DataType.INT64),
+    )
     return op.ScatterElements(op.zeros_like(x), i, g, axis=axis), None
 
 
 @rule("Unique")
 def unique(op, node, g):
     """y = the distinct elements of x:  dx = zeros with g at the first occurrence of each."""
-    (x,), i = node.inputs, output(op, node, 1, ir.DataType.INT64)
+    (x,), i = node.inputs, node_output(op, node, 1, ir.DataType.INT64)
     if "axis" in node.attributes:
         i = op.Gather(positions_of(op, x), i, axis=int_attribute(node, "axis"))
     return (scatter_flat(op, x, i, g),)
@@ -291,4 +287,4 @@ def gather_of_members(m, node):
     if indices not in m:
         return shift_named_axes(m, node)
     from_shared_rows = data not in m and named_axes(node) == [0]
-    return m.write_node(node, [data, m.of(indices)], axis=0) if from_shared_rows else None
+    return m.write_node(node, [data, m.value_for(indices)], axis=0) if from_shared_rows else None

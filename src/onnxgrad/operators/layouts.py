@@ -27,7 +27,7 @@ from onnxgrad.operators.member_forms import one_by_one, shift_axes_of_all, shift
 from onnxgrad.operators.outputs import Elements, like_first, of_known, type_of_first
 from onnxgrad.operators.records import Naming, declare_operators
 from onnxgrad.operators.registry import lowering, members_of, rule
-from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide
+from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide_dtype
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
@@ -36,6 +36,7 @@ from onnxgrad.operators.shapes import (
     constant,
     dims,
     equal,
+    known_shape,
     rank,
     static,
 )
@@ -73,10 +74,8 @@ def reshaped(shape: Dims | None, target: Sequence[Dim], attributes: Attributes) 
 
 
 def _shape_of_reshape(inputs: Sequence, attributes: Attributes) -> Dims | None:
-    shape = dims(inputs[0])
-    if shape is None:
-        return None
-    target, length = constant(inputs[1]), static(dims(inputs[1]))
+    shape, target = known_shape(inputs[0]), constant(inputs[1])
+    length = static(dims(inputs[1]))
     if target is None:
         return None if length is None or length[0] > limit("rank") else (None,) * length[0]
     return reshaped(shape, target.tolist(), attributes)
@@ -153,16 +152,9 @@ declare_operators(
 # -- other orders of all elements, some of them repeated ------------------------------------------
 
 
-def _shape_of_transpose(inputs: Sequence, attributes: Attributes) -> Dims | None:
-    shape = dims(inputs[0])
-    if shape is None:
-        return None
+def _shape_of_transpose(inputs: Sequence, attributes: Attributes) -> Dims:
+    shape = known_shape(inputs[0])
     return tuple(shape[i] for i in attributes.get("perm", range(len(shape))[::-1]))
-
-
-@first_operand
-def _transposed_axis(node: Any, _operand: int, axis: int) -> Place:
-    return (named_axes(node) or []).index(axis)
 
 
 def _shape_of_expand(inputs: Sequence, _attributes: Attributes) -> Dims | None:
@@ -171,14 +163,15 @@ def _shape_of_expand(inputs: Sequence, _attributes: Attributes) -> Dims | None:
 
 
 def _expand_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
-    wanted = None if operands[1] is None else nonnegative_lengths(operands[1])
+    wanted = nonnegative_lengths(operands[1])
     return None if wanted is None else broadcast(dims(node.inputs[0]), wanted)
 
 
-def nonnegative_lengths(elements: Elements) -> Dims | None:
+def nonnegative_lengths(elements: Elements | None) -> Dims | None:
     """Return elements as a shape; None if one is negative, as in a node that never runs."""
-    negative = any(isinstance(d, int) and d < 0 for d in elements.flat)
-    return None if negative else tuple(elements.flat)
+    if elements is None or any(isinstance(d, int) and d < 0 for d in elements.flat):
+        return None
+    return tuple(elements.flat)
 
 
 @first_operand
@@ -216,7 +209,7 @@ declare_operators(
     "cheap moves reorders never_fails",
     shape=_shape_of_transpose,
     naming=_PERM,
-    axes=_transposed_axis,
+    axes=first_operand(lambda node, _, axis: (named_axes(node) or []).index(axis)),
 )
 declare_operators(
     "Expand",
@@ -422,7 +415,7 @@ def scatter_flat(op, x, positions, g):
     """
     shape = static(dims(x))
     n = op.Reshape(op.Size(x), [1]) if shape is None else [prod(shape)]
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     flat = op.ScatterElements(
         op.Expand(op.const(0.0, dtype), n),
         op.Reshape(positions, [-1]),
@@ -519,7 +512,7 @@ def pad_of_members(m, node):
     lengths[:, [a + 1 for a in axes]] = known.reshape(2, -1)
     if not m.shares_operands(node.inputs[1:]):
         return None
-    return m.write_node(node, [m.of(x), lengths.ravel(), *value])
+    return m.write_node(node, [m.value_for(x), lengths.ravel(), *value])
 
 
 @members_of("Flatten")
@@ -528,8 +521,8 @@ def flatten_of_members(m, node):
     x, n = node.inputs[0], rank(node.inputs[0])
     if not n or int_attribute(node, "axis") % n != 1:
         return None
-    y = m.op.Reshape(m.of(x), m.op.vector(m.count, -1, m.op.numel(m.of(x), 2)))
-    return [m.typed(y, node.outputs[0])]
+    y = m.op.Reshape(m.value_for(x), m.op.vector(m.count, -1, m.op.numel(m.value_for(x), 2)))
+    return [m.set_member_type(y, node.outputs[0])]
 
 
 @members_of("Expand", "Reshape", "Tile")
@@ -538,7 +531,11 @@ def relayout_of_members(m, node):
     (x, numbers), n = node.inputs, rank(node.outputs[0])
     if numbers in m:
         return None
-    new, front, known = m.of(x), [1 if node.op_type == "Tile" else m.count], constant(numbers)
+    new, front, known = (
+        m.value_for(x),
+        [1 if node.op_type == "Tile" else m.count],
+        constant(numbers),
+    )
     if node.op_type == "Expand":
         length = (dims(numbers) or (None,))[0]
         if n is None or not isinstance(length, int):

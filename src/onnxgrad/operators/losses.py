@@ -12,7 +12,7 @@ from onnxgrad.operators.axes import Answer
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import rule
-from onnxgrad.operators.rule_nodes import narrowed, output, widened
+from onnxgrad.operators.rule_nodes import cast_to_inputs, cast_to_wide, node_output
 
 
 def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
@@ -37,11 +37,11 @@ def negative_log_likelihood(op, node, g):
 
     t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
     """
-    x, g = widened(op, node.inputs[0], g)
+    x, g = cast_to_wide(op, node.inputs[0], g)
     t, share, dweights = _label_gradients(op, node, g, x)
     zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
     dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
-    return narrowed(op, [dx, None, dweights], node.inputs)
+    return cast_to_inputs(op, [dx, None, dweights], node.inputs)
 
 
 @rule("SoftmaxCrossEntropyLoss")
@@ -50,8 +50,8 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     from the output f:  dx += gf - e^f sum(gf), sums over the classes.
     """
     scores = node.inputs[0]
-    log = op.set_type_like(output(op, node, 1, scores.dtype), scores)
-    log, g, gf = widened(op, log, g, g_log)
+    log = op.set_type_like(node_output(op, node, 1, scores.dtype), scores)
+    log, g, gf = cast_to_wide(op, log, g, g_log)
     terms, dweights = [], None
     if g is not None:
         t, share, dweights = _label_gradients(op, node, g, log)
@@ -59,7 +59,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
         terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
     if gf is not None:
         terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
-    return narrowed(op, [op.total(terms), None, dweights], node.inputs)
+    return cast_to_inputs(op, [op.total(terms), None, dweights], node.inputs)
 
 
 def _label_gradients(op, node, g, x):
@@ -79,7 +79,7 @@ def _label_gradients(op, node, g, x):
     def masked(v):
         return v if kept is None else op.Where(kept, v, 0.0)
 
-    of_class = None if weights is None else op.Gather(widened(op, x, weights)[1], t)
+    of_class = None if weights is None else op.Gather(cast_to_wide(op, x, weights)[1], t)
     g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape_of(t))
     if reduction == "mean" and kept is None and of_class is None:
         g = g / op.Cast(op.Size(t), to=g.dtype)

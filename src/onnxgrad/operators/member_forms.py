@@ -58,7 +58,11 @@ def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
 def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
     """Write an operator along axes of its first operand: the axes it names, or the last ones."""
     first, *others = node.inputs
-    return _write_shifted(m, node, [m.of(first), *others]) if m.shares_operands(others) else None
+    return (
+        _write_shifted(m, node, [m.value_for(first), *others])
+        if m.shares_operands(others)
+        else None
+    )
 
 
 def shift_axes_of_all(m: Any, node: Any) -> list[ir.Value] | None:
@@ -93,13 +97,13 @@ def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
     by_rows = [(i, a) for i, v in enumerate(others, 1) for a in range(rank(v) or 0)]
     if places(node, 0, 0) != [0] or any(places(node, i, a) == [0] for i, a in by_rows):
         return None
-    op, new = m.op, m.of(x)
+    op, new = m.op, m.value_for(x)
     lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
     joined = _set_type_of_rows(op.Reshape(new, op.vector(-1, *lengths)), x)
     result = op.emit(node.op_type, [joined, *others], attributes_of(node), node.domain)
     _set_type_of_rows(result, y)
     lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
-    return [m.typed(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
+    return [m.set_member_type(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
 
 
 def _set_type_of_rows(value: ir.Value, like: ir.Value) -> ir.Value:

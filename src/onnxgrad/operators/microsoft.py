@@ -9,7 +9,8 @@ unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from onnx import NodeProto, defs
 
 from onnxgrad.operators.attributes import has_kernel, schemas_of_onnxruntime
 from onnxgrad.operators.records import DOMAIN_REMEDIES, declare_operators, operator_of
+from onnxgrad.operators.registry import Lowering, lowering
 from onnxgrad.operators.shapes import Dim, Dims, dims
 
 DOMAIN = "com.microsoft"
@@ -81,9 +83,14 @@ def standard_like(node: ir.Node) -> NodeProto | None:
 # -- what functions of shapes and lowerings share -------------------------------------------------
 
 
-def declare_contrib(names: str, **fields: Any) -> None:
-    """Declare operators of com.microsoft, the contrib operators of onnxruntime."""
-    declare_operators(names, domain=DOMAIN, **fields)
+# for operators of com.microsoft, the contrib operators of onnxruntime
+declare_contrib = partial(declare_operators, domain=DOMAIN)
+
+
+def contrib_lowering(names: str, traits: str = "", **fields: Any) -> Callable[[Lowering], Lowering]:
+    """Declare operators of com.microsoft, and register the decorated function as their lowering."""
+    declare_contrib(names, traits, **fields)
+    return lowering(*names.split(), domain=DOMAIN)
 
 
 def like_first_twice(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims | None]:

@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.attention import (
-    HeadsOf,
-    Length,
-    heads_apart,
-    heads_together,
-    within_window,
-)
+from onnxgrad.operators.attention import HeadsOf, Length, heads_apart, heads_together, within_window
 from onnxgrad.operators.microsoft import (
-    DOMAIN,
+    contrib_lowering,
     declare_contrib,
     divide_length,
     has_output,
@@ -29,8 +23,7 @@ from onnxgrad.operators.microsoft import (
 )
 from onnxgrad.operators.microsoft_grouped import attend_visible, is_empty_past
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand, optional_inputs, total
+from onnxgrad.operators.rule_nodes import Operand, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, dims, equal, known_shape, rank
 
 INT64 = ir.DataType.INT64
@@ -68,16 +61,13 @@ def _remedy_of_rotary(node: ir.Node) -> str | None:
     )
 
 
-declare_contrib(
+@contrib_lowering(
     "Attention",
-    traits="attention",
+    "attention",
     shape=_shapes_of_attention,
     roles="xfbchmc",
     remedy=_remedy_of_rotary,
 )
-
-
-@lowering("Attention", domain=DOMAIN)
 def attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
     x, weights, b, mask, past, bias, used = optional_inputs(node.inputs, 7)
@@ -85,7 +75,7 @@ def attention(op: Any, node: Any) -> list[ir.Value] | None:
     if _remedy_of_rotary(node) or (mask is not None and rank(mask) is None):
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
-    parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
+    parts = op.split(sum_terms(op.MatMul(x, weights), b), sizes, 2)
     q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
     past = None if is_empty_past(past) and used is None else past
     pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
@@ -130,23 +120,20 @@ def _remedy_of_beams(node: ir.Node) -> str | None:
     return "cache_indirection is of a beam search; use the model with a single beam"
 
 
-declare_contrib(
+@contrib_lowering(
     "MultiHeadAttention",
-    traits="attention",
+    "attention",
     shape=_shapes_of_heads(past=6, buffer=8),
     roles="xxxbmmhhc",
     remedy=_remedy_of_beams,
 )
-declare_contrib(
+@contrib_lowering(
     "DecoderMaskedMultiHeadAttention",
-    traits="attention",
+    "attention",
     shape=_shapes_of_heads(past=5, buffer=7),
     roles="xxxcmhhcccb",
     remedy=_remedy_of_beams,
 )
-
-
-@lowering("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V.
 

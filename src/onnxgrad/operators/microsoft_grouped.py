@@ -18,12 +18,13 @@ from onnxgrad.operators.attention import (
     attend,
     heads_apart,
     heads_together,
-    scale_of,
+    score_scale,
     within_window,
 )
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.microsoft import (
     DOMAIN,
+    contrib_lowering,
     declare_contrib,
     divide_length,
     has_output,
@@ -42,15 +43,8 @@ _ROWS = 2  # axis of (batch, heads, rows, size)
 # -- rotation ------------------------------------------------------------------------------------
 
 
-def _shapes_of_rotated(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims | None]:
-    """Return the shapes of rotated queries and keys."""
-    return [dims(inputs[1]), dims(inputs[3])]
-
-
-declare_contrib("GemmaRotaryEmbedding", shape=_shapes_of_rotated, roles="x")
-
-
-@lowering("GemmaRotaryEmbedding", domain=DOMAIN)
+# the shapes of rotated queries and keys
+@contrib_lowering("GemmaRotaryEmbedding", shape=lambda x, _: [dims(x[1]), dims(x[3])], roles="x")
 def gemma_rotary_embedding(op: Any, node: Any) -> list[ir.Value]:
     """y = x cos(e) + z sin(e), of queries and of keys; z are their halves in the other order."""
     angles, *operands = node.inputs
@@ -178,19 +172,18 @@ def _remedy_of_grouped(node: ir.Node) -> str | None:
     return None
 
 
-declare_contrib(
+declare_contrib("PagedAttention", traits="attention", roles="xxxhhccck")
+declare_contrib("SparseAttention", traits="attention", roles="xxxhhccccck")
+
+
+@contrib_lowering(
     "GroupQueryAttention",
-    traits="attention real_settings",
+    "attention real_settings",
     settings=(7, 8),
     shape=_shapes_of_grouped_heads,
     roles="xxxhhcckkcmf",
     remedy=_remedy_of_grouped,
 )
-declare_contrib("PagedAttention", traits="attention", roles="xxxhhccck")
-declare_contrib("SparseAttention", traits="attention", roles="xxxhhccccck")
-
-
-@lowering("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
 
@@ -253,7 +246,7 @@ def attend_visible(
         more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
         return op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
 
-    scale = node.attributes.get_float("scale", 0.0) or scale_of(op, qkv[0])
+    scale = node.attributes.get_float("scale", 0.0) or score_scale(op, qkv[0])
     softcap = node.attributes.get_float("softcap", 0.0)
     y, (*_, scores, weights) = attend(op, qkv, scale, bias, softmax, softcap)
     return y, scores, weights

@@ -11,13 +11,18 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, has_output, like_first_twice
+from onnxgrad.operators.microsoft import (
+    contrib_lowering,
+    declare_contrib,
+    has_output,
+    like_first_twice,
+)
 from onnxgrad.operators.normalizations import axes_from
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import optional_inputs, total
-from onnxgrad.operators.shapes import Dims, dims, known_shape, rank
+from onnxgrad.operators.rule_nodes import optional_inputs, sum_terms
+from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
@@ -25,21 +30,18 @@ FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 declare_contrib("LayerNormalization", roles="xso")
 
 
-def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims] | None:
+def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
     """Return the shapes of a normalized value and of one statistic for each row."""
-    x = dims(inputs[0])
-    if x is None:
-        return None
+    x = known_shape(inputs[0])
     axis = attributes.get("axis", -1) % len(x)
     return [x, (*x[:axis], *[1] * (len(x) - axis))]
 
 
 declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm)
-declare_contrib("SimplifiedLayerNormalization", shape=_shapes_of_norm, roles="xs")
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
-@lowering("SimplifiedLayerNormalization", domain=DOMAIN)
+@contrib_lowering("SimplifiedLayerNormalization", shape=_shapes_of_norm, roles="xs")
 def simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
     x, scale = node.inputs  # onnxruntime has a schema of the operator without domain only
@@ -48,21 +50,17 @@ def simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, inverse][: len(node.outputs)]
 
 
-def _shapes_of_skip_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims] | None:
+def _shapes_of_skip_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:
     """Return the shapes of the normalized sum of operands, of two statistics, and of the sum."""
-    shapes = _shapes_of_norm(inputs, attributes)
-    return None if shapes is None else [*shapes, shapes[1], shapes[0]]
+    x, statistic = _shapes_of_norm(inputs, attributes)
+    return [x, statistic, statistic, x]
 
 
-declare_contrib("SkipLayerNormalization", shape=_shapes_of_skip_norm, roles="aasob")
-declare_contrib("SkipSimplifiedLayerNormalization", shape=_shapes_of_skip_norm, roles="aasb")
-
-
-@lowering("SkipLayerNormalization", domain=DOMAIN)
+@contrib_lowering("SkipLayerNormalization", shape=_shapes_of_skip_norm, roles="aasob")
 def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = optional_inputs(node.inputs, 5)
-    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
+    x, epsilon = sum_terms(a, skip, bias), float_attribute(node, "epsilon")
     statistics = has_output(node, 1) or has_output(node, 2)
     operands = [v for v in (x, scale, shift) if v is not None]
     count, attributes = 3 if statistics else 1, {"axis": -1, "epsilon": epsilon}
@@ -74,21 +72,18 @@ def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
-@lowering("SkipSimplifiedLayerNormalization", domain=DOMAIN)
+@contrib_lowering("SkipSimplifiedLayerNormalization", shape=_shapes_of_skip_norm, roles="aasb")
 def skip_simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = optional_inputs(node.inputs, 4)
-    x, epsilon = total(a, skip, bias), float_attribute(node, "epsilon")
+    x, epsilon = sum_terms(a, skip, bias), float_attribute(node, "epsilon")
     need = has_output(node, 1) or has_output(node, 2)
     y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
     mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
-declare_contrib("GatedRMSNorm", shape=like_first, roles="xsx")
-
-
-@lowering("GatedRMSNorm", domain=DOMAIN)
+@contrib_lowering("GatedRMSNorm", shape=like_first, roles="xsx")
 def gated_rms_norm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = s x / r f(z), each part of the last axis that is as long as s for itself."""
     x, scale, gate = (op.Cast(v, to=FLOAT) if _is_half(v) else v for v in node.inputs)
@@ -129,10 +124,7 @@ def _shapes_of_embedding(inputs: Sequence, _attributes: Mapping[str, Any]) -> li
     return [embedded, ids[:1], embedded]
 
 
-declare_contrib("EmbedLayerNormalization", shape=_shapes_of_embedding, roles="xxtttsocx")
-
-
-@lowering("EmbedLayerNormalization", domain=DOMAIN)
+@contrib_lowering("EmbedLayerNormalization", shape=_shapes_of_embedding, roles="xxtttsocx")
 def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
     ids, segment_ids, words, positions, segments, *others = optional_inputs(node.inputs, 9)
@@ -153,11 +145,8 @@ def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, lengths, x][: len(node.outputs)]
 
 
-declare_contrib("GroupNorm", shape=like_first, roles="xso")
-declare_contrib("SkipGroupNorm", shape=like_first_twice, roles="xsoab")
-
-
-@lowering("GroupNorm", "SkipGroupNorm", domain=DOMAIN)
+@contrib_lowering("GroupNorm", shape=like_first, roles="xso")
+@contrib_lowering("SkipGroupNorm", shape=like_first_twice, roles="xsoab")
 def group_norm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C).
 
@@ -168,7 +157,7 @@ def group_norm(op: Any, node: Any) -> list[ir.Value] | None:
         return None
     if rank(skip) == 2:  # (N, C): the same at all positions
         skip = op.Unsqueeze(skip, [1, 2])
-    x, get = op.set_type_like(total(a, skip, bias), a), node.attributes
+    x, get = op.set_type_like(sum_terms(a, skip, bias), a), node.attributes
     last = int_attribute(node, "channels_last")
     apart = op.Cast(x if last else op.Transpose(x, perm=[0, 2, 3, 1]), to=FLOAT)
     # (N, H W, groups, channels of one)

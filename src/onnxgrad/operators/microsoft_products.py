@@ -16,12 +16,17 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.convolutions import work_of_convolution
 from onnxgrad.operators.elementwise import shape_of_broadcast
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, divide_length, like_first_twice
+from onnxgrad.operators.microsoft import (
+    contrib_lowering,
+    declare_contrib,
+    divide_length,
+    like_first_twice,
+)
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.products import product, shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.recurrent import ACTIVATIONS
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, total
+from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, broadcast, known_shape, rank
 
 # the activations of recurrent operators and further ones, by the values of the attribute
@@ -74,12 +79,7 @@ def _shape_after_transpose(x: Any, side: str, attributes: Mapping[str, Any]) -> 
     return (*shape[:-2], shape[-1], shape[-2]) if attributes.get(f"trans{side}") else shape
 
 
-declare_contrib(
-    "FusedMatMul TransposeMatMul", traits="product", shape=_shape_of_fused_matmul, roles="f"
-)
-
-
-@lowering("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
+@contrib_lowering("FusedMatMul TransposeMatMul", "product", shape=_shape_of_fused_matmul, roles="f")
 def fused_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = alpha A' B', A' being A, or A with its last two axes swapped (transA), or with its first
     axis moved behind the other batch axes (transBatchA).
@@ -104,10 +104,7 @@ def _transpose_operand(op: Any, node: Any, index: int) -> ir.Value:
     return op.mT(x) if swapped else x
 
 
-declare_contrib("FusedGemm", traits="product", shape=shape_of_gemm, roles="ffb")
-
-
-@lowering("FusedGemm", domain=DOMAIN)
+@contrib_lowering("FusedGemm", "product", shape=shape_of_gemm, roles="ffb")
 def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(alpha A' B' + beta C)."""
     get = node.attributes
@@ -118,16 +115,13 @@ def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return _apply_activation(op, node, y, numbers)
 
 
-declare_contrib(
+@contrib_lowering(
     "FusedConv",
-    traits="convolution",
+    "convolution",
     shape_like=("Conv", 3),
     roles="xfba",
     work=work_of_convolution(1, 2),
 )
-
-
-@lowering("FusedConv", domain=DOMAIN)
 def fused_conv(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(conv(x, w) + b + z)."""
     *operands, z = optional_inputs(node.inputs, 4)
@@ -153,33 +147,27 @@ def _apply_activation(
     return [op.set_type_like(function(op, y, *numbers[: len(defaults)]), y)]
 
 
-declare_contrib("GemmFastGelu", traits="product", shape=shape_of_matmul, roles="ffb")
-
-
-@lowering("GemmFastGelu", domain=DOMAIN)
+@contrib_lowering("GemmFastGelu", "product", shape=shape_of_matmul, roles="ffb")
 def gemm_fast_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = fast_gelu(x w + b)."""
     x, w, *bias = node.inputs
-    return [_write_fast_gelu(op, total(op.MatMul(x, w), *bias))]
+    return [_write_fast_gelu(op, sum_terms(op.MatMul(x, w), *bias))]
 
 
 # -- activations ---------------------------------------------------------------------------------
 
 
-declare_contrib("Gelu QuickGelu", traits="unary", shape=like_first, roles="x")
-declare_contrib("BiasGelu FastGelu", traits="unary", shape=like_first, roles="xb")
-
-
-@lowering("Gelu", "BiasGelu", domain=DOMAIN)
+@contrib_lowering("Gelu", "unary", shape=like_first, roles="x")
+@contrib_lowering("BiasGelu", "unary", shape=like_first, roles="xb")
 def bias_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x F(x), x = a + b, F the standard normal distribution function."""
-    return [_write_gelu(op, total(*node.inputs[:2]))]
+    return [_write_gelu(op, sum_terms(*node.inputs[:2]))]
 
 
-@lowering("FastGelu", domain=DOMAIN)
+@contrib_lowering("FastGelu", "unary", shape=like_first, roles="xb")
 def fast_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
-    return [_write_fast_gelu(op, total(*node.inputs[:2]))]
+    return [_write_fast_gelu(op, sum_terms(*node.inputs[:2]))]
 
 
 def _write_fast_gelu(op: Any, x: ir.Value) -> ir.Value:
@@ -190,7 +178,7 @@ def _write_fast_gelu(op: Any, x: ir.Value) -> ir.Value:
 
 
 @lowering("Swish")  # onnxruntime 1.31 runs it at opset 24 only
-@lowering("QuickGelu", domain=DOMAIN)
+@contrib_lowering("QuickGelu", "unary", shape=like_first, roles="x")
 def swish(op: Any, node: Any) -> list[ir.Value]:
     """y = x sigmoid(alpha x)."""
     x, alpha = node.inputs[0], float_attribute(node, "alpha")
@@ -202,13 +190,10 @@ def _shape_of_half(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
     return (*rows, divide_length(width, 2))
 
 
-declare_contrib("BiasSplitGelu", shape=_shape_of_half, roles="xb")
-
-
-@lowering("BiasSplitGelu", domain=DOMAIN)
+@contrib_lowering("BiasSplitGelu", shape=_shape_of_half, roles="xb")
 def bias_split_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
-    left, right = op.split(total(*node.inputs[:2]), 2, -1)
+    left, right = op.split(sum_terms(*node.inputs[:2]), 2, -1)
     return [left * _write_gelu(op, right)]
 
 
@@ -218,37 +203,30 @@ def _write_gelu(op: Any, x: ir.Value) -> ir.Value:
     return 0.5 * x * (op.Erf(x * sqrt(0.5)) + 1.0)
 
 
-declare_contrib("BiasAdd", shape=like_first, roles="xba")
-
-
-@lowering("BiasAdd", domain=DOMAIN)
+@contrib_lowering("BiasAdd", shape=like_first, roles="xba")
 def bias_add(op: Any, node: Any) -> list[ir.Value]:
     """y = x + b + z."""
-    return [total(*node.inputs)]
+    return [sum_terms(*node.inputs)]
 
 
-declare_contrib("BiasDropout", shape=like_first_twice, roles="xbac")
-declare_contrib("BiasDropout BitmaskBiasDropout", ratio_operand=3)
+declare_contrib("BitmaskBiasDropout", ratio_operand=3)
 declare_contrib("BitmaskDropout", ratio_operand=1)
 
 
-@lowering("BiasDropout", domain=DOMAIN)
+@contrib_lowering("BiasDropout", shape=like_first_twice, roles="xbac", ratio_operand=3)
 def bias_dropout(op: Any, node: Any) -> list[ir.Value]:
     """y = dropout(x + b) + z."""
     x, bias, residual, *ratio_and_mode = optional_inputs(node.inputs, 5)
     y, mask = op.emit_many("Dropout", [x + bias, *ratio_and_mode], attributes_of(node), outputs=2)
     mask.dtype = ir.DataType.BOOL
     y = op.set_type_like(y, x)
-    return [total(y, residual), mask][: len(node.outputs)]
+    return [sum_terms(y, residual), mask][: len(node.outputs)]
 
 
-declare_contrib("BiasSoftmax", shape=like_first, roles="xm")
-
-
-@lowering("BiasSoftmax", domain=DOMAIN)
+@contrib_lowering("BiasSoftmax", shape=like_first, roles="xm")
 def bias_softmax(op: Any, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
-    return [softmax_from(op, total(*node.inputs[:2]), int_attribute(node, "axis"))]
+    return [softmax_from(op, sum_terms(*node.inputs[:2]), int_attribute(node, "axis"))]
 
 
 def softmax_from(op: Any, x: ir.Value, axis: int) -> ir.Value:
@@ -258,10 +236,7 @@ def softmax_from(op: Any, x: ir.Value, axis: int) -> ir.Value:
     return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
-declare_contrib("GridSample", shape_like=("GridSample", 2), roles="xv")
-
-
-@lowering("GridSample", domain=DOMAIN)
+@contrib_lowering("GridSample", shape_like=("GridSample", 2), roles="xv")
 def grid_sample(op: Any, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator, whose modes have other names since opset 20."""
     names = {"bilinear": "linear", "bicubic": "cubic"} if op.opset >= 20 else {}
@@ -270,10 +245,7 @@ def grid_sample(op: Any, node: Any) -> list[ir.Value]:
     return [op.emit("GridSample", node.inputs, attributes)]
 
 
-declare_contrib("ConvTransposeWithDynamicPads", traits="convolution", roles="xfcb")
-
-
-@lowering("ConvTransposeWithDynamicPads", domain=DOMAIN)
+@contrib_lowering("ConvTransposeWithDynamicPads", "convolution", roles="xfcb")
 def conv_transpose(op: Any, node: Any) -> list[ir.Value] | None:
     """y = ConvTranspose(x, w, b) without pads, cropped by the pads that an operand holds."""
     x, w, pads, bias = optional_inputs(node.inputs, 4)
@@ -287,12 +259,9 @@ def conv_transpose(op: Any, node: Any) -> list[ir.Value] | None:
     return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
 
 
-declare_contrib("GatherND", shape_like=("GatherND", 2))
-declare_contrib("Pad", shape_like=("Pad", 3))
-declare_contrib("Trilu", shape=like_first)
-
-
-@lowering("GatherND", "Pad", "Trilu", domain=DOMAIN)
+@contrib_lowering("GatherND", shape_like=("GatherND", 2))
+@contrib_lowering("Pad", shape_like=("Pad", 3))
+@contrib_lowering("Trilu", shape=like_first)
 def standard(op: Any, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator of the same name, which was added to ONNX later."""
     inputs = list(node.inputs)
@@ -301,17 +270,14 @@ def standard(op: Any, node: Any) -> list[ir.Value]:
     return [op.emit(node.op_type, inputs, attributes_of(node))]
 
 
-@lowering("ExpandDims", domain=DOMAIN)
+@contrib_lowering("ExpandDims")
 def expand_dims(op: Any, node: Any) -> list[ir.Value]:
     """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
 
 
-declare_contrib("ComplexMul ComplexMulConj", shape=shape_of_broadcast, roles="f")
-
-
-@lowering("ComplexMul", "ComplexMulConj", domain=DOMAIN)
+@contrib_lowering("ComplexMul ComplexMulConj", shape=shape_of_broadcast, roles="f")
 def complex_product(op: Any, node: Any) -> list[ir.Value]:
     """y = a b or a conj(b) of complex numbers, whose two parts are along the last axis."""
     (a, c), (b, d) = (op.split(v, 2, -1) for v in node.inputs)
@@ -319,14 +285,7 @@ def complex_product(op: Any, node: Any) -> list[ir.Value]:
     return [op.Concat(a * b - c * d, a * d + c * b, axis=-1)]
 
 
-def _shape_of_distances(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
-    return known_shape(inputs[0])[0], known_shape(inputs[1])[0]
-
-
-declare_contrib("CDist", shape=_shape_of_distances)
-
-
-@lowering("CDist", domain=DOMAIN)
+@contrib_lowering("CDist", shape=lambda x, _: tuple(known_shape(v)[0] for v in x[:2]))
 def cdist(op: Any, node: Any) -> list[ir.Value] | None:
     """y_ij = |a_i - b_j|^2 (sqeuclidean), or its root.
 

@@ -14,12 +14,12 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.elementwise import shape_of_broadcast
-from onnxgrad.operators.microsoft import DOMAIN, declare_contrib
+from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, declare_contrib
 from onnxgrad.operators.microsoft_products import attributes_without, softmax_from
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.registry import lowering
-from onnxgrad.operators.rule_nodes import Operand, attributes_of, optional_inputs, total
+from onnxgrad.operators.rule_nodes import Operand, attributes_of, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 FLOAT = ir.DataType.FLOAT
@@ -122,15 +122,8 @@ def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -
     return op.Transpose(y, perm=[0, *range(2, n), 1])
 
 
-def _shape_of_quantized_gemm(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    """Return the shape of a Gemm whose second matrix stands behind scale and zero point."""
-    return shape_of_gemm([inputs[0], inputs[3]], attributes)
-
-
-declare_contrib("QGemm", shape=_shape_of_quantized_gemm, roles="q")
-
-
-@lowering("QGemm", domain=DOMAIN)
+# the second matrix stands behind scale and zero point of the first
+@contrib_lowering("QGemm", shape=lambda x, given: shape_of_gemm([x[0], x[3]], given), roles="q")
 def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = Q(alpha (A B + c)), a step of c being the product of a step of A and a step of B."""
     a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = optional_inputs(node.inputs, 9)
@@ -145,10 +138,7 @@ def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return [y if y_scale is None else quantized(op, y, y_scale, y_zero, a)]
 
 
-declare_contrib("DynamicQuantizeMatMul", shape=shape_of_matmul, roles="xqqqb")
-
-
-@lowering("DynamicQuantizeMatMul", domain=DOMAIN)
+@contrib_lowering("DynamicQuantizeMatMul", shape=shape_of_matmul, roles="xqqqb")
 def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a b + c, a rounded to 256 steps over its range."""
     a, b, scale, zero, bias = optional_inputs(node.inputs, 5)
@@ -161,10 +151,7 @@ def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
 
 
-declare_contrib("MatMulIntegerToFloat", shape=shape_of_matmul, roles="xqqqqqb")
-
-
-@lowering("MatMulIntegerToFloat", domain=DOMAIN)
+@contrib_lowering("MatMulIntegerToFloat", shape=shape_of_matmul, roles="xqqqqqb")
 def integer_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
     a, b, a_scale, b_scale, a_zero, b_zero, bias = optional_inputs(node.inputs, 7)
@@ -179,7 +166,7 @@ def _integer_product(
     """Return scale (a - a_zero) (b - b_zero) + bias of the operands (a, b, a_zero, b_zero)."""
     product = op.MatMulInteger(*_without_last(*operands))
     product.dtype = ir.DataType.INT32
-    return total(op.Cast(product, to=FLOAT) * scale, bias)
+    return sum_terms(op.Cast(product, to=FLOAT) * scale, bias)
 
 
 declare_contrib("DequantizeLinear QuantizeLinear", shape=like_first, roles="xq")

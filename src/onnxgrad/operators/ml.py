@@ -5,6 +5,7 @@ Where the kernels of onnxruntime deviate from the specification, they are the re
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from math import isnan, pi, prod, sqrt
 from typing import Any
@@ -20,42 +21,33 @@ from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
-declare_operators(
-    "Binarizer TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor",
-    domain="ai.onnx.ml",
-    no_gradient=PIECEWISE,
-)
-declare_operators(
+_DOMAIN = "ai.onnx.ml"
+_declare_ml = partial(declare_operators, domain=_DOMAIN)
+
+_declare_ml("Binarizer", no_gradient=PIECEWISE)
+_declare_ml(
     "TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor",
-    domain="ai.onnx.ml",
+    no_gradient=PIECEWISE,
     fitted=(
         "decides by thresholds, which have no gradient: trees of scikit-learn, LightGBM, XGBoost "
         "and CatBoost are trained by these libraries. As a part of a larger model, trees stay as "
         "they are, and the layers behind them train"
     ),
 )
-declare_operators(
+_declare_ml(
     "CategoryMapper LabelEncoder OneHotEncoder",
-    domain="ai.onnx.ml",
     no_gradient="a lookup by equality: zero almost everywhere",
 )
-declare_operators("LabelEncoder", domain="ai.onnx.ml", lookup_operand=0)
-declare_operators("ArrayFeatureExtractor", domain="ai.onnx.ml", lookup_operand=1)
-declare_operators("CastMap DictVectorizer ZipMap", "maps", domain="ai.onnx.ml")
+_declare_ml("LabelEncoder", lookup_operand=0)
+_declare_ml("ArrayFeatureExtractor", lookup_operand=1)
+_declare_ml("CastMap DictVectorizer ZipMap", "maps")
 _SUPPORT_VECTORS = (("coefficients", True), ("rho", True), ("support_vectors", False))
-declare_operators(
-    "LinearClassifier LinearRegressor",
-    domain="ai.onnx.ml",
-    coefficients=(("coefficients", True), ("intercepts", True)),
-)
-declare_operators("Scaler", domain="ai.onnx.ml", coefficients=(("offset", False), ("scale", False)))
-declare_operators("Imputer", domain="ai.onnx.ml", coefficients=(("imputed_value_floats", False),))
-declare_operators("SVMRegressor", domain="ai.onnx.ml", coefficients=_SUPPORT_VECTORS)
-declare_operators(
-    "SVMClassifier",
-    domain="ai.onnx.ml",
-    coefficients=(*_SUPPORT_VECTORS, ("prob_a", True), ("prob_b", True)),
-)
+_WEIGHTS = (("coefficients", True), ("intercepts", True))
+_declare_ml("LinearClassifier LinearRegressor", coefficients=_WEIGHTS)
+_declare_ml("Scaler", coefficients=(("offset", False), ("scale", False)))
+_declare_ml("Imputer", coefficients=(("imputed_value_floats", False),))
+_declare_ml("SVMRegressor", coefficients=_SUPPORT_VECTORS)
+_declare_ml("SVMClassifier", coefficients=(*_SUPPORT_VECTORS, ("prob_a", True), ("prob_b", True)))
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 
@@ -63,14 +55,14 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 # -- linear models -------------------------------------------------------------------------------
 
 
-@lowering("LinearRegressor", domain="ai.onnx.ml")
+@lowering("LinearRegressor", domain=_DOMAIN)
 def linear_regressor(op: Any, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
     rows = int_attribute(node, "targets")
     return [post_transform(op, node, _linear_scores(op, node, rows), rows)]
 
 
-@lowering("LinearClassifier", domain="ai.onnx.ml")
+@lowering("LinearClassifier", domain=_DOMAIN)
 def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
     """scores = post(x CT + b), label = class of the largest score.
 
@@ -106,26 +98,26 @@ def _are_opposite(node: ir.Node) -> bool:
 
 def _linear_scores(op: Any, node: ir.Node, rows: int) -> ir.Value:
     x, coefficients, intercepts = optional_inputs(node.inputs, 3)
-    y = linear(op, x, coefficients, rows)
+    y = linear_product(op, x, coefficients, rows)
     return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
 
 
-def linear(op: Any, x: Any, coefficients: Any, rows: int) -> ir.Value:
+def linear_product(op: Any, x: Any, coefficients: Any, rows: int) -> ir.Value:
     """Return x CT, C having `rows` rows."""
     weights = op.Reshape(coefficients, [rows, -1])
-    return op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
+    return op.MatMul(as_matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
 
 
 # -- shared by classifiers -----------------------------------------------------------------------
 
 
-def refused(node: ir.Node, why: str) -> NoGradientRule:
+def lowering_error(node: ir.Node, why: str) -> NoGradientRule:
     """Return the error for a node that cannot be lowered."""
     where = f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r})"
     return NoGradientRule(f"{where}: {why}, or select outputs before this node")
 
 
-def matrix(op: Any, x: Any, weights: Any, rows: int) -> ir.Value:
+def as_matrix(op: Any, x: Any, weights: Any, rows: int) -> ir.Value:
     """Return `x` as a float32 matrix, whose rows are as long as one of the `rows` of `weights`."""
     x = op.Cast(x, to=FLOAT)
     if rank(x) == 2:
@@ -157,7 +149,9 @@ def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value
         "PROBIT": _inverse_normal,
     }
     if post not in transforms:
-        raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+        raise lowering_error(
+            node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX"
+        )
     return y if scores == 1 and post != "PROBIT" else transforms[post](op, y)
 
 
@@ -165,7 +159,9 @@ def two_scores(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
     """Return two scores from the second: they add up to `whole`, or to 1 if transformed."""
     post = string_attribute(node, "post_transform")
     if post == "PROBIT":
-        raise refused(node, "onnxruntime has no PROBIT of two classes from one score; use NONE")
+        raise lowering_error(
+            node, "onnxruntime has no PROBIT of two classes from one score; use NONE"
+        )
     if post == "LOGISTIC":
         return op.Concat(op.Sigmoid(op.Neg(y)), op.Sigmoid(y), axis=1)
     return op.Concat((whole if post == "NONE" else 1.0) - y, y, axis=1)
@@ -202,7 +198,7 @@ def _inverse_normal(op: Any, y: ir.Value) -> ir.Value:
 # -- preprocessing -------------------------------------------------------------------------------
 
 
-@lowering("Scaler", domain="ai.onnx.ml")
+@lowering("Scaler", domain=_DOMAIN)
 def scaler(op: Any, node: Any) -> list[ir.Value]:
     """y = (x - offset) scale, in float64 when x is."""
     x, offset, scale = optional_inputs(node.inputs, 3)
@@ -215,7 +211,7 @@ def scaler(op: Any, node: Any) -> list[ir.Value]:
     return [op.Cast(y, to=FLOAT)]
 
 
-@lowering("Normalizer", domain="ai.onnx.ml")
+@lowering("Normalizer", domain=_DOMAIN)
 def normalizer(op: Any, node: ir.Node) -> list[ir.Value]:
     """y = x / norm of the row: its largest element (MAX), sum of |x| (L1), or Euclidean norm (L2).
 
@@ -228,7 +224,7 @@ def normalizer(op: Any, node: ir.Node) -> list[ir.Value]:
     return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]
 
 
-@lowering("Imputer", domain="ai.onnx.ml")
+@lowering("Imputer", domain=_DOMAIN)
 def imputer(op: Any, node: Any) -> list[ir.Value] | None:
     """y = v where x is the replaced value, else x; v one value, or one for each feature.
 
@@ -258,12 +254,12 @@ def _replace_by(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Val
     return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
 
 
-@lowering("FeatureVectorizer", domain="ai.onnx.ml")
+@lowering("FeatureVectorizer", domain=_DOMAIN)
 def feature_vectorizer(op: Any, node: ir.Node) -> list[ir.Value]:
     """y = [a, b, ...], each cropped or padded with zeros to `inputdimensions` columns."""
     widths = node.attributes.get_ints("inputdimensions", ())
     if len(widths) != len(node.inputs):
-        raise refused(node, "inputdimensions must state a number for each input; correct it")
+        raise lowering_error(node, "inputdimensions must state a number for each input; correct it")
     parts = [_matrix_of_width(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
     return [op.Concat(*parts, axis=1)]
 
@@ -281,7 +277,7 @@ def _matrix_of_width(op: Any, x: Any, n: int) -> ir.Value:
     return x if isinstance(have, int) and have <= n else op.Slice(x, [0], [n], [1])
 
 
-@lowering("ArrayFeatureExtractor", domain="ai.onnx.ml")
+@lowering("ArrayFeatureExtractor", domain=_DOMAIN)
 def array_feature_extractor(op: Any, node: Any) -> list[ir.Value]:
     """y = x[..., i], i flattened; a vector x is one row."""
     x, i = node.inputs
@@ -305,7 +301,7 @@ def _row_count(x: Any) -> Dim:
     return 1 if rank(x) == 1 else (dims(x) or (None,))[0]
 
 
-@lowering("TreeEnsemble", "TreeEnsembleRegressor", domain="ai.onnx.ml")
+@lowering("TreeEnsemble", "TreeEnsembleRegressor", domain=_DOMAIN)
 def tree_ensemble(op: Any, node: Any) -> None:
     """One column per target, of the dtype of x since version 5 of the domain."""
     [x] = node.inputs
@@ -314,7 +310,7 @@ def tree_ensemble(op: Any, node: Any) -> None:
     _set_types(node, (dtype, (_row_count(x), targets)))
 
 
-@lowering("TreeEnsembleClassifier", domain="ai.onnx.ml")
+@lowering("TreeEnsembleClassifier", domain=_DOMAIN)
 def tree_ensemble_classifier(op: Any, node: Any) -> None:
     """A label, and one column per class."""
     strings = node.attributes.get_strings("classlabels_strings", ())
@@ -324,7 +320,7 @@ def tree_ensemble_classifier(op: Any, node: Any) -> None:
     _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
-@lowering("LabelEncoder", domain="ai.onnx.ml")
+@lowering("LabelEncoder", domain=_DOMAIN)
 def label_encoder(op: Any, node: Any) -> None:
     """The shape of x, which onnx does not infer for the first version."""
     _set_types(node, (None, dims(node.inputs[0])))
@@ -333,7 +329,7 @@ def label_encoder(op: Any, node: Any) -> None:
 # -- support vector machines -----------------------------------------------------------------------
 
 
-@lowering("SVMRegressor", domain="ai.onnx.ml")
+@lowering("SVMRegressor", domain=_DOMAIN)
 def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
     """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
 
@@ -342,10 +338,10 @@ def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
     x, coefficients, rho, vectors, *_ = _svm_operands(node)
     count = int_attribute(node, "n_supports")
     if count > 0:
-        features = _kernel_values(op, node, matrix(op, x, vectors, count), vectors, count)
+        features = _kernel_values(op, node, as_matrix(op, x, vectors, count), vectors, count)
         coefficients = _first_elements(op, coefficients, count)
     else:
-        features = matrix(op, x, coefficients, 1)
+        features = as_matrix(op, x, coefficients, 1)
     y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first_elements(op, rho, 1)
     if int_attribute(node, "one_class"):
         y = op.Where(op.Greater(y, 0.0), op.const(1.0, FLOAT), -1.0)
@@ -355,7 +351,7 @@ def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
 def _svm_operands(node: ir.Node) -> Any:
     operands = optional_inputs(node.inputs, 6)
     if None in operands[:3]:
-        raise refused(node, "it has no coefficients or no rho; add them")
+        raise lowering_error(node, "it has no coefficients or no rho; add them")
     return operands
 
 
@@ -389,7 +385,7 @@ def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count
     return op.Tanh(inner)
 
 
-@lowering("SVMClassifier", domain="ai.onnx.ml")
+@lowering("SVMClassifier", domain=_DOMAIN)
 def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
     classes, or the probabilities of two classes.
@@ -401,18 +397,18 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     classes = len(class_labels(node))
     sizes = node.attributes.get_ints("vectors_per_class", ())
     if sum(sizes) == 0:
-        raw = linear(op, x, coefficients, classes) + _first_elements(op, rho, 1)
+        raw = linear_product(op, x, coefficients, classes) + _first_elements(op, rho, 1)
         winner = _top_class(op, raw, coefficients, classes, prob_a is not None)
         return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
     if classes < 2:
-        raise refused(node, "one class has no scores; use a regressor with one_class")
+        raise lowering_error(node, "one class has no scores; use a regressor with one_class")
     if prob_a is not None and classes > 2:
-        raise refused(
+        raise lowering_error(
             node,
             f"it iterates to couple the probabilities of its {classes} classes, which has no "
             "gradient; fit the SVC with probability=False before its export, whose scores train",
         )
-    x = matrix(op, x, vectors, sum(sizes))
+    x = as_matrix(op, x, vectors, sum(sizes))
     k = _kernel_values(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
     raw = _pair_scores(op, k, coefficients, rho, sizes, pairs)

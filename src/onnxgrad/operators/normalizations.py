@@ -14,7 +14,7 @@ from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
 from onnxgrad.operators.registry import lowering, members_of, rule
-from onnxgrad.operators.rule_nodes import attributes_of, narrowed, output, widened
+from onnxgrad.operators.rule_nodes import attributes_of, cast_to_inputs, cast_to_wide, node_output
 from onnxgrad.operators.shapes import dims, rank, static
 
 
@@ -129,7 +129,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
     m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
     axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
-    x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
+    x, scale, bias, g, gm, gr = cast_to_wide(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
     n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
     if g is not None:
@@ -140,7 +140,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
         terms.append(op.expand_to(gm / _count_elements(op, x, axes), x))
     if gr is not None:
         terms.append(-(gr * (inverse * inverse) / _count_elements(op, x, axes)) * n)
-    return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
+    return cast_to_inputs(op, [op.total(terms), dscale, dbias], node.inputs)
 
 
 def _standardized_layer(op, node, x, axes):
@@ -151,7 +151,7 @@ def _standardized_layer(op, node, x, axes):
     full = int_attribute(node, "stash_type") == ir.DataType.FLOAT
     if x.dtype == ir.DataType.DOUBLE or not full:
         return _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
-    mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
+    mean, inverse = (node_output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
     shape = dims(x)
     if shape is not None:
         mean.shape = inverse.shape = ir.Shape([*shape[: axes[0]], *[1] * len(axes)])
@@ -166,13 +166,13 @@ def rms_normalization(op, node, g):
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
     axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
-    x, scale, g = widened(op, *node.inputs, g)
+    x, scale, g = cast_to_wide(op, *node.inputs, g)
     inverse = op.Reciprocal(
         op.Sqrt(_mean_along(op, x * x, axes) + float_attribute(node, "epsilon"))
     )
     n, h = x * inverse, g * scale
     dx = (h - n * _mean_along(op, h * n, axes)) * inverse
-    return narrowed(op, [dx, op.sum_to(g * n, scale)], node.inputs)
+    return cast_to_inputs(op, [dx, op.sum_to(g * n, scale)], node.inputs)
 
 
 @rule("InstanceNormalization")
@@ -183,12 +183,12 @@ def instance_normalization(op, node, g):
     Means are over the spatial axes, sums over those and the batch.
     Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
     """
-    x, scale, bias, g = widened(op, *node.inputs, g)
+    x, scale, bias, g = cast_to_wide(op, *node.inputs, g)
     axes = axes_from(op, x, 2)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
     sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
-    return narrowed(op, [dx, *sums], node.inputs)
+    return cast_to_inputs(op, [dx, *sums], node.inputs)
 
 
 def _channel_gradients(op, g, n, axes, scale, bias):
@@ -208,7 +208,7 @@ def group_normalization(op, node):
     if x.dtype is None:
         return None
     stash = node.attributes.get_int("stash_type", 0)
-    rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
+    rows = op.Cast(x, to=ir.DataType(stash)) if stash else cast_to_wide(op, x)[0]
     rows = op.Reshape(rows, [0, int_attribute(node, "num_groups"), -1])
     n = op.Cast(_standardize_along(op, rows, [-1], float_attribute(node, "epsilon"))[0], to=x.dtype)
     channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
@@ -222,13 +222,13 @@ def mean_variance_normalization(op, node, g):
     r is the standard deviation. Where r = 0, the last term is 0 (and onnxruntime's y is NaN).
     """
     axes = list(ints_attribute(node, "axes"))
-    x, g = widened(op, node.inputs[0], g)
+    x, g = cast_to_wide(op, node.inputs[0], g)
     centered = x - _mean_along(op, x, axes)
     r = op.Sqrt(_mean_along(op, centered * centered, axes))
     inverse = op.Reciprocal(r + _EPSILON)
     y = centered * inverse
     slope = _mean_along(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
-    return narrowed(op, [(g - _mean_along(op, g, axes)) * inverse - y * slope], node.inputs)
+    return cast_to_inputs(op, [(g - _mean_along(op, g, axes)) * inverse - y * slope], node.inputs)
 
 
 @rule("LpNormalization")
@@ -238,12 +238,12 @@ def lp_normalization(op, node, g):
     Where |x| = 0, y is 0, and so is dx.
     """
     axis, p = int_attribute(node, "axis"), int_attribute(node, "p")
-    x, g, y = widened(op, node.inputs[0], g, node.outputs[0])
+    x, g, y = cast_to_wide(op, node.inputs[0], g, node.outputs[0])
     norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
     positive = op.Greater(norm, 0.0)
     inverse = op.Where(positive, op.Reciprocal(op.Where(positive, norm, 1.0)), 0.0)
     along = op.ReduceSum(g * y, [axis], keepdims=1)
-    return narrowed(op, [(g - (op.Sign(x) if p == 1 else y) * along) * inverse], node.inputs)
+    return cast_to_inputs(op, [(g - (op.Sign(x) if p == 1 else y) * along) * inverse], node.inputs)
 
 
 @rule("LRN")
@@ -257,11 +257,11 @@ def local_response_normalization(op, node, g):
     alpha, beta, bias = (float_attribute(node, name) for name in ("alpha", "beta", "bias"))
     size = int_attribute(node, "size")
     before, after = (size - 1) // 2, size // 2
-    x, g = widened(op, node.inputs[0], g)
+    x, g = cast_to_wide(op, node.inputs[0], g)
     z = bias + alpha / size * _window_sums(op, x * x, before, after)
     direct = g * op.Pow(z, -beta)
     around = _window_sums(op, direct * x / z, after, before)
-    return narrowed(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
+    return cast_to_inputs(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
 
 
 def _window_sums(op, x, before: int, after: int):
@@ -280,16 +280,18 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
 
     Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
-    x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
+    x, scale, bias, mean, variance, *gs = cast_to_wide(op, *node.inputs, g, g_mean, g_variance)
     axes = _all_but_channels(op, x)
     if int_attribute(node, "training_mode"):
-        return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
+        return cast_to_inputs(
+            op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs
+        )
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + float_attribute(node, "epsilon")))
     slope = scale * inverse
     n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
     ds, db = _channel_gradients(op, g, n, axes, scale, bias)
     dx = g * _along_channels(op, slope, x)
-    return narrowed(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
+    return cast_to_inputs(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
 
 
 def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
@@ -326,7 +328,10 @@ def dropout(op, node, g, g_mask=None):
         return g, None
     one = op.const(1.0, g.dtype)
     kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
-    mask, scale = output(op, node, 1, ir.DataType.BOOL), op.Where(training, one / kept, one)
+    mask, scale = (
+        node_output(op, node, 1, ir.DataType.BOOL),
+        op.Where(training, one / kept, one),
+    )
     dx = op.Where(mask, g * scale, 0.0)
     if ratio is None:
         return (dx,)
@@ -345,14 +350,16 @@ def layer_normalization_of_members(m, node):
     if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
         return None
     op, axis = m.op, int_attribute(node, "axis") % n
-    behind, inputs = scale in m or bias in m, [m.of(x), *node.inputs[1:]]
+    behind, inputs = scale in m or bias in m, [m.value_for(x), *node.inputs[1:]]
     if behind:
         one = op.const(1.0, scale.dtype)
         inputs[1:] = [op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
-    new = m.typed(op.emit(node.op_type, inputs, attributes_of(node) | {"axis": axis + 1}), y)
+    new = m.set_member_type(
+        op.emit(node.op_type, inputs, attributes_of(node) | {"axis": axis + 1}), y
+    )
     if behind:
-        new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
-        new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
+        new = m.set_member_type(op.Mul(new, m.aligned(scale, n)), y)
+        new = new if bias is None else m.set_member_type(op.Add(new, m.aligned(bias, n)), y)
     return [new, *node.outputs[1:]]
 
 
@@ -375,4 +382,4 @@ def batch_normalization_of_members(m, node):
     y.type, y.shape = x.type, turned.shape
     new = [op.Transpose(y, perm=[1, 0, *range(2, n + 1)])]
     new += [op.Reshape(v, [m.count, -1]) for v in statistics]
-    return [m.typed(v, old) for v, old in zip(new, node.outputs, strict=True)]
+    return [m.set_member_type(v, old) for v, old in zip(new, node.outputs, strict=True)]

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
 from onnxgrad.operators.records import Range, standard_operator
-from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, static
+from onnxgrad.operators.shapes import Dim, Dims, UnknownShapeError, coefficient, dims, static
 
 
 def output_types(
@@ -58,6 +58,8 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     function = standard_operator(op_type).shape
     try:
         shape = None if function is None else function(inputs, attributes)
+    except UnknownShapeError:
+        return None
     except (IndexError, ZeroDivisionError, ValueError) as e:
         shapes = [dims(v) for v in inputs]
         raise ModelError(

@@ -16,14 +16,19 @@ from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.outputs import range_of_first
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import lowering, rule
-from onnxgrad.operators.rule_nodes import attributes_of, distinct_positions, last_writes, output
+from onnxgrad.operators.rule_nodes import (
+    attributes_of,
+    distinct_positions,
+    last_writes,
+    node_output,
+)
 from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.operators.windows import (
     Windows,
-    lengths,
-    reach,
     scatter_windows,
+    spatial_lengths,
     weigh_windows,
+    window_extents,
     windows_of,
     with_padding,
 )
@@ -35,10 +40,10 @@ def _pooled_axis(node: Any, _operand: int, axis: int) -> Answer:
 
 
 def _windows_along_axes(lengths: Sequence[int], attributes: Mapping[str, Any]) -> Counts | None:
-    """Return the number of windows along each spatial axis in `ceil_mode`, and what they leave.
+    """Return the `Counts` of a pool in `ceil_mode`; None of other rounding, or with `auto_pad`.
 
     A window that would start in the end padding is not computed, though onnx before opset 22 counts
-    it. None where the rounding or the padding is another.
+    it.
     """
     n = len(lengths)
     automatic = attributes.get("auto_pad", "NOTSET") != "NOTSET"
@@ -60,7 +65,7 @@ class Counts(NamedTuple):
     Attributes:
         number: how many there are.
         dropped: whether one more would start in the end padding.
-        left: the elements behind the last window that is full.
+        left: how many elements are behind the last full window.
         begin, end: the padding.
     """
 
@@ -96,7 +101,7 @@ def drop_windows(op, node):
 
     Older runtimes count a window that would start in the end padding in the shape of the result.
     """
-    spatial = lengths(node.inputs[0])
+    spatial = spatial_lengths(node.inputs[0])
     windows = None if spatial is None else _windows_along_axes(spatial, attributes_of(node))
     if windows is None or not windows.dropped.any():
         return None
@@ -125,7 +130,7 @@ def max_pool(op, node, g, g_indices=None):
         attributes = attributes_of(node) | {"storage_order": 0}
         _, indices = op.emit_many("MaxPool", [x], attributes, outputs=2)
     else:
-        indices = output(op, node, 1, ir.DataType.INT64)
+        indices = node_output(op, node, 1, ir.DataType.INT64)
     indices.dtype, indices.shape = ir.DataType.INT64, y.shape
     if max(node.attributes.get_ints("dilations", (1,))) > 1:
         # of windows without an element of x, onnxruntime returns the lowest number as the maximum,
@@ -213,7 +218,7 @@ def _window_divisor(op, node, windows: Windows):
     ceil_mode = bool(int_attribute(node, "ceil_mode")) and max(windows.strides) > 1
     if not ceil_mode and (count_padding or unpadded):
         return float(prod(windows.kernel))
-    x_lengths, y_lengths = lengths(x), lengths(y)
+    x_lengths, y_lengths = spatial_lengths(x), spatial_lengths(y)
     if x_lengths is not None and y_lengths is not None:
         divisor = np.ones((), x.dtype.numpy())
         for i, (m, o) in enumerate(zip(x_lengths, y_lengths, strict=True)):
@@ -227,7 +232,7 @@ def _window_divisor(op, node, windows: Windows):
     one = x.dtype.numpy().type(1)
     counted = op.Expand(op.const(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
     counted = with_padding(op, counted, windows, one if count_padding else None)
-    end = op.Sub(op.Shape(y, start=2), 1) * np.array(windows.strides) + reach(op, windows)
+    end = op.Sub(op.Shape(y, start=2), 1) * np.array(windows.strides) + window_extents(op, windows)
     none = np.zeros(len(windows.axes), np.int64)
     last = replace(windows, begin=none, end=end - op.Shape(counted, start=2))
     return weigh_windows(op, counted, op.const(np.ones((1, 1, *windows.kernel), one.dtype)), last)

@@ -324,7 +324,7 @@ def product(op: Any, a: Any, b: Any) -> ir.Value:
 def matmul_of_members(m, node):
     """Write products of all members; a matrix on the right has as many rows as possible."""
     op, (a, b) = m.op, node.inputs
-    n, width, x, y = rank(a) or 0, rank(b) or 0, m.of(a), m.of(b)
+    n, width, x, y = rank(a) or 0, rank(b) or 0, m.value_for(a), m.value_for(b)
     if min(n, width) < 2:
         return None
     if b not in m and width == 2:
@@ -337,7 +337,7 @@ def matmul_of_members(m, node):
         result = op.Reshape(op.MatMul(flat, y), op.vector(m.count, *rows, inner))
     else:
         result = op.MatMul(*(m.aligned(v, max(n, width)) for v in (a, b)))
-    return [m.typed(result, node.outputs[0])]
+    return [m.set_member_type(result, node.outputs[0])]
 
 
 @members_of("Gemm")
@@ -346,15 +346,15 @@ def gemm_of_members(m, node):
     op, (a, b, c) = m.op, (*node.inputs, None)[:3]
     alpha, beta = (float_attribute(node, name) for name in ("alpha", "beta"))
     factors = [
-        op.mT(m.of(v)) if int_attribute(node, name) else m.of(v)
+        op.mT(m.value_for(v)) if int_attribute(node, name) else m.value_for(v)
         for v, name in ((a, "transA"), (b, "transB"))
     ]
-    result = m.typed(op.MatMul(*factors), node.outputs[0])
+    result = m.set_member_type(op.MatMul(*factors), node.outputs[0])
     if alpha != 1:
-        result = m.typed(result * alpha, node.outputs[0])
+        result = m.set_member_type(result * alpha, node.outputs[0])
     if c is not None and beta != 0:
         added = m.aligned(c, 2)
-        result = m.typed(result + (added if beta == 1 else added * beta), node.outputs[0])
+        result = m.set_member_type(result + (added if beta == 1 else added * beta), node.outputs[0])
     return [result]
 
 
@@ -369,4 +369,4 @@ def einsum_of_members(m, node):
     pairs = zip(terms, node.inputs, strict=True)
     new = [f"{letter}{t}" if x in m else t for t, x in pairs]
     equation = f"{','.join(new)}->{letter}{output}"
-    return m.write_node(node, m.all_of(node.inputs), equation=equation)
+    return m.write_node(node, m.values_for(node.inputs), equation=equation)

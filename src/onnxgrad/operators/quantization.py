@@ -17,15 +17,20 @@ from onnxgrad.operators.microsoft import DOMAIN, declare_contrib, multiply_stati
 from onnxgrad.operators.microsoft_quantized import shape_by_columns
 from onnxgrad.operators.records import INTEGER, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
-from onnxgrad.operators.rule_nodes import attributes_of, gated, optional_inputs, widened
+from onnxgrad.operators.rule_nodes import (
+    attributes_of,
+    cast_to_wide,
+    delayed_until,
+    optional_inputs,
+)
 from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
 FLOAT = ir.DataType.FLOAT
 
 
 _FROZEN = Unsupported(
-    "it is part of a quantized weight, which stays as it is: train adapters beside it or other "
-    "weights, and name them"
+    "it is part of a quantized weight, whose integers do not train: train adapters beside it or "
+    "other weights, and name them"
 )
 
 
@@ -103,21 +108,16 @@ declare_operators(
     straight_through=_product_in_floats,
 )
 declare_operators("QLinearConv QLinearMatMul", "rounds", scaled_operands=((0, 1, 2), (3, 4, 5)))
-declare_operators("QAttention", "attention", domain="com.microsoft")
-declare_operators("QLinearConv", "convolution", domain="com.microsoft")
-declare_operators(
-    "DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QGemm",
-    "product",
-    domain="com.microsoft",
-)
+declare_contrib("QAttention", "attention")
+declare_contrib("QLinearConv", "convolution")
+declare_contrib("DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QGemm", "product")
 declare_operators("DequantizeLinear DynamicQuantizeLinear QuantizeLinear", "aligned")
-declare_operators(
+declare_contrib(
     "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
     "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
     "QLinearLeakyRelu QLinearMul QLinearReduceMean QLinearSigmoid QLinearSoftmax QLinearWhere "
     "QuantizeLinear",
     "quantized",
-    domain="com.microsoft",
 )
 
 
@@ -132,7 +132,7 @@ def dequantize_linear(op, node, g):
         return Unsupported("its scale's dtype is too coarse for a gradient; use float16 or wider")
     ones = op.Expand(op.const(1.0, scale.dtype), op.shape_of(scale))
     steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
-    g, steps = widened(op, g, op.set_type_like(steps, node.outputs[0]))
+    g, steps = cast_to_wide(op, g, op.set_type_like(steps, node.outputs[0]))
     dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
     dx = None
     if x.dtype.is_floating_point():
@@ -185,9 +185,9 @@ declare_contrib(
     shape=shape_by_columns,
     roles="xqqqqb",
     scaled_operands=((1, 2, 3),),
+    features=(1, -1),
     work=_work_of_packed_bits,
 )
-declare_contrib("MatMulNBits", features=(1, -1))
 
 
 @rule("MatMulNBits", domain=DOMAIN)
@@ -233,7 +233,7 @@ def unpacked_weight(op, node, g):
     if zeros is not None and zeros.dtype != scales.dtype:
         zeros = op.Slice(op.Reshape(_unpack_bytes(op, zeros, bits), [n, -1]), [0], [blocks], [1])
         zeros.type = packed.type
-    packed = gated(op, packed, g)
+    packed = delayed_until(op, packed, g)
     if order is not None or op.opset < 21 or (zeros is not None and zeros.dtype == scales.dtype):
         return [_dequantize_weight(op, _unpack_bytes(op, packed, bits), scales, zeros, node)]
     if zeros is None:

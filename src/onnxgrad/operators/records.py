@@ -43,8 +43,8 @@ class Operator:
     Attributes:
         traits: see below; empty for operators of other domains.
         shape: (inputs, attributes) -> the shape of the first output, or a list of shapes, one for
-            each of the first outputs; None if unknown. Operands that do not fit are an IndexError,
-            a ValueError or a ZeroDivisionError.
+            each of the first outputs; None or an UnknownShapeError if unknown. Operands that do not
+            fit are an IndexError, another ValueError or a ZeroDivisionError.
         shape_like: a standard operator whose result has the same shape, and how many operands it
             takes.
         result_type: (inputs, attributes) -> the type of the output; None: a tensor of the dtype of
@@ -88,8 +88,8 @@ class Operator:
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
             slows down the forward pass.
         of_user: whether a user registered its rule or lowering.
-        remedy: (node) -> what a user can do where rule and lowering leave the node; None: nothing
-            beside the remedy of its domain.
+        remedy: (node) -> the advice to users where rule and lowering leave the node; None: only the
+            advice of its domain.
         members: writes a node for all members of a stack, or returns None; without it, the form
             follows from the other fields: see `member_forms`.
     """
@@ -148,7 +148,6 @@ class Operator:
 #                 the same in all rows, even where the axis is mixed or cut
 # affine          adds, subtracts, multiplies or divides at each position
 # distribution    shares of one along the named axis, or their logarithms
-# packs           the elements of tensors in sequences, or out of them
 # sequences       takes or returns sequences or Optionals
 # shape           reads the shape of its operand only, or makes a tensor of a shape
 # arithmetic      computes sizes and positions
@@ -213,9 +212,9 @@ def standard_operator(op_type: str) -> Operator:
 
 
 def remedy_of(node: ir.Node) -> str | None:
-    """Return what a user can do about a node that has no gradient, None if that is not known.
+    """Return the advice to users about a node that has no gradient, None if there is none.
 
-    The remedy of a domain is also the remedy of its subdomains.
+    The advice of a domain is also the advice of its subdomains.
     """
     of_operator = operator_of(node).remedy
     found = None if of_operator is None else of_operator(node)
@@ -237,7 +236,7 @@ def add_facts(domain: str, name: str, **fields: Any) -> None:
 def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
     """Declare what operators have in common; names and traits are separated by spaces.
 
-    The traits are added to those that are declared already.
+    The operators keep the traits of earlier declarations.
 
     Examples:
         >>> declare_operators("Tide Ebb", "unary cheap", domain="doc.example")

@@ -228,7 +228,7 @@ def _write_scans(
         x = _set_dims(op.copy_of(x), None, None, None)
     if by_rows:
         x = op.Transpose(x, perm=[1, 0, 2])
-    ends = lengths(node)
+    ends = sequence_lengths(node)
     mask = None if ends is None else _steps_within_ends(op, x, ends)
     results = []
     for i, weights in enumerate(_split_directions(op, node, x, states, activations)):
@@ -292,7 +292,7 @@ def _zero_state(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
 # -- sequences of different lengths ---------------------------------------------------------------
 
 
-def lengths(node: ir.Node) -> Operand:
+def sequence_lengths(node: ir.Node) -> Operand:
     """Return the lengths of the sequences, or None if all are proven to be as long as X."""
     v, shape = node.inputs[4] if len(node.inputs) > 4 else None, dims(node.inputs[0])
     array, steps = constant(v), shape and shape[int_attribute(node, "layout")]

@@ -30,7 +30,7 @@ from onnxgrad.operators.outputs import (
 from onnxgrad.operators.records import INDEX, Naming, declare_operators
 from onnxgrad.operators.registry import elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others
-from onnxgrad.operators.shapes import Dims, dims, rank, static
+from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
 
 def _reduced_axes(n: int, _inputs: Sequence, attributes: Mapping) -> Sequence[int]:
@@ -41,9 +41,7 @@ def _shape_of_reduction(op_type: str) -> Callable[[Sequence, Mapping[str, Any]],
     """Return the function of the shape after a reduction, as far as its axes are known."""
 
     def reduced(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-        shape, keeps = dims(inputs[0]), attributes.get("keepdims", 1)
-        if shape is None:
-            return None
+        shape, keeps = known_shape(inputs[0]), attributes.get("keepdims", 1)
         named = axes_named_by(op_type, inputs, attributes)
         if named is None:
             return (None,) * len(shape) if keeps else None

@@ -13,7 +13,7 @@ from onnxgrad.operators.axes import Place
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import rule
-from onnxgrad.operators.rule_nodes import wide
+from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.sampling import as_real
 
 
@@ -50,7 +50,7 @@ def roi_align(op, node, g):
     interpolations. He et al. 2017, arXiv:1703.06870.
     """
     x, rois, _ = node.inputs
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     lines, g = [_samples_along(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
     if string_attribute(node, "mode") == "max":
         dx, ends = _gradients_of_maximum(op, node, lines, g)
@@ -239,7 +239,7 @@ def max_roi_pool(op, node, g):
     Regions are rounded to whole elements, and so have no gradient.
     """
     x, rois = node.inputs
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     regions = op.Cast(rois, to=dtype) * op.const(
         np.array([1.0] + [float_attribute(node, "spatial_scale")] * 4, dtype.numpy())
     )

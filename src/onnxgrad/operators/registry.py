@@ -44,27 +44,27 @@ class Unsupported:
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of operators; users call `onnxgrad.rule`."""
-    return registering(add_facts, op_types, domain, "rule")
+    return recording_decorator(add_facts, op_types, domain, "rule")
 
 
 def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
     """Register the decorated function as the rule of an operator with subgraphs."""
-    return registering(add_facts, [op_type], "", "subgraph_rule")
+    return recording_decorator(add_facts, [op_type], "", "subgraph_rule")
 
 
 def lowering(
     *op_types: str, domain: str = "", on_demand: bool = False
 ) -> Callable[[Lowering], Lowering]:
     """Register the decorated function as a lowering; users call `onnxgrad.lowering`."""
-    return registering(add_facts, op_types, domain, "lowering", on_demand=on_demand)
+    return recording_decorator(add_facts, op_types, domain, "lowering", on_demand=on_demand)
 
 
 def members_of(*op_types: str) -> Callable[[Rule], Rule]:
     """Register the decorated function as the form of operators for members: see `member_forms`."""
-    return registering(add_facts, op_types, "", "members")
+    return recording_decorator(add_facts, op_types, "", "members")
 
 
-def registering(
+def recording_decorator(
     record: Callable[..., None], op_types: Iterable[str], domain: str, field: str, **others: Any
 ) -> Callable[[Rule], Rule]:
     """Return the decorator that records its function as a field of these operators."""

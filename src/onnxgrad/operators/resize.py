@@ -18,15 +18,13 @@ from onnxgrad.operators.axes import Place, axes_named_by, first_operand, named_a
 from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.records import Naming, Range, declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
-from onnxgrad.operators.rule_nodes import attributes_of, wide
-from onnxgrad.operators.shapes import Dims, constant, dims, equal, rank, static
+from onnxgrad.operators.rule_nodes import attributes_of, wide_dtype
+from onnxgrad.operators.shapes import Dims, constant, dims, equal, known_shape, rank, static
 
 
-def _shape_of_resize(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
+def _shape_of_resize(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
     """Return the shape after a Resize: axes of constant scale 1 keep their length."""
-    shape, scales = dims(inputs[0]), constant(inputs[2]) if len(inputs) > 2 else None
-    if shape is None:
-        return None
+    shape, scales = known_shape(inputs[0]), constant(inputs[2]) if len(inputs) > 2 else None
     axes = axes_named_by("Resize", inputs, attributes) or ()
     result = [None if i in axes else d for i, d in enumerate(shape)]
     if scales is not None and len(scales) == len(axes):
@@ -86,7 +84,7 @@ def resize(op, node, g):
         return Unsupported("the rank of its input is not known; state its shape in the model")
     stated = node.attributes.get_ints("axes", None) or range(n)
     axes = {axis % n: index for index, axis in enumerate(stated)}  # index in scales, sizes and roi
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     dx, factors = op.Cast(g, to=dtype), _repeats_by_axis(op, node, axes)
     if factors is not None:
         dx = _block_sums(op, dx, x, n, factors)

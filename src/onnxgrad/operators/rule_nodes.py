@@ -17,7 +17,7 @@ from onnxgrad.operators.windows import stated_windows
 Operand = ir.Value | None  # None: it is left out
 
 
-def total(*terms: Operand) -> ir.Value:
+def sum_terms(*terms: Operand) -> ir.Value:
     """Return the sum of the terms, without the omitted ones."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)
@@ -33,7 +33,7 @@ def optional_inputs(inputs: Sequence, count: int) -> list:
     return [*inputs, *[None] * count][:count]
 
 
-def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
+def node_output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
     """Return output `i` of the node, which is added if the model omits it."""
     if len(node.outputs) <= i:
         node.resize_outputs(i + 1)
@@ -48,7 +48,7 @@ def positions_of(op, x):
     return op.Reshape(op.arange(op.Size(x)), op.shape_of(x), allowzero=1)
 
 
-def wide(dtype: ir.DataType) -> ir.DataType:
+def wide_dtype(dtype: ir.DataType) -> ir.DataType:
     """Return the dtype in which sums and products of `dtype` are computed.
 
     For half precision that is float32: sums need it, and onnxruntime has few kernels for less.
@@ -56,13 +56,13 @@ def wide(dtype: ir.DataType) -> ir.DataType:
     return dtype if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
-def widened(op, x, *values):
+def cast_to_wide(op, x, *values):
     """Return x and `values` in the wide dtype of x; None stays None."""
-    dtype = wide(x.dtype)
+    dtype = wide_dtype(x.dtype)
     return [None if v is None else op.Cast(v, to=dtype) for v in (x, *values)]
 
 
-def narrowed(op, gradients, inputs):
+def cast_to_inputs(op, gradients, inputs):
     """Return the gradients in the dtypes of their inputs."""
     pairs = zip(gradients, inputs, strict=False)
     return [g if g is None or x.dtype is None else op.Cast(g, to=x.dtype) for g, x in pairs]
@@ -85,7 +85,7 @@ def product_of_others(op, u, multiplied, added):
     return op.Where(op.Equal(left, 0.0), rest, some)
 
 
-def gated(op, x, g):
+def delayed_until(op, x, g):
     """Return `x`, available when `g` is: a Reshape in which 0 keeps the length.
 
     What is computed from constants only, onnxruntime computes when it loads the model, and keeps.

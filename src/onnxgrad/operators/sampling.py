@@ -20,7 +20,7 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
-from onnxgrad.operators.rule_nodes import wide
+from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.shapes import rank
 
 
@@ -201,7 +201,7 @@ def grid_sample(op, node, g):
     aligned = bool(int_attribute(node, "align_corners"))
     mode = string_attribute(node, "mode").removeprefix("bi")
     padding = string_attribute(node, "padding_mode")
-    dtype, count = wide(x.dtype), op.numel(grid, 1, -1)
+    dtype, count = wide_dtype(x.dtype), op.numel(grid, 1, -1)
     lengths = [op.dim(x, i) for i in range(2, n)]
     points = op.Reshape(op.Cast(grid, to=dtype), op.vector(0, count, n - 2))
     axes, factors = [], []
@@ -228,7 +228,7 @@ def affine_grid(op, node, g):
     The positions are computed by an AffineGrid of the unit matrix.
     """
     theta, size = node.inputs
-    dtype = wide(theta.dtype)
+    dtype = wide_dtype(theta.dtype)
     n = op.dim(theta, 1)
     unit = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, op.dim(theta, 2))))
     one_of = op.Concat([1], op.Slice(size, [1], [_LAST], [0]), axis=0)

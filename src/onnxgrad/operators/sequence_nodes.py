@@ -52,7 +52,7 @@ def _loop_over_elements(
     returns the second output of the body. `states` has the initial value of the state in the body,
     at most one; without it, the Loop stacks the results.
     """
-    i, condition = counters(op)
+    i, condition = loop_counters(op)
     graph = ir.Graph([i, condition, *states], [], nodes=[], name=op.name("of_elements"))
     with type(op)(graph, outer=op) as inner:
         elements = [inner.SequenceAt(x, i) for x in xs]
@@ -68,7 +68,7 @@ def _loop_over_elements(
     return y
 
 
-def counters(op: Any) -> tuple[ir.Value, ir.Value]:
+def loop_counters(op: Any) -> tuple[ir.Value, ir.Value]:
     """Return new values for the first two inputs of a Loop's body: iteration number, condition."""
     dtypes = {"i": ir.DataType.INT64, "going": ir.DataType.BOOL}
     i, condition = (
@@ -121,15 +121,15 @@ def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir
 
 def _replace_element(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     rest = op.SequenceErase(sequence, position)
-    return insert(op, rest, x, erased_position(op, position, rest))
+    return insert_element(op, rest, x, erased_position(op, position, rest))
 
 
-def insert(op: Any, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
+def insert_element(op: Any, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
     """Return `sequence` with `x` inserted at `position`, or at its end for None."""
     return op.SequenceInsert(sequence, x, *([] if position is None else [position]))
 
 
-def element(op: Any, sequence: ir.Value, position: ir.Value) -> ir.Value:
+def element_at(op: Any, sequence: ir.Value, position: ir.Value) -> ir.Value:
     """Return the element of `sequence` at `position`, from an existing SequenceAt if there is one.
 
     The backward pass of a Loop uses values stored in each iteration; a new SequenceAt would require
@@ -161,7 +161,7 @@ _MANY = 64  # elements of a sequence that are written one by one
 _CHANGES = ("Identity", "SequenceInsert", "SequenceErase")
 
 
-def elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
+def known_elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
     """Return the elements of a sequence whose length and elements are known statically, else None.
 
     Follows Identity, SequenceInsert and SequenceErase back to the node that creates the sequence.

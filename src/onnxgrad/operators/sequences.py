@@ -18,8 +18,16 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.outputs import like_first, type_of_first
 from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
 from onnxgrad.operators.registry import lowering, rule
-from onnxgrad.operators.sequence_nodes import counters, elements
-from onnxgrad.operators.shapes import Dims, constant, dims, is_stated, optional_content, rank
+from onnxgrad.operators.sequence_nodes import known_elements, loop_counters
+from onnxgrad.operators.shapes import (
+    Dims,
+    constant,
+    dims,
+    is_stated,
+    known_shape,
+    optional_content,
+    rank,
+)
 
 Operands = Sequence[ir.Value | None]
 Attributes = Mapping[str, Any]
@@ -80,19 +88,9 @@ def _type_of_optional(operands: Operands, attributes: Attributes) -> ir.TypeProt
     return ir.OptionalType(first)
 
 
-def _shape_of_constructed(operands: Operands, _attributes: Attributes) -> Dims | None:
-    return shared_dims(operands) if operands and operands[0] is not None else None
-
-
-def _shape_of_insert(operands: Operands, _attributes: Attributes) -> Dims | None:
-    return shared_dims(operands[:2]) if operands and operands[0] is not None else None
-
-
-def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims | None:
+def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims:
     """Return the shape of the elements of a SplitToSequence."""
-    shape = dims(operands[0])
-    if shape is None:
-        return None
+    shape = known_shape(operands[0])
     axis = int(attributes.get("axis", 0)) % len(shape)
     split = operands[1] if len(operands) > 1 else None
     if split is None:
@@ -107,11 +105,9 @@ def _shape_of_split(operands: Operands, attributes: Attributes) -> Dims | None:
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims | None:
+def _shape_of_concatenated(operands: Operands, attributes: Attributes) -> Dims:
     """Return the shape of a ConcatFromSequence."""
-    shape, new = dims(operands[0]), int(attributes.get("new_axis", 0))
-    if shape is None:
-        return None
+    shape, new = known_shape(operands[0]), int(attributes.get("new_axis", 0))
     if not shape and not new:
         raise ModelError(
             "ConcatFromSequence of tensors without axes: set new_axis=1, or Unsqueeze the elements"
@@ -127,28 +123,31 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
 declare_operators(
     "ConcatFromSequence",
-    "moves packs sequences",
+    "moves sequences",
     shape=_shape_of_concatenated,
     result_type=_type_of_element,
 )
-declare_operators(
-    "SequenceAt", "moves packs sequences", shape=like_first, result_type=_type_of_element
-)
+declare_operators("SequenceAt", "moves sequences", shape=like_first, result_type=_type_of_element)
 declare_operators(
     "SequenceConstruct",
-    "moves packs sequences",
-    shape=_shape_of_constructed,
+    "moves sequences",
+    shape=lambda operands, _: shared_dims(operands),
     result_type=_type_of_sequence,
 )
 declare_operators(
     "SplitToSequence",
-    "moves packs sequences",
+    "moves sequences",
     shape=_shape_of_split,
     result_type=_type_of_sequence,
 )
 declare_operators("SequenceAt SplitToSequence", roles="xl")
 declare_operators("SequenceErase", "sequences", shape=like_first, result_type=type_of_first)
-declare_operators("SequenceInsert", "sequences", shape=_shape_of_insert, result_type=type_of_first)
+declare_operators(
+    "SequenceInsert",
+    "sequences",
+    shape=lambda operands, _: shared_dims(operands[:2]),
+    result_type=type_of_first,
+)
 declare_operators("Optional", "sequences", shape=like_first, result_type=_type_of_optional)
 declare_operators("OptionalGetElement", "sequences", shape=like_first, result_type=_content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
@@ -175,7 +174,7 @@ def sequence_at(op, node, g):
 
 
 @rule("SequenceInsert")
-def insert(op, node, g):
+def insert_element(op, node, g):
     """y = s with x inserted at i:  dx = dy[i],  ds = dy without dy[i]."""
     s, x, i = (*node.inputs, None)[:3]
     if i is None:
@@ -197,9 +196,9 @@ def erase(op, node, g):
     """y = s without s[i]:  ds = dy with zeros inserted at i."""
     s, i = (*node.inputs, None)[:2]
     i = op.const(np.int64(-1)) if i is None else i
-    zeros = op.zeros_like(sequence_nodes.element(op, s, i))
+    zeros = op.zeros_like(sequence_nodes.element_at(op, s, i))
     return op.set_type_like(
-        sequence_nodes.insert(op, g, zeros, sequence_nodes.erased_position(op, i, g)), s
+        sequence_nodes.insert_element(op, g, zeros, sequence_nodes.erased_position(op, i, g)), s
     ), None
 
 
@@ -241,7 +240,7 @@ def concat_from_sequence(op, node, g):
 @lowering("SequenceAt")
 def lower_at(op: Any, node: Any) -> list[ir.Value] | None:
     """[a, b, c][1] = b."""
-    array, values = constant(node.inputs[1]), elements(op, node.inputs[0])
+    array, values = constant(node.inputs[1]), known_elements(op, node.inputs[0])
     if values is None or array is None:
         return None
     index = array.item()
@@ -261,7 +260,7 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
         same = n and drops == bool(new) and (axis - split_axis) % n == 0
         if same and sequence_nodes.positive_length(x, split_axis):
             return [x]
-    values = elements(op, s)
+    values = known_elements(op, s)
     if not values:
         return None
     return [op.Concat(*(op.Unsqueeze(v, [axis]) if new else v for v in values), axis=axis)]
@@ -270,12 +269,12 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
 @lowering("SequenceLength")
 def length(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the number of elements of s."""
-    values = elements(op, node.inputs[0])
+    values = known_elements(op, node.inputs[0])
     return None if values is None else [op.const(np.int64(len(values)))]
 
 
 @lowering("OptionalGetElement")
-def element(op: Any, node: Any) -> list[ir.Value] | None:
+def element_at(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the value in x, or x itself if it is not an Optional."""
     [x] = node.inputs
     if before := made_by(x, "Optional"):
@@ -293,7 +292,7 @@ def sequence_map(op: Any, node: Any) -> list[ir.Value]:
     """
     body = node.attributes.pop("body").as_graph()
     inner = op.inside(body)
-    index, condition = counters(op)
+    index, condition = loop_counters(op)
     with inner.at(next(iter(body), None)):
         for x, v in zip(node.inputs, body.inputs, strict=True):
             element = inner.SequenceAt(x, index) if is_sequence(x) else x

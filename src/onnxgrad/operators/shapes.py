@@ -17,8 +17,8 @@ Dim = int | str | None
 Dims = tuple[Dim, ...]
 
 
-class UnknownShapeError(Exception):
-    """A shape that is asked for is not known."""
+class UnknownShapeError(ValueError):
+    """A shape that a computation needs is not known."""
 
 
 def is_real(value: ir.Value) -> bool:
@@ -46,15 +46,15 @@ def known_shape(value: ir.Value | None) -> Dims:
     """Return the dimensions of `value`.
 
     Raises:
-        ValueError: its rank is unknown, or it is an operand that is left out.
+        UnknownShapeError: its rank is unknown, or it is an operand that is left out.
     """
     shape = dims(value)
     if shape is None:
-        raise ValueError(f"the rank of {value} is unknown")
+        raise UnknownShapeError(f"the rank of {value} is unknown")
     return shape
 
 
-def lengths(shape: Dims | None) -> str:
+def shape_text(shape: Dims | None) -> str:
     """Return a shape for messages, with a question mark for each length that is not static."""
     shown = ["?" if not isinstance(d, int) else str(d) for d in shape or ()]
     return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"

@@ -14,7 +14,7 @@ from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import rule
 from onnxgrad.operators.shapes import dims, rank
-from onnxgrad.operators.windows import Vector, quotient, unified
+from onnxgrad.operators.windows import Vector, all_alike, floor_quotient
 
 declare_operators("STFT DFT", roles="xc")
 
@@ -34,7 +34,7 @@ def dft(op, node, g):
     if inverse and onesided:
         n = _axis_length(op, g, axis)
         dx = _full_transform(op, g, axis, onesided=1) * _one_sided_multiplicities(op, x, n, axis)
-        n = quotient(op, n, 2) + 1
+        n = floor_quotient(op, n, 2) + 1
     else:
         dx = _adjoint_transform(op, g, x, n, axis, inverse, onesided)
     dx = op.set_type_like(_crop_or_pad(op, dx, axis, n, have), x)
@@ -68,7 +68,7 @@ def stft(op, node, g):
 def _adjoint_transform(op, g, x, n: Vector, axis, inverse: int, onesided: int):
     """Return n F^-1 g along `axis`, or F g / n if `inverse`; only the real part if x is real."""
     if onesided:
-        g = _crop_or_pad(op, g, axis, quotient(op, n, 2) + 1, n)
+        g = _crop_or_pad(op, g, axis, floor_quotient(op, n, 2) + 1, n)
     transformed = _full_transform(op, g, axis, inverse=1 - inverse)
     scale = op.Cast(n, to=x.dtype) if isinstance(n, ir.Value) else float(n[0])
     dx = transformed / scale if inverse else transformed * scale
@@ -87,7 +87,7 @@ def _full_transform(op, g, axis, **attributes):
 
 def _crop_or_pad(op, v, axis, have: Vector, want: Vector):
     """Return v, of length `have` along `axis`, cropped or padded with zeros to length `want`."""
-    have, want = unified(op, have, want)
+    have, want = all_alike(op, have, want)
     if isinstance(have, ir.Value):
         return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _as_axes(axis))
     more = int(want[0] - have[0])

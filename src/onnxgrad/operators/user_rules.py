@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from onnxgrad.operators.records import Operator, add_facts
-from onnxgrad.operators.registry import Lowering, Rule, registering
+from onnxgrad.operators.registry import Lowering, Rule, recording_decorator
 
 
 def rule(
@@ -64,7 +64,7 @@ def rule(
         >>> [node.op_type for node in gradient.graph.node]
         ['Mul', 'Mul']
     """
-    return registering(_register_of_user, op_types, domain, "rule", shape=shape, axes=axes)
+    return recording_decorator(_register_of_user, op_types, domain, "rule", shape=shape, axes=axes)
 
 
 def lowering(
@@ -108,7 +108,7 @@ def lowering(
         ['Exp', 'Mul', 'Identity']
     """
     facts = {"on_demand": on_demand, "shape": shape, "axes": axes}
-    return registering(_register_of_user, [op_type], domain, "lowering", **facts)
+    return recording_decorator(_register_of_user, [op_type], domain, "lowering", **facts)
 
 
 def _register_of_user(domain: str, name: str, **stated: Any) -> None:

@@ -56,7 +56,7 @@ class Windows:
         return max(self.dilations) == 1 and all(k <= s for k, s in pairs)
 
 
-def lengths(value: ir.Value | None) -> tuple[int, ...] | None:
+def spatial_lengths(value: ir.Value | None) -> tuple[int, ...] | None:
     """Return the lengths of the spatial axes, the third and later, or None if one is dynamic."""
     shape = None if value is None else dims(value)
     return None if shape is None else static(shape[2:])
@@ -64,7 +64,7 @@ def lengths(value: ir.Value | None) -> tuple[int, ...] | None:
 
 def run_time_lengths(op, value) -> Vector:
     """Return the lengths of the spatial axes, as numbers or as a value."""
-    shape = lengths(value)
+    shape = spatial_lengths(value)
     return op.Shape(value, start=2) if shape is None else np.array(shape, np.int64)
 
 
@@ -74,7 +74,7 @@ def stated_windows(node, weight=None) -> Windows | None:
     The kernel may be the shape of `weight`. None if the number of axes is unknown.
     """
     get = node.attributes.get_ints
-    kernel = tuple(get("kernel_shape", ())) or lengths(weight) or ()
+    kernel = tuple(get("kernel_shape", ())) or spatial_lengths(weight) or ()
     ranks = [rank(v) for v in (*node.inputs[:2], node.outputs[0])]
     counts = [len(get(name, ())) for name in ("strides", "dilations")]
     counts += [len(get("pads", ())) // 2, len(kernel), *(r - 2 for r in ranks if r)]
@@ -100,40 +100,42 @@ def windows_of(op, node, weight=None) -> Windows | Unsupported:
     if not auto.startswith("SAME"):
         return windows
     strides = np.array(windows.strides)
-    extents = reach(op, windows, weight)
+    extents = window_extents(op, windows, weight)
     if max(windows.strides) == 1:
         totals = extents - 1
     else:  # so that there are ceil(length / stride) windows
-        length, extents = unified(op, run_time_lengths(op, node.inputs[0]), extents)
-        totals = (quotient(op, length + (strides - 1), strides) - 1) * strides + extents - length
-    begin, end = halves(op, at_least_zero(op, totals), auto == "SAME_UPPER")
+        length, extents = all_alike(op, run_time_lengths(op, node.inputs[0]), extents)
+        totals = (
+            (floor_quotient(op, length + (strides - 1), strides) - 1) * strides + extents - length
+        )
+    begin, end = split_padding(op, at_least_zero(op, totals), auto == "SAME_UPPER")
     return replace(windows, begin=begin, end=end)
 
 
-def tile(x, windows: Windows) -> bool:
+def windows_tile(x, windows: Windows) -> bool:
     """Return whether every element of `x`, of static lengths, is in exactly one window."""
-    shape = lengths(x)
+    shape = spatial_lengths(x)
     if shape is None or any(windows.pads or (1,)) or max(windows.dilations) > 1:
         return False
     sizes = zip(shape, windows.kernel, windows.strides, strict=True)
     return all(k == s and m % k == 0 for m, k, s in sizes)
 
 
-def reach(op, windows: Windows, weight=None) -> Vector:
+def window_extents(op, windows: Windows, weight=None) -> Vector:
     """Return the extent of a window: its length along each axis, dilation included."""
     dilations = np.array(windows.dilations)
     size = np.array(windows.kernel) if windows.kernel else op.Shape(weight, start=2)
     return (size - 1) * dilations + 1
 
 
-def unified(op, *vectors: Vector) -> tuple[Vector, ...]:
+def all_alike(op, *vectors: Vector) -> tuple[Vector, ...]:
     """Return all vectors as numbers, or all as values if one is a value."""
     if any(isinstance(v, ir.Value) for v in vectors):
         return tuple(op.const(v) for v in vectors)
     return vectors
 
 
-def quotient(op, v: Vector, by) -> Vector:
+def floor_quotient(op, v: Vector, by) -> Vector:
     """Return v // by, for positive numbers."""
     return op.Div(v, by) if isinstance(v, ir.Value) else v // by
 
@@ -143,21 +145,21 @@ def at_least_zero(op, v: Vector) -> Vector:
     return op.Max(v, 0) if isinstance(v, ir.Value) else np.maximum(v, 0)
 
 
-def halves(op, totals: Vector, more_at_end: bool) -> tuple[Vector, Vector]:
+def split_padding(op, totals: Vector, more_at_end: bool) -> tuple[Vector, Vector]:
     """Return the padding at the begin and at the end of each axis, `totals` in all."""
-    less = quotient(op, totals, 2)
+    less = floor_quotient(op, totals, 2)
     more = totals - less
     return (less, more) if more_at_end else (more, less)
 
 
 def with_padding(op, x, windows: Windows, value: np.generic | None = None):
     """Return x (N, C, ...) padded as its windows are, with zeros or with `value`."""
-    begin, end = unified(op, windows.begin, windows.end)
+    begin, end = all_alike(op, windows.begin, windows.end)
     if isinstance(begin, ir.Value):
         return op.Pad(x, op.Concat([0, 0], begin, [0, 0], end, axis=0), value)
     if not begin.any() and not end.any():
         return x
-    y, have = op.Pad(x, [0, 0, *begin.tolist(), 0, 0, *end.tolist()], value), lengths(x)
+    y, have = op.Pad(x, [0, 0, *begin.tolist(), 0, 0, *end.tolist()], value), spatial_lengths(x)
     if have is not None:
         y.shape = ir.Shape([*x.shape[:2], *(np.array(have) + begin + end).tolist()])
     return y
@@ -175,10 +177,12 @@ def scatter_windows(op, g, weight, windows: Windows, like, group: int = 1):
 
     Each element of g adds its multiple of `weight` (C, M / group, kernel) to its window.
     """
-    shape, counts, pads = lengths(like), lengths(g), windows.pads
+    shape, counts, pads = spatial_lengths(like), spatial_lengths(g), windows.pads
     attributes = {**windows.attributes, "group": group}
     if pads is not None and windows.kernel and shape is not None and counts is not None:
-        reached = (np.array(counts) - 1) * windows.strides + reach(op, windows) - windows.begin
+        reached = (
+            (np.array(counts) - 1) * windows.strides + window_extents(op, windows) - windows.begin
+        )
         beyond = reached - shape
         attributes["pads"] = [*windows.begin.tolist(), *np.maximum(beyond, 0).tolist()]
         attributes["output_padding"] = np.maximum(-beyond, 0).tolist()

@@ -58,7 +58,7 @@ def _sum_joined(op: Any, node: ir.Node) -> Any:
     ratio = [v for v in sums[0].inputs[1:] if v is not None]
     if len(sums) < 2 or any(list(s.inputs[1:]) != ratio for s in sums):
         return None
-    (y,) = op.again(node, parts)
+    (y,) = op.copy_node(node, parts)
     return [all_reduce(op, op.set_type_like(y, node.outputs[0]), ratio)]
 
 

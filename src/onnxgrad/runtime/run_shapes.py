@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from onnxgrad.model.external import content_digest
 from onnxgrad.model.feeds import random_feed
-from onnxgrad.operators.shapes import Dim, Dims, dims, lengths
+from onnxgrad.operators.shapes import Dim, Dims, dims, shape_text
 from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
@@ -47,8 +47,8 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
             confirmed = tuple(d if n in (None, length) else None for d, n, length in pairs)
         if confirmed != stated:
             warn_once(
-                f"the file states the shape {lengths(stated)} of the output {y.name!r}, which is "
-                f"{actual} when the model runs: what it states is ignored"
+                f"the file states the shape {shape_text(stated)} of the output {y.name!r}, which "
+                f"is {actual} when the model runs: what it states is ignored"
             )
         return confirmed
 

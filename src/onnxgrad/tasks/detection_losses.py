@@ -251,7 +251,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     ]
     if all(a is b for a, b in zip(new, node.inputs, strict=True)):
         return x
-    return op.again(node, new)[x.index()]
+    return op.copy_node(node, new)[x.index()]
 
 
 def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | None:

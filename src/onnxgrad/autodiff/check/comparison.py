@@ -114,7 +114,8 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         reached = sweep(sheet.op, seeds, sheet.wrt)
         proto = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
         wrt = [str(x.name) for x in sheet.wrt]
-        factors = [_random_factors(rng, y) for y in outputs]
+        drawn = [(y, _normal_as(rng, y)) for y in outputs]
+        factors = [np.where(np.isfinite(y), u, 0).astype(y.dtype) for y, u in drawn]
         pairs = zip(seeds.values(), factors, strict=True)
         cotangents = {str(g.name): _with_rank(u, dims(g)) for g, u in pairs}
         run, n = on_either(proto, method.load), len(seeds)
@@ -149,7 +150,7 @@ def _fixed_outputs(
         if any(y.dtype != np.float64 for y in outputs):
             raise NoKernelError("a part of the model does not compute in float64")
         if not _outputs_row(outputs, problem.values, problem.accuracy.outputs).ok:
-            raise NoKernelError("in float64, the outputs are not those of the model")
+            raise NoKernelError("in float64, the outputs differ from the outputs of the model")
     return outputs
 
 
@@ -239,9 +240,9 @@ def _direction_rows(
 def group_alike(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> list[list[str]]:
     """Return groups of names whose gradients are of similar size, in the order of the first ones.
 
-    The derivative along a joint direction is a sum over a group. None of its terms
-    is expected below 1/100 of the largest one, so that it is not lost among the others. Gradients
-    that are zero, or absent, are together, and each that is not finite is alone.
+    The derivative along a joint direction is a sum over a group. None of its terms is expected
+    below 1/100 of the largest one, so that it is not lost among the others. Gradients that are
+    zero, or absent, form one group, and each gradient that is not finite a group by itself.
 
     Examples:
         >>> import numpy as np
@@ -287,11 +288,6 @@ def _direction_row(
     finite = [row for row in tried if np.isfinite(row[0])]
     error, expected, computed = min(finite or tried[:1])
     return GradientRow(name, expected, computed, error, rtol, order, names)
-
-
-def _random_factors(rng: np.random.Generator, y: np.ndarray) -> np.ndarray:
-    """Return random factors for the finite elements of `y`, and zeros for the infinite ones."""
-    return np.where(np.isfinite(y), _normal_as(rng, y), 0).astype(y.dtype)
 
 
 def _normal_as(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from onnxgrad.autodiff.check.comparison import (
 from onnxgrad.autodiff.check.runtimes import (
     Feed,
     NoKernelError,
-    accuracy,
+    kernel_accuracy,
     on_either,
     on_onnxruntime,
 )
@@ -142,7 +142,7 @@ def _prepare_problem(
     values = on_either(original)(point)
     as_inputs(proto, graph, weights)
     point |= {name: refs[name].array() for name in weights}
-    primal, allowed = to_proto(prepared), accuracy(proto)
+    primal, allowed = to_proto(prepared), kernel_accuracy(proto)
     return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
 
 

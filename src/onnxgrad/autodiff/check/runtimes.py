@@ -31,7 +31,7 @@ class Accuracy:
     differences: float = 5e-2
 
 
-def accuracy(proto: ModelProto) -> Accuracy:
+def kernel_accuracy(proto: ModelProto) -> Accuracy:
     """Return the accuracy of the least accurate kernel that `proto` runs on.
 
     The kernel of SVMClassifier stops within 0.005 of the probabilities.

@@ -136,7 +136,7 @@ def add_output(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.V
     return y
 
 
-def new(op: Emit, like: ir.Value) -> ir.Value:
+def unbound_gradient(op: Emit, like: ir.Value) -> ir.Value:
     """Return a new value for the gradient of `like`, without a producer."""
     return op.set_type_like(ir.Value(name=op.name(f"{like.name}_grad")), like)
 

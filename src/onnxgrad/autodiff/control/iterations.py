@@ -19,11 +19,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
-from onnxgrad.autodiff.reverse import dependent
+from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, unbound_gradient
+from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph import tidy
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import release
+from onnxgrad.graph.tidy import detach_graphs
 from onnxgrad.graph.traversal import captured, reads
 from onnxgrad.operators import TRANSCENDENTAL, operator_of
 from onnxgrad.operators.attributes import int_attribute
@@ -86,7 +86,9 @@ class Iterations:
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
         self.varied = self._values_that_vary(active)
-        self.cotangents = {y: new(op, y) for y in self.stack_cotangents}  # in the backward body
+        self.cotangents = {
+            y: unbound_gradient(op, y) for y in self.stack_cotangents
+        }  # in the backward body
 
     def original(self, state: ir.Value) -> ir.Value:
         """Return the input of the forward body of which `state` is the copy."""
@@ -97,7 +99,7 @@ class Iterations:
         outer, inner = [*self.initial, *self.sequences], [*self.states, *self.elements]
         start = {*self.captured, *(v for x, v in zip(outer, inner, strict=True) if x in active)}
         while True:
-            varied, _ = dependent(self.copy.graph, start)
+            varied, _ = dependent_values(self.copy.graph, start)
             more = {a for a, b in zip(self.states, self.ends, strict=True) if b in varied} - start
             if not more:
                 return varied
@@ -126,14 +128,14 @@ class Iterations:
         y, factor, captured = node.outputs[0], node.inputs[a], node.inputs[x]
         assert factor is not None
         assert captured is not None
-        hidden = new(self.op, captured)
+        hidden = unbound_gradient(self.op, captured)
         node.replace_input_with(x, hidden)
         return Deferred(y, factor, captured, hidden, adjoint)
 
     def differentiate(self, deferred: Sequence[Deferred]) -> bool:
         """Append the gradient of one iteration to the copy of the body; return if there is any."""
         op, inner, indices = self.op, self.copy.op, self._differentiated_states()
-        ds = {i: new(inner, self.ends[i]) for i in indices}
+        ds = {i: unbound_gradient(inner, self.ends[i]) for i in indices}
         seeds = [*((self.ends[i], d) for i, d in ds.items()), *self.cotangents.items()]
         single = [a for a in self.elements if a in self.varied] + [one.y for one in deferred]
         wrt = [*(self.states[i] for i in indices), *single, *self.captured]
@@ -151,11 +153,11 @@ class Iterations:
                 self.carried.append(Carried(self.initial[i], start, d, after))
             for v in self.captured:
                 if v in gradients:
-                    before = new(inner, v)
+                    before = unbound_gradient(inner, v)
                     after = inner.total([before, gradients[v]])
                     self.carried.append(Carried(v, op.zeros_like(v), before, after))
         if not self.carried and not self.gradients:
-            release([self.copy.graph])
+            detach_graphs([self.copy.graph])
         return bool(self.carried or self.gradients)
 
     def write_backward(
@@ -193,7 +195,7 @@ class Iterations:
 # -- work that is moved out of the iterations ------------------------------------------------------
 
 
-def lookups(back: Iterations) -> list[Deferred]:
+def defer_lookups(back: Iterations) -> list[Deferred]:
     """Defer the gradients of captured tensors of which the body gathers single rows, y = x[i]."""
     return [
         back.defer(node, 1, 0, scatter_rows)
@@ -206,7 +208,7 @@ def lookups(back: Iterations) -> list[Deferred]:
     ]
 
 
-def products(back: Iterations) -> list[Deferred]:
+def defer_products(back: Iterations) -> list[Deferred]:
     """Defer the gradients of captured matrices by which the body multiplies, y = alpha a w."""
     budget, deferred = _Budget(back), []
     for node in back.copy.graph:
@@ -228,14 +230,14 @@ def _product_adjoint(transposed, alpha, op, w, a, g):
     return op.Gemm(left, right, transA=1, alpha=alpha)
 
 
-def transcendental(back: Iterations) -> list[ir.Value]:
+def results_worth_saving(back: Iterations) -> list[ir.Value]:
     """Return the results of transcendental functions in the body that are small enough to save."""
     budget = _Budget(back)
     results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
     return [y for y in results if budget.covers(y)]
 
 
-def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
+def move_constant_work(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
     """Move nodes that compute the same in every iteration from the body to the graph of `op`.
 
     With `may_not_run`, the body may run zero times, and only nodes that cannot fail are moved.

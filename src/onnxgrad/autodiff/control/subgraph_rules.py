@@ -13,14 +13,14 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import (
     Iterations,
-    lookups,
-    move_out,
-    products,
-    transcendental,
+    defer_lookups,
+    defer_products,
+    move_constant_work,
+    results_worth_saving,
 )
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import release
+from onnxgrad.graph.tidy import detach_graphs
 from onnxgrad.graph.traversal import captured
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
@@ -47,7 +47,7 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
         branch_gradients.append(copy.sweep(seeds, wrt))
     reached = [v for v in wrt if any(v in gradients for gradients in branch_gradients)]
     if not reached:
-        release(copy.graph for copy in copies)
+        detach_graphs(copy.graph for copy in copies)
         return []
     for copy, gradients, name in zip(copies, branch_gradients, _BRANCHES, strict=True):
         with copy.op as inner:
@@ -79,7 +79,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     """a_t+1, z_t = f(a_t, v):  da_t = f_a'ᵀ (da_t+1, dz_t),  dv = Σ f_v'ᵀ (da_t+1, dz_t)."""
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
-    if not back.differentiate([*lookups(back), *products(back)]):
+    if not back.differentiate([*defer_lookups(back), *defer_products(back)]):
         return []
     copy, carried, late = back.copy, back.carried, back.deferred
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
@@ -88,7 +88,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
     _bind_free_values(back, counter, iterations - 1)
-    move_out(copy.graph, op, may_not_run=True)
+    move_constant_work(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     before = {counter: iterations, condition: start_condition}
     results = back.write_backward("Loop", before, {}, {}, len(stacked))
@@ -183,8 +183,8 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
     count = int_attribute(node, "num_scan_inputs")
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
-    deferred = products(back)
-    costly = [] if marks.KEEPS_NOTHING in node.meta else transcendental(back)
+    deferred = defer_products(back)
+    costly = [] if marks.KEEPS_NOTHING in node.meta else results_worth_saving(back)
     return _write_scan(back, costly) if back.differentiate(deferred) else []
 
 
@@ -211,7 +211,7 @@ def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     used = [a for a in back.states if a.uses() or any(p.a is a for p in back.deferred)]
     for v, original in [*saved, *((a, back.original(a)) for a in used)]:
         stacks[v] = Stack(_stack_of_forward(back, original, sequences[0]), 0, 1)
-    move_out(copy.graph, op)
+    move_constant_work(copy.graph, op)
     inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
 
     # stack of a value that each iteration returns -> the stacked tensor outside of the body

@@ -2,7 +2,7 @@
 
 Rules write plainly, and do not look at what makes or reads a value. What is faster for one
 combination of nodes is a rewrite of the group `GRADIENT`, which `finish` applies. The sizes from
-which a form pays are in `measured`.
+which a form pays stand at the top of `correlation.py`.
 """
 
 from __future__ import annotations

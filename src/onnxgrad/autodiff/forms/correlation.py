@@ -15,18 +15,59 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms import measured
 from onnxgrad.autodiff.forms.arithmetic import GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.operators.windows import Windows, lengths, reach, with_padding
+from onnxgrad.operators.windows import Windows, spatial_lengths, window_extents, with_padding
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 _SPLIT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # of SpaceToDepth in onnxruntime
 
 Shape = tuple[int, ...]
+
+# -- sizes and times that choose between forms, measured on one core of one processor (2.5 GHz) ----
+# They change no result but by rounding.
+
+# Elements in the copies of all windows of an image, from which they exceed the cache. For large
+# images, a convolution with the flipped kernel takes 0.6 to 0.9 of the time of a ConvTranspose.
+LEAST_LARGE_COPIES = 2**19
+# Channels below which a product takes longer than copying its operands.
+LEAST_CHANNELS = 8
+# Elements of a weight from which it exceeds the cache, and windows of an image up to which it is
+# read more often than it pays. Measured for 8 images of 4 to 49 windows: a ConvTranspose takes 1.5
+# to 6 times as long as one product for all images, 1.1 times for a weight of half the size.
+LEAST_HEAVY_WEIGHT, MOST_HEAVY_WINDOWS = 2**18, 64
+# Elements of a window up to which each gets a node in the gradient of a weight.
+MOST_COLUMNS = 64
+# Windows of an image from which a product for each of its channels pays.
+LEAST_LONG_IMAGE = 128
+
+# ns an element: to copy it, to slice it from all images, also with steps, to move strides of it
+# into channels, to multiply and add it, to add up products of images
+COPY, SLICE, STRIDED_SLICE, SPLIT, MULTIPLY, ADD = 0.6, 0.9, 3.6, 3.0, 0.025, 1.5
+LANES = 16  # columns that a product computes at once
+
+
+def copies_exceed_cache(shape: tuple[int, ...] | None, counts: tuple[int, ...] | None) -> bool:
+    """Return whether a product per kernel element is faster than one over copies of all windows.
+
+    It is for many channels, in the `shape` of the weight, where the copies of `counts` windows per
+    image exceed the cache.
+    """
+    if shape is None or counts is None or shape[1] < LEAST_CHANNELS:
+        return False
+    return prod(shape[1:]) * prod(counts) >= LEAST_LARGE_COPIES
+
+
+def weight_exceeds_cache(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    """Return whether reading a weight for every image takes longer than copying all windows."""
+    few, overlapping = prod(counts) <= MOST_HEAVY_WINDOWS, prod(shape[2:]) > 1
+    return overlapping and few and prod(shape) >= LEAST_HEAVY_WEIGHT
+
+
+# -- the gradient of a weight ---------------------------------------------------------------------
 
 
 @rewrites("Transpose", group=GRADIENT)
@@ -41,7 +82,7 @@ def multiply_windows(op, node):
         return None
     x, g, windows, group = found
     shape = static(dims(dw))
-    if shape is not None and windows.kernel and prod(windows.kernel) <= measured.MOST_COLUMNS:
+    if shape is not None and windows.kernel and prod(windows.kernel) <= MOST_COLUMNS:
         new = op.set_type_like(_write_fastest_products(op, x, g, windows, shape, group), dw)
     (new or dw).meta[marks.WEIGHT_GRADIENT] = found
     return None if new is None else [new]
@@ -107,15 +148,11 @@ def _before_reshape(v: Any, lead: list[int]) -> tuple[Any, Any]:
 
 def _write_fastest_products(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient as products of matrices, in the form that is fastest."""
-    have, counts = lengths(x), lengths(g)
+    have, counts = spatial_lengths(x), spatial_lengths(g)
     if windows.pads is None or have is None or counts is None or 0 in counts:
         return write_columns(op, x, g, windows, shape, group)
     strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
-    if (
-        shape[:2] == (group, 1)
-        and overlapping
-        and (strided or prod(counts) < measured.LEAST_LONG_IMAGE)
-    ):
+    if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < LEAST_LONG_IMAGE):
         return _elementwise_sums(op, x, g, windows, shape, counts)
     if strided and overlapping:
         splits = group == 1 and _can_split(x, windows) and pays_to_split(windows, shape, counts)
@@ -138,17 +175,17 @@ def times_of_forms(
     m, c, first, inner = shape[0], shape[1], windows.kernel[0], prod(windows.kernel[1:])
     size, elements, channels = prod(counts), prod(windows.kernel), c * group
     taller = size + (first - 1) * windows.dilations[0] * prod(counts[1:])
-    added, copied, sliced = measured.ADD * m * c * elements, elements > 1, inner > 1
+    added, copied, sliced = ADD * m * c * elements, elements > 1, inner > 1
 
     copies = (copied * (first * m + channels) + sliced * inner * channels) * taller
     multiplied = taller * first * m * inner * _whole_lanes(c)
-    cotangents = measured.COPY * copies + measured.MULTIPLY * multiplied + added
+    cotangents = COPY * copies + MULTIPLY * multiplied + added
 
     copies = (copied * (1 + elements) + 2 * sliced * inner) * channels * size
     multiplied = size * first * m * _whole_lanes(c * inner)
-    inputs = measured.COPY * copies + measured.MULTIPLY * multiplied + added
+    inputs = COPY * copies + MULTIPLY * multiplied + added
 
-    whole = _time_of_columns(shape, size, group, measured.SLICE)
+    whole = _time_of_columns(shape, size, group, SLICE)
     return {shifted_cotangents: cotangents, shifted_inputs: inputs, write_columns: whole}
 
 
@@ -157,8 +194,8 @@ def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> flo
     m, channels, elements = shape[0], shape[1] * group, prod(shape[2:])
     copies = channels + m + (elements > 1) * channels * (1 + elements)
     sliced = (elements > 1) * slicing * channels * elements
-    multiplied = 1.3 * measured.MULTIPLY * m * shape[1] * elements
-    return (measured.SLICE * copies + sliced + multiplied) * size
+    multiplied = 1.3 * MULTIPLY * m * shape[1] * elements
+    return (SLICE * copies + sliced + multiplied) * size
 
 
 def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
@@ -166,8 +203,8 @@ def pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
     whole, kernel = _of_split_strides(windows, shape)
     elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
     times = times_of_forms(_unit_windows(kernel), whole, counts, 1)
-    split = measured.SPLIT * elements + min(times.values())
-    return split < _time_of_columns(shape, prod(counts), 1, measured.STRIDED_SLICE)
+    split = SPLIT * elements + min(times.values())
+    return split < _time_of_columns(shape, prod(counts), 1, STRIDED_SLICE)
 
 
 def _of_split_strides(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
@@ -178,7 +215,7 @@ def _of_split_strides(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
 
 
 def _whole_lanes(columns: int) -> int:
-    return ceil(columns / measured.LANES) * measured.LANES
+    return ceil(columns / LANES) * LANES
 
 
 def _unit_windows(kernel: Shape) -> Windows:
@@ -192,7 +229,7 @@ def _window_element(op, x, offset: Shape, windows: Windows, counts: Shape):
     starts = [i * d for i, d in zip(offset, windows.dilations, strict=True)]
     spans = [(n - 1) * s + 1 for n, s in zip(counts, windows.strides, strict=True)]
     ends = [start + span for start, span in zip(starts, spans, strict=True)]
-    if lengths(x) == tuple(spans) == counts:
+    if spatial_lengths(x) == tuple(spans) == counts:
         return x
     steps = list(windows.strides) if max(windows.strides) > 1 else None
     return op.Slice(x, starts, ends, windows.axes, steps)
@@ -207,7 +244,7 @@ def shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
     Each copy begins a row later, between rows of zeros, so that a product with all rows of x is one
     with every window. Along the other axes, x is sliced.
     """
-    first, step, counts = windows.kernel[0], windows.dilations[0], lengths(g) or ()
+    first, step, counts = windows.kernel[0], windows.dilations[0], spatial_lengths(g) or ()
     rows, kept = counts[0] + (first - 1) * step, [0] * len(windows.axes)
     copies = g
     if first > 1:
@@ -234,7 +271,7 @@ def shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
 
     Along the first axis, the copies are sliced, which leaves whole rows.
     """
-    first, step, counts = windows.kernel[0], windows.dilations[0], lengths(g) or ()
+    first, step, counts = windows.kernel[0], windows.dilations[0], spatial_lengths(g) or ()
     rows, rest = counts[0] + (first - 1) * step, prod(counts[1:])
     x = with_padding(op, x, windows)
     offsets = list(product(*map(range, windows.kernel[1:])))
@@ -280,7 +317,7 @@ def _split_strides(op, x, channels: int, windows: Windows, counts: Shape):
     """
     stride, n = windows.strides[0], len(counts)
     split = [m + ceil(k / stride) - 1 for m, k in zip(counts, windows.kernel, strict=True)]
-    ends = np.array(split) * stride - np.array(lengths(x) or ()) - windows.begin
+    ends = np.array(split) * stride - np.array(spatial_lengths(x) or ()) - windows.begin
     x = with_padding(op, x, replace(windows, end=ends))
     if n == 2:
         phases = op.SpaceToDepth(x, blocksize=stride)
@@ -295,7 +332,7 @@ def _strided_products(op, x, g, windows: Windows, shape: Shape, group: int):
     """Return the gradient of strided windows by windows of stride 1 on more channels."""
     stride, n = windows.strides[0], len(windows.strides)
     whole, kernel = _of_split_strides(windows, shape)
-    x = _split_strides(op, x, shape[1], windows, lengths(g) or ())
+    x = _split_strides(op, x, shape[1], windows, spatial_lengths(g) or ())
     dw = _write_fastest_products(op, x, g, _unit_windows(kernel), whole, group)
     dw = op.Reshape(dw, [shape[0], *[stride] * n, shape[1], *kernel])
     inner = [axis for i in range(n) for axis in (n + 2 + i, 1 + i)]
@@ -335,7 +372,7 @@ def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
     rows, per_group, *_ = shape
     x = with_padding(op, op.Transpose(x, perm=swap), windows)
     columns = [_window_column(op, x, offset, windows) for offset in product(*map(range, kernel))]
-    if len(columns) > 1 and not measured.copies_exceed_cache(shape, lengths(g)):
+    if len(columns) > 1 and not copies_exceed_cache(shape, spatial_lengths(g)):
         columns = [op.Concat(*columns, axis=1)]
     g = op.Reshape(op.Transpose(g, perm=swap), [group, rows // group, -1])
     elements = per_group * prod(kernel) // len(columns)
@@ -349,7 +386,7 @@ def write_columns(op, x, g, windows: Windows, shape: Shape, group: int):
 def _window_column(op, x, offset: Shape, windows: Windows):
     """Return the element at `offset` of every window of the padded x."""
     starts = [p * d for p, d in zip(offset, windows.dilations, strict=True)]
-    left = [int(e) - 1 - p for p, e in zip(starts, reach(op, windows), strict=True)]
+    left = [int(e) - 1 - p for p, e in zip(starts, window_extents(op, windows), strict=True)]
     if not any(starts) and not any(left) and max(windows.strides) == 1:
         return x
     ends = [-m if m else _LAST for m in left]

@@ -9,12 +9,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.arithmetic import GRADIENT
-from onnxgrad.autodiff.forms.measured import copies_exceed_cache, weight_exceeds_cache
+from onnxgrad.autodiff.forms.correlation import copies_exceed_cache, weight_exceeds_cache
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.resize import LARGEST_BLOCK
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.operators.windows import Windows, lengths, reach, stated_windows, tile, weigh_windows
+from onnxgrad.operators.windows import (
+    Windows,
+    spatial_lengths,
+    stated_windows,
+    weigh_windows,
+    window_extents,
+    windows_tile,
+)
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 
@@ -23,7 +30,7 @@ _LAST = 2**63 - 1  # end of a Slice up to the last element
 def scatter_cotangents(op, node):
     """The sum over windows of g times a weight (M, C / group, kernel), in the fastest form."""
     (g, weight, *bias), (dx,) = node.inputs, node.outputs
-    shape, counts, sizes = lengths(dx), lengths(g), static(dims(weight))
+    shape, counts, sizes = spatial_lengths(dx), spatial_lengths(g), static(dims(weight))
     windows, group = stated_windows(node, weight), int_attribute(node, "group")
     if not op.is_own(node) or bias or not windows or not shape or not counts or not sizes:
         return None
@@ -41,7 +48,7 @@ def scatter_cotangents(op, node):
     converts = one_channel or one_element or copies_exceed_cache(sizes, counts)
     if max(windows.strides) > 1 or not converts:
         return None
-    extents = reach(op, windows) - 1
+    extents = window_extents(op, windows) - 1
     mirrored = replace(windows, begin=extents - windows.begin, end=extents - reached.end)
     if mirrored.pads is None:
         return None
@@ -58,7 +65,7 @@ def _repeats_elements(op, weight, dx, windows: Windows) -> bool:
         return False
     ones = constant(weight)
     short = dx.dtype == ir.DataType.FLOAT and 1 < max(windows.kernel) <= LARGEST_BLOCK
-    return short and tile(dx, windows) and ones is not None and bool(np.all(ones == 1))
+    return short and windows_tile(dx, windows) and ones is not None and bool(np.all(ones == 1))
 
 
 def _as_repeats(op, g, windows: Windows):
@@ -73,7 +80,7 @@ def _as_one_product(op, g, weight, windows: Windows, shape: tuple[int, ...]):
     rows, channels, *kernel = static(dims(weight)) or ()
     matrix = op.Reshape(op.Transpose(g, perm=[0, *windows.axes, 1]), [-1, rows])
     columns = op.MatMul(matrix, op.Reshape(weight, [rows, channels * prod(kernel)]))
-    columns = op.Reshape(columns, [-1, prod(lengths(g) or ()), channels * prod(kernel)])
+    columns = op.Reshape(columns, [-1, prod(spatial_lengths(g) or ()), channels * prod(kernel)])
     attributes = {"strides": windows.strides, "dilations": windows.dilations, "pads": windows.pads}
     return op.Col2Im(op.Transpose(columns, perm=[0, 2, 1]), list(shape), kernel, **attributes)
 

@@ -38,19 +38,19 @@ class MemberAxis:
     def __contains__(self, x: ir.Value | None) -> bool:
         return x in self._of
 
-    def of(self, x: ir.Value) -> ir.Value:
+    def value_for(self, x: ir.Value) -> ir.Value:
         """Return the value of all members for `x`, or `x` itself if all have the same."""
         return self._of[x] if x in self._of else self._same.get(x, x)
 
-    def share(self, x: ir.Value, new: ir.Value) -> ir.Value:
+    def replace_shared(self, x: ir.Value, new: ir.Value) -> ir.Value:
         """Replace `x` by `new`, which is the same for all members; return `new`."""
         self._same[x] = self.op.set_type_like(new, x)
         ir.convenience.replace_all_uses_with(x, new, replace_graph_outputs=True)
         return new
 
-    def all_of(self, values: Iterable[ir.Value]) -> list[ir.Value]:
+    def values_for(self, values: Iterable[ir.Value]) -> list[ir.Value]:
         """Return what replaces each of `values`."""
-        return [self.of(v) for v in values]
+        return [self.value_for(v) for v in values]
 
     def shares_operands(self, values: Iterable[ir.Value | None]) -> bool:
         """Return whether all members have the same `values`."""
@@ -60,9 +60,9 @@ class MemberAxis:
         """Write a node with other inputs and attributes; its outputs get the leading axis."""
         attributes, count = attributes_of(node) | changed, len(node.outputs)
         outputs = self.op.emit_many(node.op_type, inputs, attributes, count, node.domain)
-        return [self.typed(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
+        return [self.set_member_type(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
-    def typed(self, y: ir.Value, like: ir.Value) -> ir.Value:
+    def set_member_type(self, y: ir.Value, like: ir.Value) -> ir.Value:
         """Set type and shape of `y` as of `like`, with the leading axis; return `y`."""
         shape = dims(like)
         y.type = like.type
@@ -75,18 +75,18 @@ class MemberAxis:
         if x in self._of:
             return self._of[x]
         target = self.op.Concat([self.count], self.shape(x), axis=0)
-        return self.typed(self.op.Expand(self.of(x), target), x)
+        return self.set_member_type(self.op.Expand(self.value_for(x), target), x)
 
     def shape(self, x: ir.Value) -> ir.Value:
         """Return the shape of `x` for one member, int64 of shape [rank]."""
         lengths = static(dims(x))
         if lengths is not None:
             return self.op.const(list(lengths))
-        return self.op.Shape(self.of(x), start=int(x in self._of))
+        return self.op.Shape(self.value_for(x), start=int(x in self._of))
 
     def aligned(self, x: ir.Value, n: int) -> ir.Value:
         """Return what replaces `x`, so that it broadcasts with values of `n` axes of a member."""
-        y, own = self.of(x), rank(x)
+        y, own = self.value_for(x), rank(x)
         if x not in self._of or own == n:
             return y
         if own is None:
@@ -96,7 +96,7 @@ class MemberAxis:
         y.type, y.shape = x.type, ir.Shape([self.count, *[1] * (n - own), *shape])
         return y
 
-    def member(self, x: ir.Value, k: int) -> ir.Value:
+    def value_of_member(self, x: ir.Value, k: int) -> ir.Value:
         """Return the value of member `k` for `x`."""
         if x not in self._of:
             return x
@@ -108,16 +108,16 @@ class MemberAxis:
             part.shape = None if shape is None else ir.Shape([1, *shape])
         return self.op.set_type_like(self.op.Squeeze(parts[k], [0]), x)
 
-    def stack(self, values: list[ir.Value], like: ir.Value) -> ir.Value:
+    def stack_values(self, values: list[ir.Value], like: ir.Value) -> ir.Value:
         """Return the values of the members, one after the other, along the leading axis."""
         parts = [self.op.Unsqueeze(v, [0]) for v in values]
-        return self.typed(self.op.Concat(*parts, axis=0), like)
+        return self.set_member_type(self.op.Concat(*parts, axis=0), like)
 
-    def let(self, x: ir.Value, new: ir.Value) -> None:
+    def set_stacked(self, x: ir.Value, new: ir.Value) -> None:
         """Let `new`, of all members, stand for `x`."""
         self._of[x] = new
 
-    def within(self, op: Emit) -> Self:
+    def for_body(self, op: Emit) -> Self:
         """Return the same values for the nodes that `op` writes, in a body."""
         inner = copy.copy(self)
         inner.op = op
@@ -146,7 +146,7 @@ class MemberAxis:
             for old, y in zip(node.outputs, outputs, strict=True):
                 if old not in self._same:
                     self._of[old] = y
-        graph.outputs[:] = self.all_of(graph.outputs)
+        graph.outputs[:] = self.values_for(graph.outputs)
         drop_unused(graph)
 
     def _one_by_one(self, node: ir.Node) -> list[ir.Value]:
@@ -160,11 +160,12 @@ class MemberAxis:
             )
         members = []
         for k in range(self.count):
-            inputs = [None if x is None else self.member(x, k) for x in node.inputs]
-            members.append(self.op.again(node, inputs))
+            inputs = [None if x is None else self.value_of_member(x, k) for x in node.inputs]
+            members.append(self.op.copy_node(node, inputs))
         columns = zip(node.outputs, zip(*members, strict=True), strict=True)
         return [
-            self.stack(list(new), y) if y.uses() or y.is_graph_output() else y for y, new in columns
+            self.stack_values(list(new), y) if y.uses() or y.is_graph_output() else y
+            for y, new in columns
         ]
 
 

@@ -27,7 +27,7 @@ class _Body:
     def __init__(self, m: MemberAxis, node: ir.Node, attribute: str) -> None:
         original = node.attributes[attribute].as_graph()
         self.graph = original.clone(allow_outer_scope_values=True)
-        self.m = m.within(Emit(self.graph, outer=m.op))
+        self.m = m.for_body(Emit(self.graph, outer=m.op))
         self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
         self._outside = [v for v in captured(node) if v in m]
 
@@ -56,13 +56,15 @@ class _Body:
     def push(self, inputs: Iterable[ir.Value], stacked: Sequence[bool]) -> ir.Graph:
         """Give these inputs the axis, and the outputs that are `stacked`; return the graph."""
         for x in inputs:
-            new = self.m.typed(ir.Value(name=x.name), x)
+            new = self.m.set_member_type(ir.Value(name=x.name), x)
             self.graph.inputs[self.inputs.index(x)] = new
-            self.m.let(x, new)
+            self.m.set_stacked(x, new)
         self.m.push(self.graph)
         with self.m.op.at(None):
             pairs = zip(self.outputs, stacked, strict=True)
-            self.m.op.give([self.m.expanded(y) if axis else self.m.of(y) for y, axis in pairs])
+            self.m.op.give(
+                [self.m.expanded(y) if axis else self.m.value_for(y) for y, axis in pairs]
+            )
         return self.graph
 
 
@@ -70,7 +72,7 @@ def _state_operands(
     m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
     pairs = zip(values, stacked, strict=True)
-    return [m.expanded(x) if axis else m.of(x) for x, axis in pairs]
+    return [m.expanded(x) if axis else m.value_for(x) for x, axis in pairs]
 
 
 def _output_values(
@@ -78,7 +80,7 @@ def _output_values(
 ) -> list[ir.Value]:
     """Return the outputs of the new node; an output that all members share replaces the old one."""
     return [
-        m.typed(new, old) if axis else m.share(old, new)
+        m.set_member_type(new, old) if axis else m.replace_shared(old, new)
         for old, new, axis in zip(node.outputs, outputs, stacked, strict=True)
     ]
 
@@ -98,7 +100,7 @@ def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
         axes = node.attributes.get_ints(f"scan_{kind}_axes", (0,) * len(which))
         pairs = zip(axes, which, strict=True)
         attributes[f"scan_{kind}_axes"] = [a + int(axis and a >= 0) for a, axis in pairs]
-    operands = [*_state_operands(m, node.inputs[:n], carried), *m.all_of(node.inputs[n:])]
+    operands = [*_state_operands(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
     outputs = m.op.emit_many("Scan", operands, attributes, len(stacked), fresh=True)
     return _output_values(m, node, outputs, stacked)
 
@@ -134,5 +136,5 @@ def branches_of_members(m: MemberAxis, node: Any) -> Outputs:
     reached = zip(*(body.reached([]) for body in branches.values()), strict=True)
     stacked = [any(axis) for axis in reached]
     attributes = {name: body.push([], stacked) for name, body in branches.items()}
-    outputs = m.op.emit_many("If", m.all_of(node.inputs), attributes, len(stacked), fresh=True)
+    outputs = m.op.emit_many("If", m.values_for(node.inputs), attributes, len(stacked), fresh=True)
     return _output_values(m, node, outputs, stacked)

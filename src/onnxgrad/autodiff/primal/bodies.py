@@ -18,7 +18,7 @@ from onnx import defs
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.tidy import release
+from onnxgrad.graph.tidy import detach_graphs
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.operators.shapes import constant
 
@@ -32,7 +32,7 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     if not opset or not defs.has(node.op_type, opset, node.domain):
         return None
     schema: Any = defs.get_schema(node.op_type, opset, node.domain)
-    body = _body(schema, node, opset)
+    body = _newest_body(schema, node, opset)
     if body is None:
         return None
     stated = {name: a.default_value for name, a in schema.attributes.items()}
@@ -56,7 +56,7 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return results
 
 
-def initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def constant_as_initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Return the numbers of a Constant, which function bodies hold, as an initializer."""
     [y] = node.outputs
     if y.is_graph_output() or len(node.attributes) != 1:
@@ -79,7 +79,7 @@ def has_body(schema: Any) -> bool:
     return any(v >= _FIRST for v in (*schema.function_opset_versions, *dependent))
 
 
-def _body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
+def _newest_body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
     """Return the newest function body that ONNX has for `node`, or None."""
     all_versions = schema.function_opset_versions, schema.context_dependent_function_opset_versions
     fixed, dependent = ([v for v in each if _FIRST <= v <= opset] for each in all_versions)
@@ -87,7 +87,7 @@ def _body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
     if fixed:
         body.ParseFromString(schema.get_function_with_opset_version(max(fixed)))
     elif dependent:
-        types = [_type(x).SerializeToString() for x in node.inputs]
+        types = [_type_proto(x).SerializeToString() for x in node.inputs]
         proto = ir.to_proto(node).SerializeToString()
         text = schema.get_context_dependent_function_with_opset_version(
             max(dependent), proto, types
@@ -95,11 +95,11 @@ def _body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
         body.ParseFromString(text)
     try:
         return ir.serde.deserialize_function(body) if body.node else None
-    except ir.serde.SerdeError:  # that of an Attention lacks outputs
+    except ir.serde.SerdeError:  # the body of an Attention lacks outputs
         return None
 
 
-def _type(x: ir.Value | None) -> onnx.TypeProto:
+def _type_proto(x: ir.Value | None) -> onnx.TypeProto:
     if x is None or x.type is None:
         return onnx.TypeProto()
     return ir.serde.serialize_value(x).type
@@ -126,5 +126,5 @@ def static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         y.name = op.name(str(y.name))
     branch.remove(nodes)
     op.insert(node, nodes)
-    release(b for b in subgraphs(node) if b is not branch)
+    detach_graphs(b for b in subgraphs(node) if b is not branch)
     return results

@@ -13,8 +13,8 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import RECURRENT
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
-from onnxgrad.operators.recurrent import lengths
-from onnxgrad.operators.rule_nodes import output
+from onnxgrad.operators.recurrent import sequence_lengths
+from onnxgrad.operators.rule_nodes import node_output
 from onnxgrad.operators.shapes import constant, dims, rank
 
 FINAL_STATES = "final states"
@@ -84,8 +84,10 @@ def _state_of_layer(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value
     if axis != int_attribute(node, "layout") or number != end:
         return None
     shape = dims(y)
-    if shape is None or y.dtype is None or lengths(node) is not None:  # zero beyond their ends
+    if (
+        shape is None or y.dtype is None or sequence_lengths(node) is not None
+    ):  # zero beyond their ends
         return None
-    state = output(op, node, 1, y.dtype)
+    state = node_output(op, node, 1, y.dtype)
     state.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
     return state

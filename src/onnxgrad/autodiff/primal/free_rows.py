@@ -220,7 +220,9 @@ class FixedRows(RowWalk):
             if state is None:
                 continue
             if self._reshapes_rows(node):
-                self._write_reshape(node)
+                with self.op.at(node):
+                    reshaped = self.op.Reshape(node.inputs[0], self._reshape_target(node))
+                self._replace_node(node, reshaped)
             elif node.op_type in ("Resize", "Slice"):
                 self._drop_row_axis(node)
             elif node.op_type == "Concat":
@@ -287,12 +289,6 @@ class FixedRows(RowWalk):
         """Return the length of the row axis at run time, int64 [1]."""
         axis = self.states[x].axis
         return self.op.Shape(x, start=axis, end=axis + 1)
-
-    def _write_reshape(self, node: ir.Node) -> None:
-        """Replace a node that reshapes `count` rows by a Reshape of any number of rows."""
-        with self.op.at(node):
-            reshaped = self.op.Reshape(node.inputs[0], self._reshape_target(node))
-        self._replace_node(node, reshaped)
 
     def _replace_node(self, node: ir.Node, new: ir.Value) -> None:
         """Replace a node by a value, which gets the name, the type and the state of its output."""

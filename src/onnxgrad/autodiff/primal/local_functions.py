@@ -34,8 +34,8 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     """Return a copy of `proto` in which calls of its local functions are inlined.
 
     A constant of a function becomes one initializer, which all calls share. Calls of functions that
-    have a rule are not inlined. In the copy, every subgraph returns results of its own nodes, each
-    once. With `lifted`, all constants are initializers of the main graph, named by
+    have a rule are not inlined. In the copy, every subgraph returns results of nodes inside it,
+    each once. With `lifted`, all constants are initializers of the main graph, named by
     `constant_refs`.
 
     Raises:
@@ -55,7 +55,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
         own_results(model, names)
     if model.functions:
         model.graph.initializer.extend(tensors)
-        ruled = _bind(model)
+        ruled = _specialize_functions(model)
         model = _of_one_opset(model, ruled)
         try:
             model = inliner.inline_local_functions(model)
@@ -94,7 +94,7 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     if version >= target:
         return proto
     model = inlined(proto)  # the converter drops functions
-    version = _opset(model) or 0
+    version = _standard_opset(model) or 0
     if not version:  # only ai.onnx.ml: the gradient needs the standard operators too
         model.opset_import.add(domain="", version=target)
     if not version or version >= target:
@@ -109,7 +109,7 @@ def raise_opset(proto: ModelProto) -> ModelProto:
 
 
 def _in_few_bits(proto: ModelProto) -> bool:
-    """Return whether `com.microsoft` quantizes to what opset 21 has: 16 bits, or 4."""
+    """Return whether `com.microsoft` quantizes to the dtypes that opset 21 adds: 16 bits, or 4."""
     nodes = [n for n in nodes_of(proto) if n.domain == "com.microsoft"]
     read = {x for n in nodes if n.op_type in _QUANTIZE for x in n.input}
     return bool(read) and any(
@@ -120,14 +120,14 @@ def _in_few_bits(proto: ModelProto) -> bool:
 # -- opsets ------------------------------------------------------------------------------------
 
 
-def _opset(holder: ModelProto | FunctionProto) -> int | None:
+def _standard_opset(holder: ModelProto | FunctionProto) -> int | None:
     return next((o.version for o in holder.opset_import if not o.domain), None)
 
 
 def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelProto:
     """Return `model` at the newest opset among it and its functions, which are modified."""
-    version, functions = _opset(model), [*model.functions, *ruled]
-    target = max(v for v in (version, *map(_opset, functions)) if v is not None)
+    version, functions = _standard_opset(model), [*model.functions, *ruled]
+    target = max(v for v in (version, *map(_standard_opset, functions)) if v is not None)
     for function in functions:
         _raise_function(function, target)
     if version is None:
@@ -142,11 +142,11 @@ def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelPro
 
 def _raise_function(function: FunctionProto, target: int) -> None:
     """Convert `function` to opset `target`, in place."""
-    version = _opset(function)
+    version = _standard_opset(function)
     if version is None or version == target:
         return
     kinds = {node.op_type for node in all_nodes(function.node) if not node.domain}
-    if any(_since(kind, version) != _since(kind, target) for kind in kinds):
+    if any(_last_change(kind, version) != _last_change(kind, target) for kind in kinds):
         model = ModelProto(ir_version=10, opset_import=function.opset_import)
         model.graph.name = function.name
         model.graph.node.extend(function.node)
@@ -165,7 +165,7 @@ def _raise_function(function: FunctionProto, target: int) -> None:
             entry.version = target
 
 
-def _since(op_type: str, version: int) -> int | None:
+def _last_change(op_type: str, version: int) -> int | None:
     """Return the opset that last changed the operator, up to `version`."""
     exists = defs.has(op_type, version)
     return defs.get_schema(op_type, version).since_version if exists else None
@@ -191,11 +191,11 @@ def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
         tensor.CopyFrom(ref.read())
         tensor.name = ref.name
         tensors.append(tensor)
-        _mark(ref)
+        _mark_constant(ref)
     return tensors
 
 
-def _mark(ref: ConstantRef) -> None:
+def _mark_constant(ref: ConstantRef) -> None:
     """Replace the constant by a Constant node whose tensor name is `_MARK` and the name of `ref`.
 
     Inlining copies that node for every call, and `_share_constants` then finds all copies.
@@ -239,11 +239,11 @@ def _share_constants(model: ModelProto) -> None:
 # -- attributes --------------------------------------------------------------------------------
 
 
-def _bind(model: ModelProto) -> list[FunctionProto]:
+def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
     """Specialize functions for the attributes of each call, as the inliner ignores their defaults.
 
-    Functions that have a rule are removed from `model` instead, with those that they call, and
-    returned; their calls state every attribute.
+    Functions that have a rule are removed from `model` instead, with the functions that they call,
+    and returned; their calls state every attribute.
     """
     functions: dict[Key, FunctionProto] = {
         (f.domain, f.name, f.overload): f for f in model.functions
@@ -260,7 +260,7 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
             stack.append(key)
             copy = FunctionProto()
             copy.CopyFrom(functions[key])
-            _put_in(copy.node, attributes)
+            _resolve_references(copy.node, attributes)
             for field in ("attribute", "attribute_proto", "overload", "value_info"):
                 copy.ClearField(field)
             copy.name = f"{copy.name}.{len(bound)}"
@@ -286,7 +286,7 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
                 node.overload = ""
 
     bind_calls(model.graph.node)
-    with_rule = _reachable(functions, [key for key in functions if _has_rule(key[:2])])
+    with_rule = _reached_functions(functions, [key for key in functions if _has_rule(key[:2])])
     ruled = [f for key, f in functions.items() if key in with_rule]
     del model.functions[:]
     model.functions.extend(bound.values())
@@ -294,13 +294,13 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
 
 
 def _has_rule(key: tuple[str, str]) -> bool:
-    """Return whether calls of a function stay what they are, for its rule or a user's lowering."""
+    """Return whether a function has a rule, or a lowering of a user: its calls are not inlined."""
     operator = OPERATORS.get(key)
     return operator is not None and bool(operator.rule or operator.of_user)
 
 
-def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
-    """Return `keys` and those of all functions that they call, directly or not."""
+def _reached_functions(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
+    """Return `keys`, and the keys of all functions that these functions call, at any depth."""
     reached = list(dict.fromkeys(keys))
     for key in reached:  # grows while it is read
         for node in all_nodes(functions[key].node):
@@ -310,7 +310,7 @@ def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]
     return set(reached)
 
 
-def _put_in(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
+def _resolve_references(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
     """Replace references to function attributes by their values; remove those without a value."""
     for node in all_nodes(nodes):
         if not any(a.ref_attr_name for a in node.attribute):

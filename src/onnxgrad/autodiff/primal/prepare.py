@@ -2,23 +2,23 @@
 
 The dialect: opset 18 or newer, no local functions, no tensor `Constant` nodes, no initializer that
 is also an input, a symbol for every input axis without one. Operators without a rule are replaced
-by a lowering, or by their function body in ONNX. `prepare` is the list of what is done, in order;
-`_rewrites` what one visit of all nodes does.
+by a lowering, or by their function body in ONNX. `prepare` lists the steps in order;
+`_rewrite_table` lists the rewrites of one visit of all nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import LiftConstantsToInitializersPass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedOpsetsPass
 
 from onnxgrad.autodiff.primal.bodies import (
     BRANCHES,
+    constant_as_initializer,
     function_body,
-    initializer,
     operators_with_body,
 )
 from onnxgrad.autodiff.primal.defaults import close_defaults, open_defaults
@@ -29,7 +29,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer, infer_file, name_rows, note_ranks
 from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, GROUPS, Rewrite, Table, rewrite
-from onnxgrad.graph.tidy import current, tidy
+from onnxgrad.graph.tidy import latest_replacement, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.graph.walk import Walk, fold_node
 from onnxgrad.model import external
@@ -67,12 +67,13 @@ def prepare(
             all.
         keep: names of node outputs that keep their names.
         on_demand: also lower the operators that the sweep lowers if they have a gradient.
-        own: `proto` was written from a prepared model: what it states is true, and it is not run.
+        own: `proto` was written from a prepared model: the shapes that it states are true, and it
+            is not run.
         keep_dropout: keep each Dropout without effect, so that training can switch it on.
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
-            state different symbols. None: it is that of all inputs.
-        wide: compute in float32 what the model computes in 16 bits: see `widen`, which gets these
-            names of constants. None: compute it as the model does.
+            state different symbols. None: the first axis of all inputs is `batch`.
+        wide: names of constants that keep 16 bits, where the prepared model computes in float32
+            instead of 16 bits: see `widen`. None: it computes in the dtypes of the model.
         fill: replaces inputs of the model, of which types and shapes are inferred, by nodes.
         defaults: inputs with a default stay inputs, see `open_defaults`; else they are constants.
     """
@@ -83,22 +84,23 @@ def prepare(
     _copy_repeated_outputs(model.graph)  # before one of two of the same name is selected
     _rename_squeeze_axes(model.graph)
     if outputs is not None:  # before inference: what no output needs may be what nothing covers
-        _select_outputs(model, outputs)
+        model.graph.outputs[:] = values_by_name("output", outputs, model.graph.outputs)
+        tidy(model)
     if wide is not None:  # before inference, which then knows the new types everywhere
         widen(model, wide)
     if batch is not None:
         name_rows(model.graph, batch, exempt)
     note_ranks(all_nodes(model.graph))
     _pass_scalars_to_loops(model.graph)
-    trusts_branches = outputs is not None  # trainers check what they feed
+    trusts_branches = outputs is not None  # trainers check the shapes of feeds
     if own:
         walk = infer(model, trusts_branches)
     else:
         walk = infer_file(model, trusts_branches, confirmed_by_run(proto))
     if fill is not None:  # of sizes that are inferred, before lowerings drop an empty past
         fill(model)
-    rewrite(model.graph, _rewrites(model, walk, on_demand, keep_dropout), keep=keep)
-    _drop_imports(model)
+    rewrite(model.graph, _rewrite_table(model, walk, on_demand, keep_dropout), keep=keep)
+    RemoveUnusedOpsetsPass(process_functions=False)(model)
     _free_outputs(model)
     _lower_opset(model)  # last, when operators of a newer opset have been rewritten
     return model
@@ -129,14 +131,14 @@ def _lower_opset(model: ir.Model) -> None:
         model.opset_imports[""] = next(fitting, own)
 
 
-def _select_outputs(model: ir.Model, names: Collection[str]) -> None:
-    """Keep the outputs that are asked for, in this order, and the nodes that they need."""
-    by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
+def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the values of these names; `kind` names them in the error message."""
+    named = {str(v.name): v for v in reversed(list(values))}
+    names = list(names)
     for name in names:
-        if name not in by_name:
-            raise unknown("output", name, [str(y.name) for y in model.graph.outputs])
-    model.graph.outputs[:] = [by_name[name] for name in names]
-    tidy(model)
+        if name not in named:
+            raise unknown(kind, name, list(reversed(named)))
+    return [named[name] for name in names]
 
 
 def _rename_squeeze_axes(graph: ir.Graph) -> None:
@@ -164,7 +166,7 @@ def _copy_repeated_outputs(graph: ir.Graph) -> None:
 
 def listed_as(y: ir.Value) -> ir.Value:
     """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
-    return current(y.meta.get(marks.LISTED_AS, y))
+    return latest_replacement(y.meta.get(marks.LISTED_AS, y))
 
 
 def _pass_scalars_to_loops(graph: ir.Graph) -> None:
@@ -187,8 +189,8 @@ def _pass_scalars_to_loops(graph: ir.Graph) -> None:
                 ir.convenience.replace_all_uses_with(x, reshaped, replace_graph_outputs=True)
 
 
-def _rewrites(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: bool) -> Table:
-    """Return what is done to each node, in this order, when a visit of the graph comes to it.
+def _rewrite_table(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: bool) -> Table:
+    """Return the rewrites of each operator, in the order in which a visit of a node applies them.
 
     Its results are inferred, and read as constants if static lengths decide them; an If that always
     takes one branch gives way to it, what reads the last output of a recurrent layer reads its
@@ -211,7 +213,7 @@ def _rewrites(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: bool) 
         del table["", "Dropout"]
     for key in operators_with_body():
         table.setdefault(key, []).append(_missing_body)
-    table.setdefault(("", "Constant"), [initializer])
+    table.setdefault(("", "Constant"), [constant_as_initializer])
     return table
 
 
@@ -239,12 +241,3 @@ def _free_outputs(model: ir.Model) -> None:
         result = op.set_type_like(op.copy_of(y), y)
         result.name, y.name = y.name, op.name(str(y.name))
         graph.outputs[list(graph.outputs).index(y)] = result
-
-
-def _drop_imports(model: ir.Model) -> None:
-    """Remove the opset imports of domains that no node uses."""
-    functions = model.functions.values()
-    graphs = (model.graph, *(function.graph for function in functions))
-    used = {n.domain for graph in graphs for n in all_nodes(graph)}
-    for domain in model.opset_imports.keys() - used - {f.domain for f in functions} - {""}:
-        del model.opset_imports[domain]

@@ -150,17 +150,17 @@ class Members:
         fed = feed_inputs(graph).values()
         own = {v: feed for v in fed if (feed := feed_of(v)) and feed.of_members}
         for v in (*carried, *own):
-            axis.let(v, axis.typed(ir.Value(name=v.name), v))
+            axis.set_stacked(v, axis.set_member_type(ir.Value(name=v.name), v))
         for v, feed in own.items():
-            feed.mark(axis.of(v))
+            feed.mark(axis.value_for(v))
         for v, array in self.constants.items():
-            axis.let(v, op.const(array))
+            axis.set_stacked(v, op.const(array))
         for name in [name for name in graph.initializers if name in self.weights]:
-            axis.let(graph.initializers[name], op.const(self.weights[name]))
-        graph.inputs[:] = axis.all_of(graph.inputs)
+            axis.set_stacked(graph.initializers[name], op.const(self.weights[name]))
+        graph.inputs[:] = axis.values_for(graph.inputs)
         count, outputs = len(carried), list(graph.outputs)
         axis.push(graph)
-        op.give([*map(axis.expanded, outputs[:count]), *axis.all_of(outputs[count:])])
+        op.give([*map(axis.expanded, outputs[:count]), *axis.values_for(outputs[count:])])
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class _Sketch:
             for j, x in enumerate(node.inputs):
                 value = constants.get((i, j)) or (None if x is None else new.get(x))
                 inputs.append(op.const(constant(x)) if value is None else value)
-            new.update(zip(node.outputs, op.again(node, inputs), strict=True))
+            new.update(zip(node.outputs, op.copy_node(node, inputs), strict=True))
         return Update(self.groups, [new[y] for y in update.new], self.gradients)
 
 
@@ -309,19 +309,19 @@ def evaluated_members(objective: Objective, members: int) -> Objective:
     axis = MemberAxis(Emit(graph), members, {})
     carried = [x for x in objective.data if x.name in objective.states]
     for v in (*objective.weights, *carried):
-        axis.let(v, axis.typed(ir.Value(name=v.name), v))
-    graph.inputs[:] = axis.all_of(graph.inputs)
+        axis.set_stacked(v, axis.set_member_type(ir.Value(name=v.name), v))
+    graph.inputs[:] = axis.values_for(graph.inputs)
     read = [*written.sums, *written.counts, *objective.predictions.values()]
     graph.outputs[:] = list(dict.fromkeys([*read, *objective.states.values()]))
     axis.push(graph)
     return replace(
         objective,
-        data=axis.all_of(objective.data),
-        weights=axis.all_of(objective.weights),
+        data=axis.values_for(objective.data),
+        weights=axis.values_for(objective.weights),
         written=replace(
             written,
             sums=[axis.expanded(v) for v in written.sums],
-            counts=axis.all_of(written.counts),
+            counts=axis.values_for(written.counts),
         ),
         predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
         states={name: axis.expanded(v) for name, v in objective.states.items()},
