@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from onnxgrad import NoGradientRule, check_gradient, onnx_derivative
-from onnxgrad.autodiff.forms import correlation
+from onnxgrad.autodiff.forms import convolutions
 from tests.support.convolution_cases import (
     CHECK,
     CONVOLUTIONS,
@@ -70,7 +70,7 @@ LARGE = [
 
 def test_gradient_of_large_images(monkeypatch):
     """Which is written with fewer elements in memory at once."""
-    monkeypatch.setattr(correlation, "LEAST_LARGE_COPIES", 1)
+    monkeypatch.setattr(convolutions, "LEAST_LARGE_COPIES", 1)
     for case in LARGE:
         kinds = set(operator_names(onnx_derivative(conv_model(case, "all"))))
         transposed = case.id in ("strides", "padding beyond the kernel")
@@ -80,7 +80,7 @@ def test_gradient_of_large_images(monkeypatch):
 
 @sweep_of(LARGE)
 def test_second_order_of_large_images(case, monkeypatch):
-    monkeypatch.setattr(correlation, "LEAST_LARGE_COPIES", 1)
+    monkeypatch.setattr(convolutions, "LEAST_LARGE_COPIES", 1)
     report = check_gradient(conv_model(case, "all"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
@@ -130,7 +130,7 @@ def test_gradient_of_the_input_of_a_heavy_weight(case, known, monkeypatch):
     """Is one product for all images of two axes, and equals that of a light one."""
     x, w = (v.astype(np.float32) for v in convolution_feed(case).values())
     light = onnx_derivative(conv_model(case, known))
-    monkeypatch.setattr(correlation, "LEAST_HEAVY_WEIGHT", 1)
+    monkeypatch.setattr(convolutions, "LEAST_HEAVY_WEIGHT", 1)
     heavy = onnx_derivative(conv_model(case, known))
     kinds = [set(operator_names(made)) for made in (light, heavy)]
     plane = case.id not in ("line", "space")

@@ -16,7 +16,7 @@ import onnxgrad as og
 from onnxgrad import operators
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
-from onnxgrad.operators import microsoft_quantized
+from onnxgrad.operators import quantization
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.quantized_models import few_bit_operands
@@ -218,8 +218,7 @@ def test_every_lowering_has_a_case():
     lowered = {
         name
         for (_, name), operator in operators.OPERATORS.items()
-        if operator.lowering is not None
-        and operator.lowering.__module__ == microsoft_quantized.__name__
+        if operator.lowering is not None and operator.lowering.__module__ == quantization.__name__
     }
     assert {name for name in lowered if name not in text} == {"QuantizeLinear", "DequantizeLinear"}
 

@@ -29,7 +29,7 @@ def stack_members(prepared: ir.Model, names: Sequence[str]) -> onnx.ModelProto:
             graph.inputs[i] = new[x]
     axis, outputs = MemberAxis(op, MEMBERS, new), list(graph.outputs)
     axis.push(graph)
-    graph.outputs[:] = [axis.expanded(y) for y in outputs]
+    graph.outputs[:] = [axis.expanded_value(y) for y in outputs]
     tidy(prepared)
     return to_proto(prepared)
 

@@ -110,8 +110,9 @@ class _Attention:
 
     - `y`: the result.
     - `last`: the product with V.
-    - `inner`: what computes the weights, by the results, in topological order.
-    - `sliced`: what that reads that has the axis of the queries.
+    - `inner`: the nodes and products that compute the weights, by their results, in topological
+      order.
+    - `sliced`: the values with the axis of the queries that `inner` reads.
     """
 
     y: ir.Value
@@ -136,7 +137,7 @@ class _Attention:
         return found if found._collect_value(last.a, keep) and found._is_attention() else None
 
     def _collect_value(self, v: ir.Value, keep: Collection[ir.Value]) -> bool:
-        """Collect `v` and what computes it; return whether all of it can be cut into blocks."""
+        """Collect `v` and the nodes that compute it; return whether blocks of rows can be cut."""
         shape = dims(v)
         if shape is None or v in self.inner or v in self.sliced:
             return shape is not None
@@ -192,7 +193,7 @@ class _Attention:
         shapes = {x: [*(dims(x) or ())[:-2], size, (dims(x) or ())[-1]] for x in self.sliced}
         stacks, new = [], {}
         for x, shape in shapes.items():
-            stacks.append(blocks.stack(op, x))
+            stacks.append(blocks.stack_blocks(op, x))
             stacks[-1].type, stacks[-1].shape = x.type, ir.Shape([blocks.length, *shape])
             name = inner.name(f"{x.name}_of_some")
             new[x] = ir.Value(name=name, type=x.type, shape=ir.Shape(shape))
@@ -217,7 +218,7 @@ class _Attention:
         scan.meta[marks.KEEPS_NOTHING] = True
         found.type = self.y.type
         found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
-        return blocks.joined(op, found, self.y, op.dim(self.last.b, -1))
+        return blocks.join_blocks(op, found, self.y, op.dim(self.last.b, -1))
 
     def _write_for_block(
         self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
@@ -225,13 +226,13 @@ class _Attention:
         """Write a node or product for some queries, and for the keys near them."""
         if isinstance(one, _Product):
             axis = -2 if one is self.last else -1
-            b = one.b if keys is None else keys.near(one.b, axis)
+            b = one.b if keys is None else keys.nearby_part(one.b, axis)
             return one.write_for_block(inner, new[one.a], b)
         operands = []
         for x in one.inputs:
             some = None if x is None else new.get(x, x)
             if some is not None and keys is not None and x not in self.inner:
-                some = keys.near(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
+                some = keys.nearby_part(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
             operands.append(some)
         return inner.copy_node(one, operands)[0]
 
@@ -301,7 +302,7 @@ class _Keys:
             end = inner.Min(inner.Add(row, ahead), end)
         return cls(inner, firsts, begin, end, op.name("keys"))
 
-    def near(self, x: ir.Value, axis: int) -> ir.Value:
+    def nearby_part(self, x: ir.Value, axis: int) -> ir.Value:
         """Return the part of `x` for these keys; all keys are along `axis`."""
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
@@ -357,7 +358,7 @@ class _Blocks:
         """The number of blocks, if it is known."""
         return self.count if isinstance(self.count, int) else None
 
-    def stack(self, op: Emit, x: ir.Value) -> ir.Value:
+    def stack_blocks(self, op: Emit, x: ir.Value) -> ir.Value:
         """Return `x` as blocks, stacked in front."""
         n, last = len(dims(x) or ()), op.dim(x, -1)
         if self.repeats:
@@ -367,7 +368,7 @@ class _Blocks:
         parts = op.Reshape(x, op.vector(*[0] * (n - 2), self.count, self.size, last))
         return op.Transpose(parts, perm=[n - 2, *range(n - 2), n - 1, n])
 
-    def joined(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
+    def join_blocks(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
         """Return the result `like`, of rows of `width` elements, from the results of blocks."""
         n = len(dims(like) or ())
         y = op.Transpose(stack, perm=[*range(1, n - 1), 0, n - 1, n])

@@ -153,10 +153,11 @@ def _cut_candidates(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
 def _segment_costs(
     lifetimes: Sequence[Lifetime], ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return for a segment from behind `ends[i]` to `ends[j]` two numbers of bytes, at [i, j].
+    """Return two matrices of bytes, whose entries [i, j] are of the nodes behind `ends[i]` up to
+    `ends[j]`: a segment.
 
-    The second counts values computed in it that nodes behind it read: the cut keeps them. The first
-    counts the others that the backward pass reads. The values of earlier segments are kept already.
+    The second matrix counts the results of the segment that later nodes read: the cut keeps them.
+    The first matrix counts the other results of the segment that the backward pass reads.
     """
     size = len(ends)
     read, changes = np.zeros(size), np.zeros((2, size + 1, size + 1))

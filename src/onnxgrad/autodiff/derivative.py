@@ -162,11 +162,8 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     original_outputs = list(graph.outputs)
     results = [y for node in graph for y in node.outputs if y.name]
     stop_gradient, straight = (
-        values_by_name(f"{kind} result", once(kind, names), results)
-        for kind, names in (
-            ("stop_gradient", request.stop_gradient),
-            ("straight_through", request.straight_through),
-        )
+        values_by_name(f"{kind} result", once(kind, getattr(request, kind)), results)
+        for kind in ("stop_gradient", "straight_through")
     )
     straight_through = {y: _straight_through_origin(y) for y in straight}
     chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)

@@ -165,7 +165,7 @@ def _directional_model(
     seeds = Seeds(sheet, seeded, prefix)
 
     def write(index: ir.Value) -> Derivatives:
-        derivatives = derive(seeds.at(index))
+        derivatives = derive(seeds.seeds_at(index))
         others = sheet.wrt if prefix == "adj" else sheet.differentiated
         return {x: sheet.or_zeros(derivatives, x) for x in others}
 
@@ -188,9 +188,9 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
 
     def write(k: ir.Value) -> Derivatives:
         width = op.Reshape(nadj, [])
-        u, v = adjoint.at(op.Mod(k, width)), forward.at(op.Div(k, width))
+        u, v = adjoint.seeds_at(op.Mod(k, width)), forward.seeds_at(op.Div(k, width))
         along = {gradients[x]: seed for x, seed in v.items()}
-        results = sweep(op, along | both.at(k), sheet.wrt)
+        results = sweep(op, along | both.seeds_at(k), sheet.wrt)
         ir.convenience.replace_all_uses_with(cotangents, list(u.values()))
         sheet.graph.sort()  # the seeds were written after the nodes that read them
         return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
@@ -231,7 +231,7 @@ class Seeds:
         self.counts = [_direction_count(sheet.op, seeds, x) for x, seeds in inputs]
         self._stacked = [(x, _unpacked_seeds(sheet.op, seeds, x)) for x, seeds in inputs]
 
-    def at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
+    def seeds_at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
         """Return each value with its seed of the direction `index`; none beyond the last."""
         op = self._op
         return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}

@@ -13,13 +13,13 @@ from functools import partial
 
 from onnx import ModelProto
 
-from onnxgrad.autodiff.each_row import jacobians_of_rows
 from onnxgrad.autodiff.matrices import (
     Forward,
     all_blocks,
     all_named,
     is_single,
     jacobians,
+    jacobians_of_rows,
     row_blocks,
     with_gradients,
 )

@@ -133,7 +133,7 @@ class Recomputation:
         kept.update(x for node in self.after for x in captured(node))
         copies = _Copies(self.op, self.before, self.depth, kept)
         for node in self.after:
-            copies.feed(node)
+            copies.redirect_reads(node)
 
     def _divide_at_seeds(self, needed: Iterable[ir.Value]) -> None:
         """Divide the nodes that `needed` depends on at the seeds, into `before` and `after`.
@@ -223,7 +223,7 @@ class _Copies:
         self.copies: dict[ir.Value, ir.Value] = {}
         self.latest: ir.Value | None = None  # the cotangent behind the longest path so far
 
-    def feed(self, node: ir.Node) -> None:
+    def redirect_reads(self, node: ir.Node) -> None:
         """Let a node of the backward pass read copies; the nodes must come in order."""
         with self.op.at(node):
             for i, x in enumerate(node.inputs):

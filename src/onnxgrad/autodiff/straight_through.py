@@ -86,7 +86,7 @@ class StraightThrough:
             self.rounding.append(node)
 
     def _formula_of(self, node: ir.Node) -> _Formula | None:
-        """Return what writes the formula of `node`; None if it needs none: its rule may do."""
+        """Return the function that writes the formula of `node`; None where its rule may do."""
         operator = operator_of(node)
         if callable(operator.straight_through):
             return partial(operator.straight_through, self)
@@ -293,7 +293,7 @@ def _quantized_error(node: ir.Node, remedy: str) -> NoGradientRule:
 
 
 def straight_through_warning(rounding: Sequence[str]) -> str:
-    """Return what to say of a gradient through the nodes of these operators."""
+    """Return the warning that gradients pass straight through nodes of these operators."""
     operators = ", ".join(sorted(set(rounding)))
     layers = "1 quantized layer" if len(rounding) == 1 else f"{len(rounding)} quantized layers"
     return f"gradients pass straight through the rounding of {layers} ({operators}): an estimate"

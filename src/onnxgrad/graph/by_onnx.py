@@ -163,7 +163,7 @@ def _write_pads(node: ir.Node) -> None:
 
 
 def correct_shape(node: ir.Node, known: Dims | None) -> None:
-    """Remove what onnx infers wrongly of the shape of the first output of `node`.
+    """Remove lengths that onnx infers wrongly from the shape of the first output of `node`.
 
     Of an index of an Einsum with several lengths, onnx uses the first, even if it is 1 or a symbol;
     the width of packed heads of an Attention is 0 if it is a symbol, and a DFT whose length is no

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import all_names, attribute_key
-from onnxgrad.operators import RANDOM, marks, sequence_nodes, sequences
+from onnxgrad.operators import RANDOM, marks, sequences
 from onnxgrad.operators.outputs import output_shape, output_types
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import (
@@ -344,7 +344,7 @@ class Emit:
 
     def _filled_like(self, number: int, x: ir.Value) -> ir.Value:
         if not isinstance(x.type, ir.TensorType):
-            return sequence_nodes.fill_sequence(self, number, x)
+            return sequences.fill_sequence(self, number, x)
         assert x.dtype is not None
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
@@ -503,7 +503,7 @@ class Emit:
         if len(terms) == 1:
             return terms[0]
         if sequences.is_sequence(terms[0]):
-            return sequence_nodes.add_sequences(self, terms)
+            return sequences.add_sequences(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y
 

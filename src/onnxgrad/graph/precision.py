@@ -48,8 +48,8 @@ def _read_in_float32(op: Emit, value: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(wide, result, replace_graph_outputs=True)
 
 
-def read_rounded_input(op: Emit, w: ir.Value) -> ir.Value:
-    """Replace an input of 16 bits by one of float32, which nodes read rounded; return the input."""
+def widen_input(op: Emit, w: ir.Value) -> ir.Value:
+    """Replace an input of 16 bits by a float32 input, which nodes read rounded; return it."""
     if w.dtype not in HALVES:
         return w
     wide = ir.Value(name=w.name, type=ir.TensorType(ir.DataType.FLOAT), shape=w.shape)
@@ -61,7 +61,7 @@ def read_rounded_input(op: Emit, w: ir.Value) -> ir.Value:
     return wide
 
 
-def cast_result_to_float32(op: Emit, y: ir.Value) -> ir.Value:
+def widen_result(op: Emit, y: ir.Value) -> ir.Value:
     """Return a result of 16 bits cast to float32; the cast takes over its name."""
     if y.dtype not in HALVES:
         return y
@@ -70,7 +70,7 @@ def cast_result_to_float32(op: Emit, y: ir.Value) -> ir.Value:
     return wide
 
 
-def cast_to_halves_of(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
+def narrow_result(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
     """Return a float32 result cast to the 16 bits of `like`, the input that is fed with it."""
     if like is None or like.dtype not in HALVES or y.dtype != ir.DataType.FLOAT:
         return y

@@ -72,7 +72,7 @@ def replace_value(
 
 
 def latest_replacement(x: ir.Value) -> ir.Value:
-    """Return what replaces `x` now, or `x` itself."""
+    """Return the value that replaces `x` now, or `x` itself."""
     while marks.REPLACED in x.meta:
         x = x.meta[marks.REPLACED]
     return x

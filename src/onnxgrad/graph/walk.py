@@ -35,7 +35,7 @@ from onnxgrad.operators.shapes import Dims, dims, is_stated, static
 
 
 class Walk:
-    """Infers types and shapes, by onnx and by what `output_shape` adds to it.
+    """Infers types and shapes, by onnx and by the records of operators (`output_shape`).
 
     A length that stays unknown becomes a symbol, so that two values which share it are proven to
     have the same. Another walk of the same object infers only nodes that are new, or of which more
@@ -306,7 +306,7 @@ def fold_sizes(graph: ir.Graph, walk: Walk) -> None:
 
 
 def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:
-    """Let what reads the result of `node` read a constant, if all of its elements are known.
+    """Let the readers of the result of `node` read a constant, if all of its elements are known.
 
     It is a rewrite that does not apply. Nodes in a branch of an If keep reading the result: where
     they cannot run, because the condition excludes it, onnxruntime may refuse the constant.

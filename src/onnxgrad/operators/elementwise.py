@@ -76,27 +76,15 @@ def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 
-_SUM: dict[str, Any] = {
-    "traits": "cheap arithmetic exact sums",
-    "roles": "a",
-    "straight_through": (),
-}
-
 _declare_elementwise("Neg", "cheap arithmetic exact sums")
 _declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
 _declare_elementwise("Max Min", "cheap arithmetic exact bounds", roles="v", straight_through=())
-_declare_elementwise("Add", elements=of_numbers(operator.add), **_SUM)
-_declare_elementwise("Sub", elements=of_numbers(operator.sub), **_SUM)
-_declare_elementwise(
-    "Mul",
-    "cheap arithmetic exact powers",
-    roles="e",
-    elements=of_each(multiply_lengths),
-    straight_through=(),
-)
-_declare_elementwise(
-    "Div", "cheap arithmetic exact powers", roles="e", elements=of_numbers(_truncated_quotient)
-)
+_declare_elementwise("Add Sub", "cheap arithmetic exact sums", roles="a", straight_through=())
+declare_operators("Add", elements=of_numbers(operator.add))
+declare_operators("Sub", elements=of_numbers(operator.sub))
+_declare_elementwise("Div Mul", "cheap arithmetic exact powers", roles="e")
+declare_operators("Div", elements=of_numbers(_truncated_quotient))
+declare_operators("Mul", elements=of_each(multiply_lengths), straight_through=())
 _declare_elementwise("Abs", "cheap powers")
 _declare_elementwise("Mean", "cheap", roles="a")
 _declare_elementwise("Reciprocal Sqrt", "cheap exact powers")
@@ -128,9 +116,9 @@ _declare_elementwise(
     "Cast",
     "cheap moves reorders exact never_fails",
     result_type=lambda _, attributes: ir.TensorType(ir.DataType(attributes["to"])),
-    elements=of_known(_cast_elements),
 )
-_declare_elementwise("CastLike", "unary cheap moves", roles="xl", elements=of_known(_cast_elements))
+_declare_elementwise("CastLike", "unary cheap moves", roles="xl")
+declare_operators("Cast CastLike", elements=of_known(_cast_elements))
 _declare_elementwise("Clip", "unary cheap bounds", roles="xc", straight_through=())
 _declare_elementwise("PRelu", "unary cheap", roles="xp")
 _declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")

@@ -62,28 +62,19 @@ def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
     return axis + (axis >= new)
 
 
-declare_operators(
-    "Shape",
-    "view cheap shape int64 never_fails",
-    shape=_shape_of_shape,
-    elements=_lengths_as_elements,
-    no_gradient=OF_SHAPE,
-)
+declare_operators("Shape Size", "view cheap shape int64 never_fails", no_gradient=OF_SHAPE)
+declare_operators("Shape", shape=_shape_of_shape, elements=_lengths_as_elements)
 declare_operators(
     "Size",
-    "view cheap shape int64 never_fails",
     shape=lambda *_: (),
     elements=lambda node, _: product_of_lengths(known_shape(node.inputs[0])),
-    no_gradient=OF_SHAPE,
 )
-declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
+declare_operators("ConstantOfShape EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators(
     "ConstantOfShape",
-    "cheap shape",
     elements=of_known(_filled_elements),
     lengths=lambda _, operands: nonnegative_lengths(operands[0]),
     settings=(0,),
-    no_gradient=OF_SHAPE,
 )
 declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
 declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)

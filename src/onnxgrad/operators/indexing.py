@@ -56,39 +56,25 @@ def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
     return [None if dtype is None else ir.TensorType(dtype), ir.TensorType(ir.DataType.INT64)]
 
 
-_unless_named = first_operand(axis_unless_named)
-
-declare_operators(
-    "Gather",
-    "cheap moves selects aligned",
-    roles="ti",
-    elements=of_known(_gathered_elements),
-    naming=FIRST,
-    axes=_gathered_axis,
-    lookup_operand=1,
-)
+declare_operators("Gather GatherElements GatherND", "selects", roles="ti")
+declare_operators("Gather GatherElements ScatterElements", naming=FIRST)
+declare_operators("GatherElements ScatterElements", members=shift_axes_of_all)
+declare_operators("ScatterElements ScatterND", shape=like_first)
+declare_operators("Gather", "cheap moves aligned", axes=_gathered_axis, lookup_operand=1)
+declare_operators("Gather", elements=of_known(_gathered_elements))
 declare_operators(
     "GatherElements",
-    "selects",
-    roles="ti",
     shape=lambda inputs, _: None if dims(inputs[0]) is None else dims(inputs[1]),
-    naming=FIRST,
     axes=lambda node, operand, axis: axis if operand else axis_unless_named(node, 0, axis),
-    members=shift_axes_of_all,
 )
-declare_operators("GatherND", "selects", roles="ti", axes=_axis_of_gather_nd)
-declare_operators(
-    "Compress", "moves selects", roles="xl", naming=Naming("axis"), axes=_unless_named
-)
-declare_operators("ScatterElements", shape=like_first, naming=FIRST, members=shift_axes_of_all)
-declare_operators("ScatterND", shape=like_first)
+declare_operators("GatherND", axes=_axis_of_gather_nd)
+declare_operators("Compress TopK", roles="xl", axes=first_operand(axis_unless_named))
+declare_operators("Compress", "moves selects", naming=Naming("axis"))
 declare_operators(
     "TopK",
     "searches",
-    roles="xl",
     result_type=_types_of_top_k,
     naming=LAST,
-    axes=_unless_named,
     settings=(1,),
     fitted=(
         "selects the nearest of stored rows: such a model is its data, and is fitted by storing "

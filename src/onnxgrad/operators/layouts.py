@@ -46,7 +46,7 @@ Attributes = Mapping[str, Any]
 # -- views ----------------------------------------------------------------------------------------
 
 
-def reshaped(shape: Dims | None, target: Sequence[Dim], attributes: Attributes) -> Dims:
+def reshaped_dims(shape: Dims | None, target: Sequence[Dim], attributes: Attributes) -> Dims:
     """Return the shape after a Reshape; a length -1 is inferred, perhaps as a symbol."""
     result = list(target)
     if shape is None:
@@ -78,13 +78,13 @@ def _shape_of_reshape(inputs: Sequence, attributes: Attributes) -> Dims | None:
     length = static(dims(inputs[1]))
     if target is None:
         return None if length is None or length[0] > limit("rank") else (None,) * length[0]
-    return reshaped(shape, target.tolist(), attributes)
+    return reshaped_dims(shape, target.tolist(), attributes)
 
 
 def _reshape_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
     if operands[1] is None:
         return None
-    return reshaped(dims(node.inputs[0]), tuple(operands[1].flat), attributes_of(node))
+    return reshaped_dims(dims(node.inputs[0]), tuple(operands[1].flat), attributes_of(node))
 
 
 @of_known
@@ -124,22 +124,14 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-_VIEW: dict[str, Any] = {"traits": "view cheap moves reorders", "elements": _viewed_elements}
 _AXES = Naming("axes", 1)
 
-declare_operators("Flatten", "view cheap moves reorders", axes=reshaped_axis)
-declare_operators(
-    "Reshape",
-    shape=_shape_of_reshape,
-    lengths=_reshape_to_lengths,
-    axes=reshaped_axis,
-    settings=(1,),
-    **_VIEW,
-)
-declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis, **_VIEW)
-declare_operators(
-    "Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis, **_VIEW
-)
+declare_operators("Flatten Reshape Squeeze Unsqueeze", "view cheap moves reorders")
+declare_operators("Reshape Squeeze Unsqueeze", elements=_viewed_elements)
+declare_operators("Flatten Reshape", axes=reshaped_axis)
+declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths)
+declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis)
+declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis)
 declare_operators(
     "Identity",
     "elementwise view cheap moves reorders sequences never_fails",
@@ -217,9 +209,8 @@ declare_operators(
     shape=_shape_of_expand,
     lengths=_expand_to_lengths,
     axes=first_operand(broadcast_axis),
-    settings=(1,),
 )
-declare_operators("Tile", "cheap moves reorders aligned", axes=_tiled_axis, settings=(1,))
+declare_operators("Tile", "cheap moves reorders aligned", axes=_tiled_axis)
 declare_operators(
     "Concat",
     "cheap reorders aligned",
@@ -272,30 +263,24 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     return None if pads is None or pads[named.index(axis) :: len(named)].any() else axis
 
 
+declare_operators("Slice Split", "cheap moves selects aligned")
 declare_operators(
     "Slice",
-    "cheap moves selects aligned",
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
     settings=(1, 2, 3, 4),
 )
-declare_operators(
-    "Split",
-    "cheap moves selects aligned",
-    naming=FIRST,
-    axes=first_operand(axis_unless_named),
-    settings=(1,),
-)
+declare_operators("Split", naming=FIRST, axes=first_operand(axis_unless_named))
 declare_operators(
     "Pad",
     "cheap aligned",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=_padded_axis,
-    settings=(1,),
     straight_through=(0, 2),
 )
 declare_operators("Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes)
+declare_operators("Expand Pad Reshape Split Tile", settings=(1,))
 declare_operators(
     "Expand Pad Reshape ReverseSequence Slice Split Squeeze Tile Trilu Unsqueeze", roles="xl"
 )
@@ -540,7 +525,7 @@ def relayout_of_members(m, node):
         length = (dims(numbers) or (None,))[0]
         if n is None or not isinstance(length, int):
             return None
-        new, front = m.aligned(x, n), front + [1] * (n - length)
+        new, front = m.aligned_value(x, n), front + [1] * (n - length)
     # a 0 of a Reshape stands for the length of the same axis, which has moved as far as the 0
     target = m.op.Concat(front, numbers, axis=0) if known is None else [*front, *map(int, known)]
     return m.write_node(node, [new, target])

@@ -1,4 +1,4 @@
-"""Keys of `meta`: what nodes, values and graphs carry from the code that writes it to its reader.
+"""Keys of `meta`: notes on nodes, values and graphs, from the code that writes them to its reader.
 
 Files do not have them. The comment on a key says what `meta` holds there, which module writes it,
 and which reads it.
@@ -18,7 +18,7 @@ INPUT_DEFAULT = "onnxgrad.input_default"
 # True for a sequence without elements: operators/sequences writes and reads it
 EMPTY_SEQUENCE = "onnxgrad.empty_sequence"
 
-# position and element in a sequence of zeros: operators/sequence_nodes writes and reads it
+# position and element in a sequence of zeros: operators/sequences writes and reads it
 SCATTERED = "onnxgrad.scattered"
 
 # True for the scores -z and z of two classes: operators/ml writes it, losses/class_columns reads it
@@ -41,7 +41,7 @@ LAST_KEY = "onnxgrad.last_key"
 GRADIENT_OF = "onnxgrad.gradient_of"
 
 # image, cotangent, windows and groups of the gradient of a convolution's weight:
-# autodiff/forms/correlation writes, native/blocked reads it
+# autodiff/forms/convolutions writes, native/blocked reads it
 WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
 
 # gradient of the input of a MaxPool, and its cotangent: autodiff/forms/scatters writes,

@@ -47,12 +47,12 @@ def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
         return None
     first, *others = node.inputs
     if "unary" not in operator.traits:
-        return m.write_node(node, [m.aligned(x, n) for x in node.inputs])
+        return m.write_node(node, [m.aligned_value(x, n) for x in node.inputs])
     has_settings = not {"c", "l"}.isdisjoint(operator.roles[1:])  # which are scalars
     if has_settings and not m.shares_operands(others):
         return None
-    aligned = [None if x is None else m.aligned(x, n) for x in others]
-    return m.write_node(node, [m.expanded(first), *aligned])
+    aligned = [None if x is None else m.aligned_value(x, n) for x in others]
+    return m.write_node(node, [m.expanded_value(first), *aligned])
 
 
 def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
@@ -67,7 +67,7 @@ def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
 
 def shift_axes_of_all(m: Any, node: Any) -> list[ir.Value] | None:
     """Write an operator along axes of all operands."""
-    return _write_shifted(m, node, [m.expanded(x) for x in node.inputs])
+    return _write_shifted(m, node, [m.expanded_value(x) for x in node.inputs])
 
 
 def _write_shifted(m: Any, node: Any, inputs: list) -> list[ir.Value] | None:

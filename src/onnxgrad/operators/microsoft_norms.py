@@ -11,12 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.microsoft import (
-    contrib_lowering,
-    declare_contrib,
-    has_output,
-    like_first_twice,
-)
+from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, has_output, like_first_twice
 from onnxgrad.operators.normalizations import axes_from
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.records import declare_operators
@@ -27,7 +22,7 @@ from onnxgrad.operators.shapes import Dims, known_shape, rank
 FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
 
-declare_contrib("LayerNormalization", roles="xso")
+declare_operators("LayerNormalization", domain=DOMAIN, roles="xso")
 
 
 def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims]:

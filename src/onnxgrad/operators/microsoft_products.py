@@ -23,7 +23,7 @@ from onnxgrad.operators.microsoft import (
     like_first_twice,
 )
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.products import product, shape_of_gemm, shape_of_matmul
+from onnxgrad.operators.products import matrix_product, shape_of_gemm, shape_of_matmul
 from onnxgrad.operators.recurrent import ACTIVATIONS
 from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, sum_terms
@@ -90,7 +90,7 @@ def fused_matmul(op: Any, node: Any) -> list[ir.Value] | None:
         return None  # onnxruntime 1.31 does not transpose A if B is a vector
     a, b = (_transpose_operand(op, node, i) for i in (0, 1))
     alpha = float_attribute(node, "alpha")
-    y = product(op, a, b)
+    y = matrix_product(op, a, b)
     return [y if alpha == 1 else y * alpha]
 
 

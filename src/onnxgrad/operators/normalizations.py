@@ -353,13 +353,13 @@ def layer_normalization_of_members(m, node):
     behind, inputs = scale in m or bias in m, [m.value_for(x), *node.inputs[1:]]
     if behind:
         one = op.const(1.0, scale.dtype)
-        inputs[1:] = [op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
+        inputs[1:] = [op.set_type_like(op.Expand(one, m.member_shape(scale)), scale)]
     new = m.set_member_type(
         op.emit(node.op_type, inputs, attributes_of(node) | {"axis": axis + 1}), y
     )
     if behind:
-        new = m.set_member_type(op.Mul(new, m.aligned(scale, n)), y)
-        new = new if bias is None else m.set_member_type(op.Add(new, m.aligned(bias, n)), y)
+        new = m.set_member_type(op.Mul(new, m.aligned_value(scale, n)), y)
+        new = new if bias is None else m.set_member_type(op.Add(new, m.aligned_value(bias, n)), y)
     return [new, *node.outputs[1:]]
 
 
@@ -369,11 +369,13 @@ def batch_normalization_of_members(m, node):
     (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
     if n is None or n < 2:
         return None
-    turned = op.Transpose(m.expanded(x), perm=[1, 0, *range(2, n + 1)])  # (N, members, C, ...)
+    turned = op.Transpose(
+        m.expanded_value(x), perm=[1, 0, *range(2, n + 1)]
+    )  # (N, members, C, ...)
     lengths = [op.dim(turned, i) for i in range(3, n + 1)]
     merged = op.Reshape(turned, op.vector(op.dim(turned, 0), -1, *lengths))
     merged.type, merged.shape = x.type, ir.Shape([(dims(x) or ())[0], None, *(dims(x) or ())[2:]])
-    flat = [op.Reshape(m.expanded(v), [-1]) for v in operands]
+    flat = [op.Reshape(m.expanded_value(v), [-1]) for v in operands]
     y, *statistics = op.emit_many(
         node.op_type, [merged, *flat], attributes_of(node), len(node.outputs), fresh=True
     )

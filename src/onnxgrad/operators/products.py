@@ -122,23 +122,11 @@ def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
     return prod(lengths.values()) * (len(terms) - 1)
 
 
-declare_operators(
-    "MatMul",
-    "product quantizable",
-    roles="f",
-    shape=shape_of_matmul,
-    axes=_axis_of_matmul,
-    work=_work_of_matmul,
-)
-declare_operators("MatMulInteger QLinearMatMul", "product", work=_work_of_matmul)
-declare_operators(
-    "Gemm",
-    "product quantizable",
-    roles="ffb",
-    shape=shape_of_gemm,
-    axes=_axis_of_gemm,
-    work=_work_of_gemm,
-)
+declare_operators("Gemm MatMul", "product quantizable")
+declare_operators("MatMulInteger QLinearMatMul", "product")
+declare_operators("MatMul MatMulInteger QLinearMatMul", work=_work_of_matmul)
+declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
+declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm, work=_work_of_gemm)
 declare_operators(
     "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_work_of_einsum
 )
@@ -305,10 +293,10 @@ def lower_vectors(op: Any, node: ir.Node) -> list[ir.Value] | None:
     a, b = node.inputs
     if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
         return None
-    return [product(op, a, b)]
+    return [matrix_product(op, a, b)]
 
 
-def product(op: Any, a: Any, b: Any) -> ir.Value:
+def matrix_product(op: Any, a: Any, b: Any) -> ir.Value:
     """Return the product of two matrices or vectors."""
     axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
     y = op.MatMul(
@@ -336,7 +324,7 @@ def matmul_of_members(m, node):
         flat.type, flat.shape = a.type, ir.Shape([*lead, None, (dims(a) or ())[-1]])
         result = op.Reshape(op.MatMul(flat, y), op.vector(m.count, *rows, inner))
     else:
-        result = op.MatMul(*(m.aligned(v, max(n, width)) for v in (a, b)))
+        result = op.MatMul(*(m.aligned_value(v, max(n, width)) for v in (a, b)))
     return [m.set_member_type(result, node.outputs[0])]
 
 
@@ -353,7 +341,7 @@ def gemm_of_members(m, node):
     if alpha != 1:
         result = m.set_member_type(result * alpha, node.outputs[0])
     if c is not None and beta != 0:
-        added = m.aligned(c, 2)
+        added = m.aligned_value(c, 2)
         result = m.set_member_type(result + (added if beta == 1 else added * beta), node.outputs[0])
     return [result]
 

@@ -234,7 +234,7 @@ def add_facts(domain: str, name: str, **fields: Any) -> None:
 
 
 def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
-    """Declare what operators have in common; names and traits are separated by spaces.
+    """Set fields of the records of several operators; spaces separate names and traits.
 
     The operators keep the traits of earlier declarations.
 

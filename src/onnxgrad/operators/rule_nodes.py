@@ -18,7 +18,7 @@ Operand = ir.Value | None  # None: it is left out
 
 
 def sum_terms(*terms: Operand) -> ir.Value:
-    """Return the sum of the terms, without the omitted ones."""
+    """Return the sum of the operands that are not left out."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)
 
@@ -86,7 +86,7 @@ def product_of_others(op, u, multiplied, added):
 
 
 def delayed_until(op, x, g):
-    """Return `x`, available when `g` is: a Reshape in which 0 keeps the length.
+    """Return `x` as a Reshape to its own shape, written so that it runs after `g` is computed.
 
     What is computed from constants only, onnxruntime computes when it loads the model, and keeps.
     """
@@ -231,7 +231,7 @@ def _keeps_distinct(node: ir.Node) -> bool:
 
 
 def _standard_producer(v: ir.Value) -> ir.Node | None:
-    """Return the standard node that computes `v`, or what `v` is a copy of."""
+    """Return the standard node that computes `v`, before copies by Identity; None if none does."""
     node = v.producer()
     while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
         node = node.inputs[0].producer()

@@ -1,4 +1,4 @@
-"""Interpolation of images: GridSample and AffineGrid, and the samples of DeformConv.
+"""Interpolation of images: GridSample, AffineGrid, samples of DeformConv, and pooling over regions.
 
 A sample is a weighted sum of the elements around its position. The weights are polynomials of the
 position along each axis. Half precision is computed in float32.
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.attributes import int_attribute, string_attribute
+from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import Place
+from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.records import declare_operators
 from onnxgrad.operators.registry import Unsupported, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
@@ -239,3 +240,270 @@ def affine_grid(op, node, g):
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, -1, n))
     dtheta = op.MatMul(op.Transpose(g, perm=[0, 2, 1]), b)
     return op.set_type_like(op.Cast(dtheta, to=theta.dtype), theta), None
+
+
+# -- pooling over regions of an image: RoiAlign and MaxRoiPool -------------------------------------
+
+
+def _axis_of_regions(_node: Any, operand: int, axis: int) -> Place:
+    # channels of the images, rows of the regions and of their batch indices
+    return axis if axis == (operand == 0) else None
+
+
+declare_operators("RoiAlign", roles="xi", axes=_axis_of_regions)
+
+_LONG = ir.DataType.INT64
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The samples of R regions along one axis: I in each of P bins, some of them unused."""
+
+    first: ir.Value  # (R, P, I), index of the element at or before each sample
+    t: ir.Value  # the distance from there
+    used: ir.Value  # 1 if the sample counts, 0 beyond the image or the count
+    moving: ir.Value  # 1 if the sample counts and moves with the region, 0 if clamped
+    by_end: ir.Value  # d position / d end of the region; d position / d start is 1 - this
+    count: ir.Value  # samples per bin
+    bins: int
+    length: int | ir.Value  # of the axis
+
+
+@rule("RoiAlign")
+def roi_align(op, node, g):
+    """y = Ay x AxT, a matrix for each region and axis, whose rows are means of interpolations:
+    dx = AyT g Ax,  dAy = g Ax xT,  dAx = gT Ay x, and from these drois.
+
+    In mode max, y is the first maximum of w x over single elements x with their weights w, not over
+    interpolations. He et al. 2017, arXiv:1703.06870.
+    """
+    x, rois, _ = node.inputs
+    dtype = wide_dtype(x.dtype)
+    lines, g = [_samples_along(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
+    if string_attribute(node, "mode") == "max":
+        dx, ends = _gradients_of_maximum(op, node, lines, g)
+    else:
+        dx, ends = _gradients_of_mean(op, node, lines, g)
+    (top, bottom), (left, right) = ends
+    scale = float_attribute(node, "spatial_scale")
+    drois = op.Concat(left, top, right, bottom, axis=1) * scale
+    return (
+        op.reshape_like(op.Cast(dx, to=x.dtype), x),
+        op.set_type_like(op.Cast(drois, to=rois.dtype), rois),
+        None,
+    )
+
+
+def _samples_along(op, node, axis: int, dtype) -> Lines:
+    """Return the samples along the rows (axis 0) or the columns (axis 1) of the image."""
+    x, rois, _ = node.inputs
+    length, scale = op.dim(x, 2 + axis), float_attribute(node, "spatial_scale")
+    half = string_attribute(node, "coordinate_transformation_mode") == "half_pixel"
+    bins = int_attribute(node, "output_width" if axis else "output_height")
+    ends = op.Cast(rois, to=dtype) * scale - (0.5 if half else 0.0)
+    start, end = (op.Reshape(op.Gather(ends, [i - axis], axis=1), [-1, 1, 1]) for i in (1, 3))
+    extent, real = end - start, as_real(op, length, dtype)
+    clamped_extent = extent if half else op.Max(extent, 1.0)
+    ratio = int_attribute(node, "sampling_ratio")
+    count, i, counted = op.const(float(ratio), dtype), op.Cast(op.arange(ratio), to=dtype), None
+    if ratio <= 0:
+        count = op.Max(op.Ceil(clamped_extent / float(bins)), 0.0)
+        i = op.Cast(op.arange(_largest_count(op, count)), to=dtype)
+        counted, count = op.Less(i, count), op.Max(count, 1.0)
+    p = op.const(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
+    u = (p + (i + 0.5) / count) / float(bins)
+    position = start + clamped_extent * u
+    used = op.And(op.GreaterOrEqual(position, -1.0), op.LessOrEqual(position, real))
+    used = used if counted is None else op.And(used, counted)
+    moving = op.And(op.Greater(position, 0.0), op.Less(position, real - 1.0))
+    clamped = op.Min(op.Max(position, 0.0), real - 1.0)
+    by_end = u if half else u * op.Cast(op.GreaterOrEqual(extent, 1.0), to=dtype)
+    first, (used, moving) = op.Floor(clamped), (op.Cast(v, to=dtype) for v in (used, moving))
+    return Lines(first, clamped - first, used, used * moving, by_end, count, bins, length)
+
+
+def _largest_count(op, counts):
+    """Return the largest of `counts`, at least one, as an int64 tensor [1]."""
+    flat = op.Concat(op.Reshape(counts, [-1]), op.const(np.ones(1, counts.dtype.numpy())), axis=0)
+    return op.Cast(op.ReduceMax(flat, keepdims=1), to=_LONG)
+
+
+# -- means --------------------------------------------------------------------------------------
+
+
+def _gradients_of_mean(op, node, lines: list[Lines], g):
+    """Return the gradients of x and of the regions along both axes.
+
+    The matrices Ay span all images of the batch, with zeros outside the image of the region, so
+    that all regions are one product.
+    """
+    x, rois, batch = node.inputs
+    x = op.Cast(x, to=g.dtype)
+    images, channels, regions = op.dim(x, 0), op.dim(x, 1), op.dim(rois, 0)
+    own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(op.arange(images), [1]))
+    own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
+    weights = [_element_weights(op, line) for line in lines]
+    matrices = [op.ReduceSum(weight, [2], keepdims=0) for weight, _ in weights]
+    dx, ends = None, list[Any]()
+    for axis, (line, (_, slope)) in enumerate(zip(lines, weights, strict=True)):
+        other, g_ = lines[1 - axis], op.Transpose(g, perm=[0, 1, 3, 2]) if axis else g
+        across = op.MatMul(g_, op.Unsqueeze(matrices[1 - axis], [1]))  # (R, C, P, other length)
+        across = op.Transpose(across, perm=[0, 2, 1, 3])
+        across = op.Reshape(across, op.vector(regions * line.bins, channels * other.length))
+        if dx is None:
+            rows = op.Unsqueeze(matrices[0], [2]) * own
+            rows = op.Reshape(rows, op.vector(regions * line.bins, images * line.length))
+            dx = op.MatMul(op.Transpose(rows, perm=[1, 0]), across)
+            dx = op.Reshape(dx, op.vector(images, line.length, channels, other.length))
+            dx = op.Transpose(dx, perm=[0, 2, 1, 3])
+        pixels = op.Transpose(x, perm=[1, 3, 0, 2] if axis == 0 else [1, 2, 0, 3])
+        pixels = op.Reshape(pixels, op.vector(channels * other.length, images * line.length))
+        d = op.MatMul(across, pixels)
+        d = op.Reshape(d, op.vector(regions, line.bins, images, line.length))
+        d = op.Unsqueeze(op.ReduceSum(d * own, [2], keepdims=0), [2])
+        ends.append(_gradients_of_ends(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
+    return dx, ends
+
+
+def _element_weights(op, line: Lines):
+    """Return the weights (R, P, I, length) of all elements, and d weight / d position."""
+    first, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
+    index = op.Cast(op.arange(line.length), to=line.first.dtype)
+    at_first, at_next = (op.Cast(op.Equal(first, i), to=t.dtype) for i in (index, index - 1.0))
+    share, moving = line.used / line.count, line.moving / line.count
+    rise = at_next - at_first
+    return (at_first + rise * t) * op.Unsqueeze(share, [-1]), rise * op.Unsqueeze(moving, [-1])
+
+
+def _gradients_of_ends(op, line: Lines, d):
+    """Return the gradients (R, 1) w.r.t. start and end of regions, from d w.r.t. the samples."""
+    end = op.ReduceSum(d * line.by_end, [1, 2], keepdims=0)
+    start = op.ReduceSum(d, [1, 2], keepdims=0) - end
+    return op.Unsqueeze(start, [1]), op.Unsqueeze(end, [1])
+
+
+# -- maxima -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """The maximum of each bin among its S candidates: each field is (R, C, P, Q, 1)."""
+
+    index: ir.Value  # among the candidates
+    position: ir.Value  # in the flattened images
+    value: ir.Value
+    shape: ir.Value  # (R, C, P, Q, S)
+
+    def select(self, op, v):
+        """Return the entries of `v`, which broadcasts to `shape`, at the maxima."""
+        return op.GatherElements(op.Expand(v, self.shape), self.index, axis=4)
+
+
+def _find_maxima(op, x, batch, rows, columns, score) -> Maxima:
+    """Return the first maximum of `score(elements)` in each bin.
+
+    The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
+    """
+    channels = op.dim(x, 1)
+    plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + op.arange(channels)
+    row = op.Unsqueeze(plane, [2, 3]) * op.const(op.dim(x, 2), _LONG) + op.Unsqueeze(rows, [1])
+    row = op.Unsqueeze(row * op.const(op.dim(x, 3), _LONG), [3, 5])
+    positions = _merge_axes(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
+    elements = op.Gather(op.Reshape(x, [-1]), positions, axis=0)
+    index = op.ArgMax(score(elements), axis=4, keepdims=1)
+    position, value = (op.GatherElements(v, index, axis=4) for v in (positions, elements))
+    return Maxima(index, position, value, op.Shape(positions))
+
+
+def _merge_axes(op, v, axis: int):
+    """Return `v` with its axes from `axis` on merged, also if there are no regions."""
+    shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.numel(v, axis)), axis=0)
+    shape.shape = ir.Shape([axis + 1])
+    return op.Reshape(v, shape, allowzero=1)
+
+
+def _outer_product(op, rows, columns):
+    """Return the products (R, 1, P, Q, I J) of (R, P, I) and (R, Q, J)."""
+    return _merge_axes(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
+
+
+def _gradients_of_maximum(op, node, lines: list[Lines], g):
+    """Return the gradients of x and of the regions along both axes."""
+    x, _, batch = node.inputs
+    x, g = op.Cast(x, to=g.dtype), op.Unsqueeze(g, [-1])
+    (rows, *down), (columns, *right) = (_pairs_of_elements(op, line) for line in lines)
+    weight = _outer_product(op, down[0], right[0])
+    maxima = _find_maxima(op, x, batch, rows, columns, lambda elements: elements * weight)
+    gx, ends = g * maxima.value, []
+    for slopes in ([(d, right[0]) for d in down[1:]], [(down[0], d) for d in right[1:]]):
+        by = (gx * maxima.select(op, _outer_product(op, *pair)) for pair in slopes)
+        ends.append([op.ReduceSum(d, [1, 2, 3], keepdims=0) for d in by])
+    return scatter_flat(op, x, maxima.position, g * maxima.select(op, weight)), ends
+
+
+def _pairs_of_elements(op, line: Lines):
+    """Return index, weight, d weight / d start and d weight / d end of the elements that are read.
+
+    Each sample reads two: every result is (R, P, 2 I).
+    """
+    last = op.const(line.length, _LONG) - np.int64(1)
+    first = op.Unsqueeze(op.Cast(line.first, to=_LONG), [-1])
+    rise, at_first = op.const([-1, 1]), op.const([1, 0])
+    rise, at_first = (op.Cast(v, to=line.t.dtype) for v in (rise, at_first))
+    by_start = line.moving * (1.0 - line.by_end)
+    fields = (
+        op.Min(first + np.arange(2), last),
+        op.Unsqueeze(line.used, [-1]) * (op.Unsqueeze(line.t, [-1]) * rise + at_first),
+        op.Unsqueeze(by_start, [-1]) * rise,
+        op.Unsqueeze(line.moving * line.by_end, [-1]) * rise,
+    )
+    return [_merge_axes(op, v, 2) for v in fields]
+
+
+@rule("MaxRoiPool")
+def max_roi_pool(op, node, g):
+    """y = max of a bin of a region:  dx = zeros with g added at the first maximum of each bin.
+
+    Regions are rounded to whole elements, and so have no gradient.
+    """
+    x, rois = node.inputs
+    dtype = wide_dtype(x.dtype)
+    regions = op.Cast(rois, to=dtype) * op.const(
+        np.array([1.0] + [float_attribute(node, "spatial_scale")] * 4, dtype.numpy())
+    )
+    batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
+    rows, columns = (_elements_of_bins(op, node, regions, axis) for axis in (0, 1))
+    within = op.Greater(_outer_product(op, rows[1], columns[1]), 0.0)
+    lowest = op.const(-np.inf, dtype)
+    maxima = _find_maxima(
+        op, op.Cast(x, to=dtype), batch, rows[0], columns[0], lambda v: op.Where(within, v, lowest)
+    )
+    g = op.Unsqueeze(op.Cast(g, to=dtype), [-1])
+    return scatter_flat(op, x, maxima.position, op.Where(maxima.select(op, within), g, 0.0)), None
+
+
+def _elements_of_bins(op, node, regions, axis: int):
+    """Return element indices (R, P, I) along one axis, and 1 for elements in their bin, else 0."""
+    count, dtype = node.attributes.get_ints("pooled_shape")[axis], regions.dtype
+    real = as_real(op, op.dim(node.inputs[0], 2 + axis), dtype)
+    start, end = (
+        op.Reshape(_round_half_away(op, op.Gather(regions, [i - axis], axis=1)), [-1, 1])
+        for i in (2, 4)
+    )
+    bin_ = op.Max(end - start + 1.0, 1.0) / float(count)
+    p = op.const(np.arange(count, dtype=dtype.numpy()))
+    low, high = (
+        op.Unsqueeze(op.Min(op.Max(v + start, 0.0), real), [-1])
+        for v in (op.Floor(p * bin_), op.Ceil((p + 1.0) * bin_))
+    )
+    element = low + op.Cast(op.arange(_largest_count(op, high - low)), to=dtype)
+    index = op.Cast(op.Min(element, real - 1.0), to=_LONG)
+    return index, op.Cast(op.Less(element, high), to=dtype)
+
+
+def _round_half_away(op, v):
+    """Return `v` rounded, halves away from zero, as the kernels do."""
+    size = op.Abs(v)
+    whole = op.Floor(size)
+    up = op.Cast(op.GreaterOrEqual(size - whole, 0.5), to=v.dtype)
+    return op.Sign(v) * (whole + up)

@@ -1,24 +1,24 @@
-"""Types and shapes of sequences and Optionals.
+"""Sequences and Optionals: types and shapes, rules, and nodes that compute element by element.
 
 onnx_ir stores the shape of the elements of a sequence as the shape of the sequence, and the shape
-of its content as the shape of an Optional: None if ranks differ or are not known.
+of its content as the shape of an Optional: None if ranks differ or are not known. Emitters, the
+arguments `op` and `inner`, have methods that call functions of this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import ModelError
-from onnxgrad.operators import marks, sequence_nodes
+from onnxgrad.errors import ModelError, NoGradientRule
+from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.outputs import like_first, type_of_first
 from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
 from onnxgrad.operators.registry import lowering, rule
-from onnxgrad.operators.sequence_nodes import known_elements, loop_counters
 from onnxgrad.operators.shapes import (
     Dims,
     constant,
@@ -120,36 +120,22 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
     return optional_content(type_of_first(operands, attributes))
 
 
+def _declare_of_sequences(name: str, shape: Callable, result_type: Callable) -> None:
+    """Declare an operator of sequences or Optionals: the shape and the type of its result."""
+    declare_operators(name, "sequences", shape=shape, result_type=result_type)
+
+
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
-declare_operators(
-    "ConcatFromSequence",
-    "moves sequences",
-    shape=_shape_of_concatenated,
-    result_type=_type_of_element,
-)
-declare_operators("SequenceAt", "moves sequences", shape=like_first, result_type=_type_of_element)
-declare_operators(
-    "SequenceConstruct",
-    "moves sequences",
-    shape=lambda operands, _: shared_dims(operands),
-    result_type=_type_of_sequence,
-)
-declare_operators(
-    "SplitToSequence",
-    "moves sequences",
-    shape=_shape_of_split,
-    result_type=_type_of_sequence,
-)
+declare_operators("ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "moves")
 declare_operators("SequenceAt SplitToSequence", roles="xl")
-declare_operators("SequenceErase", "sequences", shape=like_first, result_type=type_of_first)
-declare_operators(
-    "SequenceInsert",
-    "sequences",
-    shape=lambda operands, _: shared_dims(operands[:2]),
-    result_type=type_of_first,
-)
-declare_operators("Optional", "sequences", shape=like_first, result_type=_type_of_optional)
-declare_operators("OptionalGetElement", "sequences", shape=like_first, result_type=_content_type)
+_declare_of_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
+_declare_of_sequences("SequenceAt", like_first, _type_of_element)
+_declare_of_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
+_declare_of_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
+_declare_of_sequences("SequenceErase", like_first, type_of_first)
+_declare_of_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
+_declare_of_sequences("Optional", like_first, _type_of_optional)
+_declare_of_sequences("OptionalGetElement", like_first, _content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
 declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
 declare_operators(
@@ -161,7 +147,7 @@ declare_operators(
 
 
 @rule("SequenceConstruct")
-def construct(op, node, g):
+def sequence_construct(op, node, g):
     """s = [a, b, ...]:  da, db, ... = the elements of ds."""
     return [op.set_type_like(op.SequenceAt(g, np.int64(i)), x) for i, x in enumerate(node.inputs)]
 
@@ -170,11 +156,11 @@ def construct(op, node, g):
 def sequence_at(op, node, g):
     """y = s[i]:  ds = zeros with dy at i."""
     s, i = node.inputs
-    return sequence_nodes.scatter_element(op, g, i, s), None
+    return scatter_element(op, g, i, s), None
 
 
 @rule("SequenceInsert")
-def insert_element(op, node, g):
+def sequence_insert(op, node, g):
     """y = s with x inserted at i:  dx = dy[i],  ds = dy without dy[i]."""
     s, x, i = (*node.inputs, None)[:3]
     if i is None:
@@ -192,27 +178,25 @@ def insert_element(op, node, g):
 
 
 @rule("SequenceErase")
-def erase(op, node, g):
+def sequence_erase(op, node, g):
     """y = s without s[i]:  ds = dy with zeros inserted at i."""
     s, i = (*node.inputs, None)[:2]
     i = op.const(np.int64(-1)) if i is None else i
-    zeros = op.zeros_like(sequence_nodes.element_at(op, s, i))
-    return op.set_type_like(
-        sequence_nodes.insert_element(op, g, zeros, sequence_nodes.erased_position(op, i, g)), s
-    ), None
+    zeros = op.zeros_like(element_at(op, s, i))
+    return op.set_type_like(insert_element(op, g, zeros, erased_position(op, i, g)), s), None
 
 
 @rule("SplitToSequence")
-def split(op, node, g):
+def split_to_sequence(op, node, g):
     """s = x split along an axis:  dx = the elements of ds, concatenated."""
     x, lengths = (*node.inputs, None)[:2]
     axis = int_attribute(node, "axis")
     new = int(lengths is None and not int_attribute(node, "keepdims"))
-    if sequence_nodes.positive_length(x, axis):
+    if positive_length(x, axis):
         return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
     empty = op.Slice(op.zeros_like(x), [0], [0], [axis])  # s may have no element
     if new:
-        g = sequence_nodes.map_elements(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
+        g = map_elements(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
     joined = op.SequenceInsert(g, empty, np.int64(0))
     return op.set_type_like(op.ConcatFromSequence(joined, axis=axis), x), None
 
@@ -224,10 +208,10 @@ def concat_from_sequence(op, node, g):
     axis = int_attribute(node, "axis")
     if int_attribute(node, "new_axis"):
         return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
-    length = sequence_nodes.positive_length(s, axis)
+    length = positive_length(s, axis)
     if length is None:
         limits = {"start": axis} if axis == -1 else {"start": axis, "end": axis + 1}
-        columns = sequence_nodes.stack_results(op, lambda inner, v: inner.Shape(v, **limits), s)
+        columns = stack_results(op, lambda inner, v: inner.Shape(v, **limits), s)
         lengths = op.Reshape(columns, [-1])
     else:
         lengths = np.int64(length)
@@ -238,7 +222,7 @@ def concat_from_sequence(op, node, g):
 
 
 @lowering("SequenceAt")
-def lower_at(op: Any, node: Any) -> list[ir.Value] | None:
+def lower_sequence_at(op: Any, node: Any) -> list[ir.Value] | None:
     """[a, b, c][1] = b."""
     array, values = constant(node.inputs[1]), known_elements(op, node.inputs[0])
     if values is None or array is None:
@@ -248,7 +232,7 @@ def lower_at(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 @lowering("ConcatFromSequence")
-def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
+def lower_concat_from_sequence(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the elements of s, concatenated; x itself if s is x split along the same axis."""
     [s] = node.inputs
     axis = int_attribute(node, "axis")
@@ -258,7 +242,7 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
         drops = len(before.inputs) == 1 and not int_attribute(before, "keepdims")
         split_axis, n = int_attribute(before, "axis"), rank(x)
         same = n and drops == bool(new) and (axis - split_axis) % n == 0
-        if same and sequence_nodes.positive_length(x, split_axis):
+        if same and positive_length(x, split_axis):
             return [x]
     values = known_elements(op, s)
     if not values:
@@ -267,14 +251,14 @@ def lower_concat(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 @lowering("SequenceLength")
-def length(op: Any, node: Any) -> list[ir.Value] | None:
+def sequence_length(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the number of elements of s."""
     values = known_elements(op, node.inputs[0])
     return None if values is None else [op.const(np.int64(len(values)))]
 
 
 @lowering("OptionalGetElement")
-def element_at(op: Any, node: Any) -> list[ir.Value] | None:
+def optional_get_element(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the value in x, or x itself if it is not an Optional."""
     [x] = node.inputs
     if before := made_by(x, "Optional"):
@@ -305,3 +289,225 @@ def sequence_map(op: Any, node: Any) -> list[ir.Value]:
     length = op.SequenceLength(node.inputs[0])
     operands = [length, None, *starts]
     return op.emit_many("Loop", operands, {"body": body}, len(starts), fresh=True)
+
+
+# -- nodes that compute with sequences, element by element ----------------------------------------
+
+
+def map_elements(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+    """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
+    results = ir.Value(name=op.name("results"), type=optional_content(xs[0].type))
+    start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
+
+    def longer(inner: Any, *elements: ir.Value) -> ir.Value:
+        y = function(inner, *elements)
+        sequence = inner.SequenceInsert(results, y)
+        sequence.shape = y.shape
+        return sequence
+
+    return _loop_over_elements(op, longer, xs, {results: start})
+
+
+def stack_results(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+    """Return `function(inner, *elements)` for all elements of `xs`, stacked along a new axis 0."""
+    y = _loop_over_elements(op, function, xs, {})
+    inner = dims(y)
+    y.shape = None if inner is None else ir.Shape([None, *inner])
+    return y
+
+
+def _loop_over_elements(
+    op: Any,
+    function: Callable[..., ir.Value],
+    xs: Sequence[ir.Value],
+    states: dict[ir.Value, ir.Value],
+) -> ir.Value:
+    """Return the output of a Loop over the elements of the sequences `xs`, all of one length.
+
+    `function` is called once with the emitter of the body and one element of each of `xs`, and
+    returns the second output of the body. `states` has the initial value of the state in the body,
+    at most one; without it, the Loop stacks the results.
+    """
+    i, condition = loop_counters(op)
+    graph = ir.Graph([i, condition, *states], [], nodes=[], name=op.name("of_elements"))
+    with type(op)(graph, outer=op) as inner:
+        elements = [inner.SequenceAt(x, i) for x in xs]
+        output = function(inner, *elements)
+        inner.give([condition, output])
+    for element in elements:  # the function may not use all of them
+        node = element.producer()
+        if node is not None and not element.uses():
+            graph.remove(node, safe=True)
+    operands = [op.SequenceLength(xs[0]), np.bool_(True), *states.values()]
+    y = op.emit("Loop", operands, {"body": graph}, fresh=True)
+    y.shape = output.shape
+    return y
+
+
+def loop_counters(op: Any) -> tuple[ir.Value, ir.Value]:
+    """Return new values for the first two inputs of a Loop's body: iteration number, condition."""
+    dtypes = {"i": ir.DataType.INT64, "going": ir.DataType.BOOL}
+    i, condition = (
+        ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape(()))
+        for name, dtype in dtypes.items()
+    )
+    return i, condition
+
+
+def fill_sequence(op: Any, number: int, x: ir.Value) -> ir.Value:
+    """Return a sequence like `x` whose elements are filled with `number`, 0 or 1."""
+    if isinstance(x.type, ir.OptionalType):
+        raise NoGradientRule(
+            f"{x.name!r} is an Optional that may be empty at run time: its zero gradient cannot be "
+            "written; use OptionalGetElement outside of If and Loop"
+        )
+
+    def fill(inner: Any, v: ir.Value) -> ir.Value:
+        return inner.ones_like(v) if number else inner.zeros_like(v)
+
+    if node := made_by(x, "SequenceConstruct"):
+        return op.SequenceConstruct(*(fill(op, v) for v in node.inputs if v is not None))
+    return map_elements(op, fill, x)
+
+
+def add_sequences(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
+    """Return the sum of sequences of one length, element by element.
+
+    Of the results of `scatter_element`, only the one element is added.
+    """
+    scattered = [t for t in terms if marks.SCATTERED in t.meta]
+    others = [t for t in terms if marks.SCATTERED not in t.meta] or [scattered.pop(0)]
+    y = others[0]
+    if len(others) > 1:
+        y = map_elements(op, lambda inner, *elements: inner.total(list(elements)), *others)
+    for term in scattered:
+        position, g = term.meta[marks.SCATTERED]
+        old = op.set_type_like(op.SequenceAt(y, position), g)
+        y = op.set_type_like(_replace_element(op, y, position, op.total([old, g])), terms[0])
+    return y
+
+
+def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+    """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
+    y = _replace_element(op, op.zeros_like(x), position, g)
+    y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
+    y.meta[marks.SCATTERED] = position, g
+    return y
+
+
+def _replace_element(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+    rest = op.SequenceErase(sequence, position)
+    return insert_element(op, rest, x, erased_position(op, position, rest))
+
+
+def insert_element(op: Any, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
+    """Return `sequence` with `x` inserted at `position`, or at its end for None."""
+    return op.SequenceInsert(sequence, x, *([] if position is None else [position]))
+
+
+def element_at(op: Any, sequence: ir.Value, position: ir.Value) -> ir.Value:
+    """Return the element of `sequence` at `position`, from an existing SequenceAt if there is one.
+
+    The backward pass of a Loop uses values stored in each iteration; a new SequenceAt would require
+    the iterations to be computed again.
+    """
+    for node in sequence.consumers():
+        if node.op_type == "SequenceAt" and node.inputs[1] is position and node.graph is op.graph:
+            return node.outputs[0]
+    return op.SequenceAt(sequence, position)
+
+
+def erased_position(op: Any, position: ir.Value, rest: ir.Value) -> ir.Value | None:
+    """Return the position in `rest` at which to insert an element erased at `position`.
+
+    None is the end. A negative position counts from the end, and `rest` is one element shorter than
+    the sequence to which `position` refers.
+    """
+    array = constant(position)
+    if array is not None:
+        i = int(array.reshape(()))
+        return op.const(np.int64(i)) if i >= 0 else op.const(np.int64(i + 1)) if i < -1 else None
+    wide = op.Cast(position, to=ir.DataType.INT64)
+    from_end = op.Add(wide, op.Add(op.SequenceLength(rest), np.int64(1)))
+    return op.Where(op.Less(wide, np.int64(0)), from_end, wide)
+
+
+_MANY = 64  # elements of a sequence that are written one by one
+
+_CHANGES = ("Identity", "SequenceInsert", "SequenceErase")
+
+
+def known_elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
+    """Return the elements of a sequence whose length and elements are known statically, else None.
+
+    Follows Identity, SequenceInsert and SequenceErase back to the node that creates the sequence.
+    """
+    changes: list[ir.Node] = []  # the last one first
+    node = sequence.producer()
+    while node is not None and not node.domain and node.op_type in _CHANGES:
+        changes.append(node)
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    if node is None or node.domain:
+        return None
+    if node.op_type == "SequenceConstruct":
+        items = [v for v in node.inputs if v is not None]
+    elif node.op_type == "SequenceEmpty":
+        items = []
+    elif node.op_type == "SplitToSequence" and (pieces := _split_elements(op, node)) is not None:
+        items = pieces
+    else:
+        return None
+    return items if all(_apply_change(items, node) for node in reversed(changes)) else None
+
+
+def _apply_change(items: list[ir.Value], node: ir.Node) -> bool:
+    """Apply a node of `_CHANGES` to `items`; return False if its index is no valid constant."""
+    if node.op_type == "Identity":
+        return True
+    inserts = node.op_type == "SequenceInsert"
+    index = next(iter(node.inputs[1 + inserts :]), None)
+    constant_index = constant(index)
+    if index is not None and constant_index is None:
+        return False
+    last = len(items) if inserts else -1
+    i = last if constant_index is None else int(constant_index.reshape(()))
+    if not -len(items) <= i < len(items) + inserts:
+        return False  # out of range: onnxruntime raises an error when it runs
+    if inserts:
+        items.insert(i, node.inputs[1])  # type: ignore[arg-type]
+    else:
+        del items[i]
+    return True
+
+
+def _split_elements(op: Any, node: ir.Node) -> list[ir.Value] | None:
+    """Return the elements of a SplitToSequence; None if their number is not static.
+
+    Also None if `op` does not write into the graph of `node`.
+    """
+    x, split = (*node.inputs, None)[:2]
+    assert x is not None
+    axis, shape = int_attribute(node, "axis"), dims(x)
+    n = None if shape is None else shape[axis]
+    lengths = constant(split)
+    if node.graph is not op.graph or (split is not None and lengths is None):
+        return None
+    if lengths is not None and lengths.ndim:
+        parts = lengths.tolist()
+    else:
+        size = 1 if lengths is None else int(lengths)
+        if not isinstance(n, int) or size < 1:
+            return None
+        parts = [min(size, n - i) for i in range(0, n, size)]
+    if not 1 <= len(parts) <= _MANY or (isinstance(n, int) and sum(parts) != n):
+        return None
+    pieces = [x] if len(parts) == 1 else op.split(x, parts, axis)
+    squeeze = split is None and not int_attribute(node, "keepdims")
+    return [op.Squeeze(piece, [axis]) for piece in pieces] if squeeze else pieces
+
+
+def positive_length(x: ir.Value, axis: int) -> int | None:
+    """Return the static positive length of a tensor, or of all elements of a sequence, or None."""
+    shape = dims(x)
+    length = None if shape is None else shape[axis]
+    return length if isinstance(length, int) and length > 0 else None

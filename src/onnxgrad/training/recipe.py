@@ -17,7 +17,7 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.indices import tables
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.precision import cast_result_to_float32, cast_to_halves_of, read_rounded_input
+from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
 from onnxgrad.losses.causal import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as OfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -322,7 +322,7 @@ def build_objective(
         results = dict(zip(results, graph.outputs, strict=True))
     inputs = {str(x.name): x for x in data}
     states = {
-        name: cast_to_halves_of(op, results[y], inputs.get(name)) for name, y in job.carry.items()
+        name: narrow_result(op, results[y], inputs.get(name)) for name, y in job.carry.items()
     }
     if training:
         buffers |= _carry_states(op, inputs, states, job.carry, first)
@@ -332,8 +332,8 @@ def build_objective(
     results = {name: results[name] for name in [*computed, *predicted]}
     trained = as_inputs(proto, graph, job.trained)
     if job.precision != "file":
-        trained = [read_rounded_input(op, w) for w in trained]
-        results = {n: y if computed else cast_result_to_float32(op, y) for n, y in results.items()}
+        trained = [widen_input(op, w) for w in trained]
+        results = {n: y if computed else widen_result(op, y) for n, y in results.items()}
     fixed = detached(proto)
     stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
     if training:

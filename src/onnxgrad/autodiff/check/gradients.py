@@ -97,7 +97,9 @@ def check_gradient(
     """
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, not {order!r}")
-    deadline = _budget_end(budget_seconds)
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise ValueError(f"{argument('budget_seconds', budget_seconds)} must be above 0")
+    deadline = inf if budget_seconds is None else time.monotonic() + budget_seconds
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
     problem = _prepare_problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
     alone = len(problem.wrt) <= _MOST_DIRECTIONS if separately is None else separately
@@ -105,17 +107,10 @@ def check_gradient(
     return _require_run(problem, _best_report(problem))
 
 
-def _budget_end(seconds: float | None) -> float:
-    """Return the time of `time.monotonic` at which the budget is used up."""
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"{argument('budget_seconds', seconds)} must be above 0")
-    return inf if seconds is None else time.monotonic() + seconds
-
-
 def _prepare_problem(
     proto: ModelProto, inputs: Any, weights: Names, feed: Any, rtol: Any, order: int, seed: int
 ) -> Problem:
-    """Prepare the model, choose what to check, and draw the point."""
+    """Prepare the model, choose the inputs and weights to check, and draw the point."""
     if isinstance(inputs, Mapping):
         inputs, feed = list(inputs), {**feed, **inputs}
     for kind, names in (("input", inputs), ("weight", weights)):

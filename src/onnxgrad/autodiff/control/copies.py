@@ -34,7 +34,7 @@ class Copy:
             value.name = op.name(str(value.name))
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """The node, for error messages."""
         return f"{self.node.op_type} {self.node.name!r} (output {self.node.outputs[0].name!r})"
 
@@ -53,7 +53,7 @@ class Copy:
         try:
             return sweep(self.op, totals, wrt)
         except NoGradientRule as e:
-            raise NoGradientRule(f"in a graph of {self.where}: {e}") from e
+            raise NoGradientRule(f"in a graph of {self.description}: {e}") from e
 
     def set_outputs(self, outputs: Iterable[ir.Value]) -> None:
         """Set the outputs of the copy, and remove the nodes that they do not need."""
@@ -61,20 +61,20 @@ class Copy:
         drop_unused(self.graph)
 
     def random_placeholders(self) -> Pairs:
-        """Replace random numbers by placeholders, as `placeholders` does."""
+        """Replace random numbers by placeholders; return `replace_by_placeholders` of them."""
         pairs = []
         for node in [n for n in all_nodes(self.graph) if n.op_type in RANDOM and not n.domain]:
             if node.graph is not self.graph:
                 raise NoGradientRule(
                     f"{node.op_type} {node.name!r} is in a graph inside of a graph of "
-                    f"{self.where}: its random numbers would be drawn again in the backward pass; "
-                    "draw them outside"
+                    f"{self.description}: its random numbers would be drawn again in the backward "
+                    "pass; draw them outside"
                 )
-            pairs += self.placeholders(node.outputs)
+            pairs += self.replace_by_placeholders(node.outputs)
         return pairs
 
     def element_placeholders(self, states: Iterable[ir.Value]) -> Pairs:
-        """Replace tensors that are read from sequences among `states`, as `placeholders` does."""
+        """Replace tensors that are read from sequences among `states` by placeholders."""
         sequences, elements = {a for a in states if not is_tensor(a)}, []
         for node in self.graph:
             if not sequences.isdisjoint(reads(node)):
@@ -82,16 +82,16 @@ class Copy:
                 if (original := self._originals.get(node)) is not None:
                     own = node.outputs[: len(original.outputs)]
                     elements += [y for y in own if is_tensor(y)]
-        return self.placeholders(elements)
+        return self.replace_by_placeholders(elements)
 
-    def counterpart(self, original: ir.Value) -> ir.Value:
+    def copy_of_value(self, original: ir.Value) -> ir.Value:
         """Return the copy of a value of the original subgraph."""
         copies = dict(zip(self.original.inputs, self.inputs, strict=True))
         for copied, node in self._originals.items():
             copies.update(zip(node.outputs, copied.outputs, strict=False))
         return copies[original]
 
-    def placeholders(self, results: Iterable[ir.Value]) -> Pairs:
+    def replace_by_placeholders(self, results: Iterable[ir.Value]) -> Pairs:
         """Replace each of `results` that is used by a value that no node computes.
 
         Return pairs of a placeholder, which the backward pass binds, and the value of the
@@ -137,7 +137,7 @@ def add_output(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.V
 
 
 def unbound_gradient(op: Emit, like: ir.Value) -> ir.Value:
-    """Return a new value for the gradient of `like`, without a producer."""
+    """Return a new value for the gradient of `like`, which no node computes."""
     return op.set_type_like(ir.Value(name=op.name(f"{like.name}_grad")), like)
 
 

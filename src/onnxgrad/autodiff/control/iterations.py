@@ -90,7 +90,7 @@ class Iterations:
             y: unbound_gradient(op, y) for y in self.stack_cotangents
         }  # in the backward body
 
-    def original(self, state: ir.Value) -> ir.Value:
+    def original_state(self, state: ir.Value) -> ir.Value:
         """Return the input of the forward body of which `state` is the copy."""
         return self.copy.original.inputs[self.copy.inputs.index(state)]
 

@@ -104,12 +104,12 @@ def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> No
     """
     op, copy = back.op, back.copy
     random, elements = copy.random_placeholders(), copy.element_placeholders(back.states)
-    used = {a: back.original(a) for a in back.states if a.uses()} | dict(elements)
+    used = {a: back.original_state(a) for a in back.states if a.uses()} | dict(elements)
     steady = {v: o for v, o in used.items() if _has_steady_shape(back, v)}
     others = {v: o for v, o in used.items() if v not in steady}
     if others and random:
         raise NoGradientRule(
-            f"{copy.where}: the backward pass needs, besides random numbers, the values of "
+            f"{copy.description}: the backward pass needs, besides random numbers, the values of "
             f"{[o.name for o in others.values()]} in each iteration, which are sequences or "
             "tensors of changing shape: draw the random numbers outside of the Loop, or stack "
             "tensors of one shape"
@@ -156,7 +156,7 @@ def _loop_again(
     its values in all iterations.
     """
     copy, n = Copy(back.op, back.node, "body"), len(back.states)
-    values = [copy.counterpart(v) for v in recorded]
+    values = [copy.copy_of_value(v) for v in recorded]
     empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in values]
     before = [ir.Value(name=op.name("recorded"), type=sequence.type) for sequence in empty]
     copy.graph.inputs[:] = [*copy.inputs, *before]
@@ -206,10 +206,10 @@ def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     factors = [p.a for p in back.deferred if p.a not in available]
     single = dict.fromkeys([*back.gradients.values(), *factors])
     copy.set_outputs([*(c.after for c in back.carried), *single])
-    saved = [*copy.random_placeholders(), *copy.placeholders(costly)]
-    saved += copy.placeholders(p.y for p in back.deferred)
+    saved = [*copy.random_placeholders(), *copy.replace_by_placeholders(costly)]
+    saved += copy.replace_by_placeholders(p.y for p in back.deferred)
     used = [a for a in back.states if a.uses() or any(p.a is a for p in back.deferred)]
-    for v, original in [*saved, *((a, back.original(a)) for a in used)]:
+    for v, original in [*saved, *((a, back.original_state(a)) for a in used)]:
         stacks[v] = Stack(_stack_of_forward(back, original, sequences[0]), 0, 1)
     move_constant_work(copy.graph, op)
     inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
@@ -259,7 +259,7 @@ def _emit_scan(
     """Append the backward Scan; return its outputs: the carried values, then `outputs`."""
     if unranked := [y.name for y in back.copy.graph.outputs if y.shape is None]:
         raise NoGradientRule(
-            f"{back.copy.where}: onnxruntime runs a Scan only over values of known rank, "
+            f"{back.copy.description}: onnxruntime runs a Scan only over values of known rank, "
             f"and the rank of {unranked[0]!r} is unknown: state the shapes of the model's "
             "inputs"
         )

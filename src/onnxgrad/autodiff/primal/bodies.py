@@ -1,4 +1,4 @@
-"""What stands inside of a node takes its place: the branch of an If, the function body of ONNX.
+"""Nodes that are replaced by the nodes of their branch (If) or of their function body in ONNX.
 
 Exporters write `atleast_1d` and the like as an If on the rank of a tensor. The branch for other
 ranks cannot run, and its nodes do not fit the shapes: neither rules nor onnxruntime accept it

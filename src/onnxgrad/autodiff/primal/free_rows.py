@@ -270,7 +270,7 @@ class FixedRows(RowWalk):
             node.replace_input_with(i, repeated)
 
     def _operand_of_one_row(self, x: ir.Value, axis: int) -> ir.Value | None:
-        """Return what all rows of an operand are equal to; None if that is not known."""
+        """Return the one row that all rows of an operand equal; None if that is not proven."""
         shape = dims(x)
         if shape is None or shape[axis] != self.count:
             return None

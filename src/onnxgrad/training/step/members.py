@@ -160,7 +160,7 @@ class Members:
         graph.inputs[:] = axis.values_for(graph.inputs)
         count, outputs = len(carried), list(graph.outputs)
         axis.push(graph)
-        op.give([*map(axis.expanded, outputs[:count]), *axis.values_for(outputs[count:])])
+        op.give([*map(axis.expanded_value, outputs[:count]), *axis.values_for(outputs[count:])])
 
 
 @dataclass(frozen=True)
@@ -320,9 +320,9 @@ def evaluated_members(objective: Objective, members: int) -> Objective:
         weights=axis.values_for(objective.weights),
         written=replace(
             written,
-            sums=[axis.expanded(v) for v in written.sums],
+            sums=[axis.expanded_value(v) for v in written.sums],
             counts=axis.values_for(written.counts),
         ),
-        predictions={name: axis.expanded(v) for name, v in objective.predictions.items()},
-        states={name: axis.expanded(v) for name, v in objective.states.items()},
+        predictions={name: axis.expanded_value(v) for name, v in objective.predictions.items()},
+        states={name: axis.expanded_value(v) for name, v in objective.states.items()},
     )

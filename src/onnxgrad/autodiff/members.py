@@ -1,4 +1,4 @@
-"""A leading axis of members, pushed through a graph: K copies of a model in one.
+"""A leading axis of members, pushed through a graph and the bodies of its nodes: K models in one.
 
 Each value that depends on a stacked one gets a leading axis of length K; a value that depends on
 data alone is not changed, and is computed once. A node becomes one node for all members if its
@@ -8,7 +8,8 @@ operator has a form for it (`operators/member_forms`), else K nodes, each on the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, Self
 
 import onnx_ir as ir
@@ -16,8 +17,9 @@ import onnx_ir as ir
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import captured, dependents, reads, subgraphs
 from onnxgrad.operators.member_forms import write_for_members
+from onnxgrad.operators.registry import members_of
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -33,7 +35,7 @@ class MemberAxis:
 
     def __init__(self, op: Emit, count: int, stacked: Mapping[ir.Value, ir.Value]) -> None:
         self.op, self.count, self._of = op, count, dict(stacked)
-        self._same: dict[ir.Value, ir.Value] = {}  # what replaces values that all members share
+        self._same: dict[ir.Value, ir.Value] = {}  # replacements that all members share
 
     def __contains__(self, x: ir.Value | None) -> bool:
         return x in self._of
@@ -49,7 +51,7 @@ class MemberAxis:
         return new
 
     def values_for(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Return what replaces each of `values`."""
+        """Return `value_for` of each of `values`."""
         return [self.value_for(v) for v in values]
 
     def shares_operands(self, values: Iterable[ir.Value | None]) -> bool:
@@ -70,22 +72,22 @@ class MemberAxis:
             y.shape = ir.Shape([self.count, *shape])
         return y
 
-    def expanded(self, x: ir.Value) -> ir.Value:
+    def expanded_value(self, x: ir.Value) -> ir.Value:
         """Return `x` with the leading axis, repeated if all members have the same value."""
         if x in self._of:
             return self._of[x]
-        target = self.op.Concat([self.count], self.shape(x), axis=0)
+        target = self.op.Concat([self.count], self.member_shape(x), axis=0)
         return self.set_member_type(self.op.Expand(self.value_for(x), target), x)
 
-    def shape(self, x: ir.Value) -> ir.Value:
+    def member_shape(self, x: ir.Value) -> ir.Value:
         """Return the shape of `x` for one member, int64 of shape [rank]."""
         lengths = static(dims(x))
         if lengths is not None:
             return self.op.const(list(lengths))
         return self.op.Shape(self.value_for(x), start=int(x in self._of))
 
-    def aligned(self, x: ir.Value, n: int) -> ir.Value:
-        """Return what replaces `x`, so that it broadcasts with values of `n` axes of a member."""
+    def aligned_value(self, x: ir.Value, n: int) -> ir.Value:
+        """Return `value_for` of `x`, in a shape that broadcasts with stacked values of `n` axes."""
         y, own = self.value_for(x), rank(x)
         if x not in self._of or own == n:
             return y
@@ -114,11 +116,11 @@ class MemberAxis:
         return self.set_member_type(self.op.Concat(*parts, axis=0), like)
 
     def set_stacked(self, x: ir.Value, new: ir.Value) -> None:
-        """Let `new`, of all members, stand for `x`."""
+        """Make `new` the value of all members for `x`."""
         self._of[x] = new
 
     def for_body(self, op: Emit) -> Self:
-        """Return the same values for the nodes that `op` writes, in a body."""
+        """Return a copy of this axis whose nodes `op`, the emitter of a body, writes."""
         inner = copy.copy(self)
         inner.op = op
         return inner
@@ -172,3 +174,128 @@ class MemberAxis:
 def _has_sequences(node: ir.Node) -> bool:
     values = [v for v in (*node.inputs, *node.outputs) if v is not None]
     return any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values)
+
+
+# -- Scan, Loop and If: the axis is pushed through their bodies -----------------------------------
+
+Outputs = list[ir.Value] | None
+
+
+class _Body:
+    """A copy of a body of a node; the node keeps its own, which goes when the node does.
+
+    `inputs` and `outputs` are the values of the copy before the axis is pushed.
+    """
+
+    def __init__(self, m: MemberAxis, node: ir.Node, attribute: str) -> None:
+        original = node.attributes[attribute].as_graph()
+        self.graph = original.clone(allow_outer_scope_values=True)
+        self.m = m.for_body(Emit(self.graph, outer=m.op))
+        self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
+        self._outside = [v for v in captured(node) if v in m]
+
+    def reached_outputs(self, inputs: Iterable[ir.Value]) -> list[bool]:
+        """Return which outputs depend on members, if these inputs do."""
+        values = dependents(self.graph, [*inputs, *self._outside])
+        return [y in values or y in self.m for y in self.outputs]
+
+    def carried_states(self, starts: Sequence, first: int, behind: int, others: list) -> list[bool]:
+        """Return which states have the axis: they begin with it, or get it in an iteration.
+
+        Args:
+            starts: the initial values of the states.
+            first: the index of the first state among the inputs.
+            behind: the same among the outputs.
+            others: further inputs that have the axis.
+        """
+        stacked, n = [x in self.m for x in starts], len(starts)
+        while True:
+            inputs = compress(self.inputs[first : first + n], stacked)
+            after = self.reached_outputs([*inputs, *others])[behind : behind + n]
+            if not any(b and not a for a, b in zip(stacked, after, strict=True)):
+                return stacked
+            stacked = [a or b for a, b in zip(stacked, after, strict=True)]
+
+    def push(self, inputs: Iterable[ir.Value], stacked: Sequence[bool]) -> ir.Graph:
+        """Give these inputs the axis, and the outputs that are `stacked`; return the graph."""
+        for x in inputs:
+            new = self.m.set_member_type(ir.Value(name=x.name), x)
+            self.graph.inputs[self.inputs.index(x)] = new
+            self.m.set_stacked(x, new)
+        self.m.push(self.graph)
+        with self.m.op.at(None):
+            self.m.op.give(_stack_where(self.m, self.outputs, stacked))
+        return self.graph
+
+
+def _stack_where(
+    m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]
+) -> list[ir.Value]:
+    """Return the values of all members; values that are `stacked` have the axis."""
+    pairs = zip(values, stacked, strict=True)
+    return [m.expanded_value(x) if axis else m.value_for(x) for x, axis in pairs]
+
+
+def _output_values(
+    m: MemberAxis, node: ir.Node, outputs: Sequence[ir.Value], stacked: Sequence[bool]
+) -> list[ir.Value]:
+    """Return the outputs of the new node; an output that all members share replaces the old one."""
+    return [
+        m.set_member_type(new, old) if axis else m.replace_shared(old, new)
+        for old, new, axis in zip(node.outputs, outputs, stacked, strict=True)
+    ]
+
+
+@members_of("Scan")
+def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
+    """Write a Scan whose slices hold all members: the scanned axis is one further behind."""
+    attributes, body = attributes_of(node), _Body(m, node, "body")
+    n = len(node.inputs) - attributes["num_scan_inputs"]
+    sliced = [x in m for x in node.inputs[n:]]
+    elements = list(compress(body.inputs[n:], sliced))
+    carried = body.carried_states(node.inputs[:n], 0, 0, elements)
+    inputs = [*compress(body.inputs[:n], carried), *elements]
+    stacked = [*carried, *body.reached_outputs(inputs)[n:]]
+    attributes["body"] = body.push(inputs, stacked)
+    for kind, which in (("input", sliced), ("output", stacked[n:])):
+        axes = node.attributes.get_ints(f"scan_{kind}_axes", (0,) * len(which))
+        pairs = zip(axes, which, strict=True)
+        attributes[f"scan_{kind}_axes"] = [a + int(axis and a >= 0) for a, axis in pairs]
+    operands = [*_stack_where(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
+    outputs = m.op.emit_many("Scan", operands, attributes, len(stacked), fresh=True)
+    return _output_values(m, node, outputs, stacked)
+
+
+@members_of("Loop")
+def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
+    """Write a Loop of as many iterations for all members, which stacks along the first axis."""
+    attributes, body = attributes_of(node), _Body(m, node, "body")
+    (trip, goes, *starts), n = node.inputs, len(node.inputs) - 2
+    carried = body.carried_states(starts, 2, 1, [])
+    inputs = list(compress(body.inputs[2:], carried))
+    ends, *after = body.reached_outputs(inputs)
+    stacks = node.outputs[n:]
+    if ends or trip in m or goes in m or any(rank(y) is None for y in stacks):
+        return None
+    stacked = [*carried, *after[n:]]
+    attributes["body"] = body.push(inputs, [False, *stacked])
+    operands = [trip, goes, *_stack_where(m, starts, carried)]
+    outputs = m.op.emit_many("Loop", operands, attributes, len(stacked), fresh=True)
+    for i, (y, axis) in enumerate(zip(stacks, stacked[n:], strict=True), n):
+        if axis:  # (iterations, members, ...)
+            outputs[i].type = y.type
+            outputs[i] = m.op.Transpose(outputs[i], perm=[1, 0, *range(2, 1 + (rank(y) or 0))])
+    return _output_values(m, node, outputs, stacked)
+
+
+@members_of("If")
+def branches_of_members(m: MemberAxis, node: Any) -> Outputs:
+    """Write an If with one condition for all members."""
+    if node.inputs[0] in m:
+        return None
+    branches = {name: _Body(m, node, name) for name in ("then_branch", "else_branch")}
+    reached = zip(*(body.reached_outputs([]) for body in branches.values()), strict=True)
+    stacked = [any(axis) for axis in reached]
+    attributes = {name: body.push([], stacked) for name, body in branches.items()}
+    outputs = m.op.emit_many("If", m.values_for(node.inputs), attributes, len(stacked), fresh=True)
+    return _output_values(m, node, outputs, stacked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnxgrad import check_gradient, onnx_derivative
-from onnxgrad.autodiff.forms import correlation
+from onnxgrad.autodiff.forms import convolutions
 from tests.support.convolution_cases import (
     CHECK,
     Convolution,
@@ -36,16 +36,16 @@ FORMS = ["shifted_cotangents", "shifted_inputs", "write_columns"]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_of_the_weight_in_every_form(form, monkeypatch):
-    only = {getattr(correlation, form): 1.0}
-    monkeypatch.setattr(correlation, "times_of_forms", lambda *_: only)
+    only = {getattr(convolutions, form): 1.0}
+    monkeypatch.setattr(convolutions, "times_of_forms", lambda *_: only)
     assert failures(convolution_parts(UNIT_STRIDE, "rows"), CHECK) == []
 
 
 @pytest.mark.parametrize("form", FORMS)
 @sweep_of(UNIT_STRIDE)
 def test_second_order_of_the_weight_in_every_form(case, form, monkeypatch):
-    only = {getattr(correlation, form): 1.0}
-    monkeypatch.setattr(correlation, "times_of_forms", lambda *_: only)
+    only = {getattr(convolutions, form): 1.0}
+    monkeypatch.setattr(convolutions, "times_of_forms", lambda *_: only)
     report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
@@ -63,7 +63,7 @@ STRIDED = [
 
 
 def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
-    monkeypatch.setattr(correlation, "pays_to_split", lambda *_: True)
+    monkeypatch.setattr(convolutions, "pays_to_split", lambda *_: True)
     for case in STRIDED:
         kinds = operator_names(onnx_derivative(conv_model(case, "rows")))
         assert ("SpaceToDepth" in kinds) == (case.id != "1-D"), case.id
@@ -72,6 +72,6 @@ def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
 
 @sweep_of(STRIDED)
 def test_second_order_with_strides_as_channels(case, monkeypatch):
-    monkeypatch.setattr(correlation, "pays_to_split", lambda *_: True)
+    monkeypatch.setattr(convolutions, "pays_to_split", lambda *_: True)
     report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
