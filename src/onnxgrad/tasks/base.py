@@ -8,10 +8,12 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 import onnx
@@ -22,6 +24,8 @@ from onnxgrad.data.readers import Reader
 from onnxgrad.errors import argument
 from onnxgrad.language.tokenizer import FILE, VOCABULARY
 from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_options
+
+T = TypeVar("T")
 
 
 class Task:
@@ -70,7 +74,7 @@ class Task:
     metrics: Any = ()
     arguments: dict[str, Any]
     batch_size: int | None = None
-    classes: Sequence[str] = ()
+    classes: Any = ()
     remembered: ClassVar[tuple[str, ...]] = ()
     notes: Sequence[str] = ()
     remarks: Sequence[str] = ()
@@ -253,6 +257,17 @@ class Task:
         return _copy_tokenizer(self._tokenizer, Path(folder))
 
 
+@dataclass_transform(eq_default=False)
+def with_fields(task: type[T]) -> type[T]:
+    """Return the class of a task with its fields as arguments, as `dataclasses` makes it."""
+    made: Any = dataclass(eq=False, repr=False)(task)
+    hints = made.__init__.__annotations__  # which users see
+    hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
+    if made.remembered:
+        made.__init__ = remembering(made.__init__)
+    return made
+
+
 def row_count(data: Any) -> int | None:
     """Return the number of rows of data, as `Trainer.fit` takes them; None if it is unknown."""
     if isinstance(data, Reader):
@@ -433,8 +448,14 @@ def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
 def class_probabilities(scores: np.ndarray) -> np.ndarray:
     """Return the probabilities of classes on the last axis, of scores or of probabilities."""
     if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # no softmax yet
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        return softmax(scores)
     return scores / scores.sum(-1, keepdims=True)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the softmax of scores on the last axis."""
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
 
 
 def safe_cell(value: Any) -> Any:

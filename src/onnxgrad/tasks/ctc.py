@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,17 +15,22 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.data.image_files import image_name, is_path
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, fine_tuning_rate, inputs_of, model_of, notes_of, outputs_of
-from onnxgrad.tasks.image_values import as_normalization
+from onnxgrad.tasks.base import (
+    Task,
+    fine_tuning_rate,
+    inputs_of,
+    model_of,
+    notes_of,
+    outputs_of,
+    with_fields,
+)
 from onnxgrad.tasks.text_lines import (
     Alphabet,
     LineForm,
     Lines,
     characters_in,
-    is_file,
-    line_form,
-    name_of,
     rows_in,
 )
 
@@ -33,6 +39,7 @@ __all__ = ["TextRecognition"]
 _TOGETHER = 32  # images of one width that are read in one call
 
 
+@with_fields
 class TextRecognition(Task):
     """Text recognition with CTC: PaddleOCR's recognizers, CRNN and models like them.
 
@@ -92,48 +99,43 @@ class TextRecognition(Task):
 
     remembered = ("height", "width", "colors", "mean", "std", "normalize")
 
-    def __init__(
-        self,
-        model: onnx.ModelProto | str | os.PathLike,
-        data: Any = None,
-        *,
-        dictionary: str | os.PathLike | Sequence[str] | None = None,
-        extend: bool | str = False,
-        blank: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        colors: str | None = None,
-        mean: float | Sequence[float] = 0.5,
-        std: float | Sequence[float] = 0.5,
-        normalize: Any = None,
-        beam: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.model, self.beam = model_of(model), beam
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    dictionary: str | os.PathLike | Sequence[str] | None = None
+    extend: bool | str = False
+    blank: int | None = None
+    height: int | None = None
+    width: int | None = None
+    colors: str | None = None
+    mean: float | Sequence[float] = 0.5
+    std: float | Sequence[float] = 0.5
+    normalize: Any = None
+    beam: int | None = None
+    seed: int = 0
+    batch_size = 8
+
+    def __post_init__(self) -> None:
+        self.model, extend = model_of(self.model), self.extend
         stored = notes_of(self.model)
-        characters = characters_in(dictionary, stored)
+        characters = characters_in(self.dictionary, stored)
         shape = _input_shape(self.model)
-        if (chosen := as_normalization(normalize)) is not None:
-            mean, std = chosen.mean, chosen.std
-        self._form = line_form(shape, height, width, colors, mean, std)
+        self._form = LineForm(shape, self)
         self._output = _Output(self.model, shape, self._form, len(characters))
-        if blank is None and "blank" in stored:
-            blank = int(stored["blank"])
-        self._alphabet = Alphabet.of(
-            characters, self._output.classes, blank, self._output.axes[2] < self._output.axes[1]
-        )
-        rows = [] if data is None else rows_in(data)
+        blank = int(stored["blank"]) if self.blank is None and "blank" in stored else self.blank
+        self._alphabet = Alphabet(characters, self._output, blank)
+        rows = [] if self.data is None else rows_in(self.data)
         if extend is True and not rows:
             raise ValueError("extend=True takes the characters of data: pass it, or the characters")
         new = extend if isinstance(extend, str) else "".join(text for _, text in rows if extend)
-        if (added := sorted({*new} - {*self._alphabet.classes})) or dictionary is not None:
-            self.model = self._alphabet.extend(self.model, added, seed)
+        added = sorted({*new} - {*self._alphabet.classes})
+        if added or self.dictionary is not None:
+            self.model = self._alphabet.extend(self.model, added, self.seed)
         self.data = self._read_lines(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
         self.arguments = {"loss_options": options, **fine_tuning_rate(self.model)}
-        self.batch_size = 8
 
     def read(self, path: Any) -> og.data.Reader:
         """Return other rows for the same model, such as those to validate on, as `data` has them.
@@ -178,7 +180,7 @@ class TextRecognition(Task):
         file.parent.mkdir(parents=True, exist_ok=True)
         pairs = zip(og.data.list_images(inputs), results, strict=True)
         lines = [
-            f"{image if is_file(image) else name}\t{text}\t{sure:.4f}\n"
+            f"{image if is_path(image) else name}\t{text}\t{sure:.4f}\n"
             for (name, image), (text, sure) in pairs
         ]
         file.write_text("".join(lines), encoding="utf-8")
@@ -196,8 +198,8 @@ class TextRecognition(Task):
         if missing := [(source, chars) for source, chars in lacks if chars]:
             every = "".join(sorted(set().union(*(chars for _, chars in missing))))
             raise ValueError(
-                f"{name_of(missing[0][0])} has the characters {sorted(missing[0][1])}, which the "
-                f"dictionary lacks; {len(missing)} of {len(rows)} texts have {every!r}: pass "
+                f"{image_name(missing[0][0])} has the characters {sorted(missing[0][1])}, which "
+                f"the dictionary lacks; {len(missing)} of {len(rows)} texts have {every!r}: pass "
                 "extend=True with the rows to train on, or correct the texts"
             )
         for (source, text), width in zip(rows, lines.widths, strict=True):
@@ -205,7 +207,7 @@ class TextRecognition(Task):
             needed = len(text) + sum(a == b for a, b in pairwise(text))
             if needed > steps:
                 raise ValueError(
-                    f"{name_of(source)} has {steps} time steps, and its text {text!r} needs "
+                    f"{image_name(source)} has {steps} time steps, and its text {text!r} needs "
                     f"{needed}: leave it out, or cut it into two images"
                 )
             labels.append([steps, *(numbers[c] for c in text)])

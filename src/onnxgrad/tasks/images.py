@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
 from onnxgrad.model.notes import read_note
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.base import fine_tuning_rate, outputs_of
+from onnxgrad.tasks.base import fine_tuning_rate, outputs_of, with_fields
 from onnxgrad.tasks.image_values import as_image_size, as_normalization, checked_scale
 from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from onnxgrad.tasks.row_predictions import Columns
@@ -72,6 +72,7 @@ class ImageValues:
         return f"{text}, minus {mean}, divided by {std}"
 
 
+@with_fields
 class Images(RowsTask):
     """Images in a folder for each class, or, to predict, in any folder.
 
@@ -133,47 +134,30 @@ class Images(RowsTask):
         ['light']
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: str | os.PathLike | None = None,
-        *,
-        image_size: int | str | tuple[int, int] | None = None,
-        scale: float | None = None,
-        normalize: Any = None,
-        augment: str | Sequence[Any] = (),
-        classes: Sequence[str] | Sequence[int] | None = None,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            classes=classes,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._stated = as_image_size(image_size), scale, normalize
-        self._augment: Sequence[Transform] = ()
-        if data is not None:
-            self._augment = as_transforms(augment)
-            parts = parts_of(Path(data)) if Path(data).is_dir() else {}
-            if parts and validation is None:
-                validation = parts.get("validation")
-            told = [f"{part} images: {folder}" for part, folder in parts.items()]
-            self._begin_training(self._own_part(Path(data), "train"), validation, seed)
-            self._augment = ()
-            self.notes[:0] = told
-            if slow := fine_tuning_rate(self.model):
-                self.arguments |= slow
-                self.batch_size = 8
+    _: KW_ONLY
+    image_size: int | str | tuple[int, int] | None = None
+    scale: float | None = None
+    normalize: Any = None
+    augment: str | Sequence[Any] = ()
+    classes: Sequence[str] | Sequence[int] | None = None
+    _transforms = ()  # of images that are read to train on
+
+    def __post_init__(self) -> None:
+        self._size = as_image_size(self.image_size)
+        super().__post_init__()
+
+    def _begin_training(self, data: Any, validation: Any) -> None:
+        """Read the folder to train on; of a folder of parts, `validation` is one of them."""
+        parts = parts_of(Path(data)) if Path(data).is_dir() else {}
+        if parts and validation is None:
+            validation = parts.get("validation")
+        self._transforms = as_transforms(self.augment)
+        super()._begin_training(self._own_part(Path(data), "train"), validation)
+        self._transforms = ()
+        self.notes[:0] = [f"{part} images: {folder}" for part, folder in parts.items()]
+        if slow := fine_tuning_rate(self.model):
+            self.arguments |= slow
+            self.batch_size = 8
 
     def _own_part(self, folder: Path, part: str) -> Path:
         """Return the folder "train" or "test" of a folder of parts; any other folder itself.
@@ -195,7 +179,7 @@ class Images(RowsTask):
         Raises:
             DataError: the model was trained on images whose values nothing tells.
         """
-        size, scale, normalize = self._stated
+        size, scale, normalize = self._size, self.scale, self.normalize
         kept: dict[str, Any] = (read_note(model, IMAGES) or [{}])[0]
         if scale is None and normalize is None:
             _require_known(path, kept)
@@ -229,7 +213,7 @@ class Images(RowsTask):
         reader = image_folder(
             str(path),
             values.size or (lengths[0], lengths[1]),
-            [*self._augment, *values.steps, *behind],
+            [*self._transforms, *values.steps, *behind],
             classes=self._known_classes() if labels else None,
             labels=labels,
             scale=values.scale,

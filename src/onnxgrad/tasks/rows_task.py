@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_numbers import ClassNames, first_names
 from onnxgrad.data.columns import Names, class_names, read_names
 from onnxgrad.data.field import Field
-from onnxgrad.errors import argument, named
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.model.without_elements import filled
-from onnxgrad.runtime.predictor import ROWS
-from onnxgrad.tasks.base import Task, model_of, with_classes
+from onnxgrad.runtime.predictor import ROWS, Predictor
+from onnxgrad.tasks.base import Task, model_of, with_classes, with_fields
 from onnxgrad.tasks.model_with_loss import ModelWithLoss, noted_loss, with_loss
 from onnxgrad.tasks.prediction_files import column_writer
-from onnxgrad.tasks.row_predictions import Columns, RowPredictions
+from onnxgrad.tasks.row_predictions import ClassLabels, Columns, output_columns
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.objective import Objective
@@ -53,8 +53,12 @@ class MappedRows:
     remarks: list[str] = field(default_factory=list)
 
 
+@with_fields
 class RowsTask(Task):
     """A task on rows of files, whose loss is chosen as for a `Trainer`: see its subclasses.
+
+    The fields are the arguments that all of them take; `data` and `validation` then are rows as
+    `Trainer.fit` takes them.
 
     Attributes:
         rows: number of rows that were read last; None if it is unknown.
@@ -63,38 +67,40 @@ class RowsTask(Task):
         names: the names of columns and classes, which the trained model stores.
     """
 
-    notes: list[str]
-    remarks: list[str]
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    loss: Any = None
+    loss_options: Mapping[str, Any] | None = None
+    loss_weights: Mapping[str, float] | None = None
+    loss_output: str = "loss"
+    metrics: Any = None
+    validation: Any = None
+    seed: int = 0
+    notes: list[str] = field(default_factory=list, init=False)
+    remarks: list[str] = field(default_factory=list, init=False)
     _may_change_model = False  # before its training only: evaluations are of the given model
     _noted_loss = ""  # a message, where the loss is the one of an earlier training
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        classes: Sequence[Any] | None,
-        loss: Any,
-        loss_options: Mapping[str, Any] | None,
-        loss_weights: Mapping[str, float] | None,
-        loss_output: str,
-        metrics: Any,
-    ) -> None:
-        self.model = model_of(model)
-        self.notes, self.remarks = list[str](), list[str]()
-        self.named_classes: list[Any] | None = list(classes) if classes else None
+    def __post_init__(self) -> None:
+        self.model = model_of(self.model)
+        self.named_classes: list[Any] | None = list(self.classes) if self.classes else None
         if self.named_classes:
             self.model = with_classes(self.model, self.named_classes)
+        self.classes = self.named_classes or ()
         self.names = read_names(self.model)
-        self._loss_output = loss_output
-        stated = {"loss": loss, "loss_options": loss_options, "loss_weights": loss_weights}
-        if loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
-            stated |= {name: value for name, value in noted.items() if not stated[name]}
-            self._noted_loss = f"loss {_loss_text(noted['loss'])}, as in its training"
-        self.loss = stated.pop("loss")
-        self.arguments = stated
-        self.metrics = metrics
+        if self.loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
+            for name, value in noted.items():
+                setattr(self, name, getattr(self, name) or value)
+            by_output: Any = self.loss if isinstance(self.loss, Mapping) else {}
+            text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
+            self._noted_loss = f"loss {text}, as in its training"
+        self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
         self._scored: ModelWithLoss | None = None
         self._objective: Objective | None = None
+        data, validation, self.data, self.validation = self.data, self.validation, None, None
+        if data is not None:
+            self._begin_training(data, validation)
 
     # -- what subclasses read ------------------------------------------------------------------
 
@@ -117,14 +123,14 @@ class RowsTask(Task):
 
     # -- training --------------------------------------------------------------------------------
 
-    def _begin_training(self, data: Any, validation: Any, seed: int) -> None:
+    def _begin_training(self, data: Any, validation: Any) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
         self._may_change_model = True
         mapped = self._read_rows(data)
         self.names, self.data = mapped.names, _as_passed(mapped.data)
         known: Sequence[Any] = self._known_classes() or self.names.classes
         self.classes = list(known)
-        self.divide_rows(validation, seed)
+        self.divide_rows(validation, self.seed)
 
     def _read_rows(self, data: Any) -> MappedRows:
         """Return rows with labels; the first ones decide loss and metrics that are not stated."""
@@ -133,7 +139,7 @@ class RowsTask(Task):
             self.notes += [self._noted_loss] * bool(self._noted_loss)
             if (self.loss is None and not self._computes_loss) or self._may_need_head:
                 self._decide_loss(source)
-            trained = with_loss(self.model, self.loss, self._loss_output)
+            trained = with_loss(self.model, self.loss, self.loss_output)
             self._scored = ModelWithLoss(trained, self.loss, **self.arguments)
         mapped, self._objective = self._map_rows(source, self._scored)
         self._check_classes(self._objective)
@@ -149,7 +155,7 @@ class RowsTask(Task):
     @property
     def _computes_loss(self) -> bool:
         """Whether the model has an output of the name of its loss."""
-        return any(output.name == self._loss_output for output in self.model.graph.output)
+        return any(output.name == self.loss_output for output in self.model.graph.output)
 
     @property
     def _may_need_head(self) -> bool:
@@ -298,15 +304,20 @@ class RowsTask(Task):
             ValueError: an unknown output, or one without a row for each row of the data.
         """
         proto = model_of(model)
+        every = [output.name for output in proto.graph.output]
+        for name in outputs:
+            if name not in every:
+                raise unknown("output", name, every)
+        predictor = Predictor(proto, outputs, device)
+        labels = ClassLabels.of(proto, predictor.returned)
         fields = [Field.of(ir.from_proto(x)) for x in inputs_without_default(proto)]
-        predictions = RowPredictions(proto, fields, outputs, self.notes)
-        source = self._open_rows(inputs)
-        size = predictions.fixed_rows or batch_size or ROWS
-        rows = self.rows = 0
-        for columns in predictions.columns(self._input_batches(source, fields, size), device):
-            rows += len(next(iter(columns.values())))
-            self.rows = rows
-            yield columns
+        size, self.rows = predictor.fixed_rows or batch_size or ROWS, 0
+        for feed, count, extra in self._input_batches(self._open_rows(inputs), fields, size):
+            results = predictor.run_rows(feed)
+            own = labels.columns(results, count) if labels and labels.output in results else {}
+            self.rows += count
+            others = output_columns(results, predictor.returned, outputs, self.notes)
+            yield {**extra, **own, **others}
 
     def write_beside(self, folder: str | os.PathLike) -> str:
         """Return "": files of rows need no other beside them, folders are written as a whole."""
@@ -352,9 +363,3 @@ def _as_passed(data: Dataset) -> Any:
     if data.y is None and data.sample_weight is None:
         return data.X
     return (data.X, data.y) if data.sample_weight is None else tuple(vars(data).values())
-
-
-def _loss_text(loss: Any) -> str:
-    if not isinstance(loss, Mapping):
-        return str(loss)
-    return ", ".join(f"{output}={name}" for output, name in loss.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes
+from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes, with_fields
 from onnxgrad.tasks.sound_events import Heard, hear, write_events
 from onnxgrad.tasks.sound_model import SoundModel
 from onnxgrad.tasks.sound_streams import Streams
@@ -20,6 +21,7 @@ from onnxgrad.tasks.sound_streams import Streams
 __all__ = ["Heard", "Sound"]
 
 
+@with_fields
 class Sound(Task):
     """Trains models of sounds: one wake word, exclusive classes, or events in streams.
 
@@ -74,58 +76,55 @@ class Sound(Task):
         "rate seconds front word background carry context constants output activation".split()
     )
 
-    def __init__(
-        self,
-        model: Any,
-        data: str | os.PathLike | None = None,
-        *,
-        validation: str | os.PathLike | None = None,
-        rate: int = 16000,
-        seconds: float | None = None,
-        front: Callable[[np.ndarray], Any] | None = None,
-        word: str | None = None,
-        classes: Sequence[str] | None = None,
-        background: str = "background",
-        carry: Mapping[str, str] | None = None,
-        context: int = 0,
-        constants: Mapping[str, Any] | None = None,
-        files: int = 8,
-        shift: float = 0.0,
-        gain: float = 0.0,
-        noise: str | os.PathLike | None = None,
-        snr: tuple[float, float] = (0.0, 20.0),
-        output: str | None = None,
-        activation: str | None = None,
-    ) -> None:
-        described = rate, seconds, front, carry or {}, context, constants or {}, output
-        self.word, self.background, self.files = word, background, files
-        self.model = model_of(model)
-        self.form = SoundModel(self.model, *described)
-        folder = None
-        if data is not None:
-            folder = self._open_folder(data, shift=shift, gain=gain, noise=noise, snr=snr)
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    validation: Any = None
+    rate: int = 16000
+    seconds: float | None = None
+    front: Callable[[np.ndarray], Any] | None = None
+    word: str | None = None
+    classes: InitVar[Sequence[str] | None] = None
+    background: str = "background"
+    carry: Mapping[str, str] | None = None
+    context: int = 0
+    constants: Mapping[str, Any] | None = None
+    files: int = 8
+    shift: float = 0.0
+    gain: float = 0.0
+    noise: str | os.PathLike | None = None
+    snr: tuple[float, float] = (0.0, 20.0)
+    output: str | None = None
+    activation: str | None = None
+
+    def __post_init__(self, classes: Sequence[str] | None) -> None:
+        self.model, folder = model_of(self.model), None
+        self.form = form = SoundModel(self.model, self)
+        if self.data is not None:
+            changes = {name: getattr(self, name) for name in ("shift", "gain", "noise", "snr")}
+            folder = self._open_folder(self.data, **changes)
         stored = stored_classes(self.model)
-        if word is None and classes is None and self.form.units == len(stored) == 1:
+        if self.word is None and classes is None and form.units == len(stored) == 1:
             self.word = stored[0]
         self.classes = self._named_classes(classes, [] if folder is None else folder.classes)
-        if self.form.units != len(self.classes):
+        if form.units != len(self.classes):
             if folder is None:
-                raise ValueError(f"{self.form.units} units, and the classes {self.classes}")
-            self.model = og.replace_head(self.model, self.classes, output=self.form.output)
-            self.form = SoundModel(self.model, *described)
+                raise ValueError(f"{form.units} units, and the classes {self.classes}")
+            self.model = og.replace_head(self.model, self.classes, output=form.output)
+            self.form = form = SoundModel(self.model, self)
+        one = len(self.classes) == 1
+        self.activation = self.activation or form.activation or ("sigmoid" if one else "softmax")
+        loss = "binary_cross_entropy" if one else "cross_entropy"
+        self.loss = loss if form.single else {form.output: loss}
+        alarms = [og.metrics.FalseAlarms(form.samples / self.rate)]
+        self.metrics = ["accuracy", *(alarms if one and not form.carry else [])]
+        self.arguments = {"carry": form.carry}
+        if form.along:
+            self.arguments["batch_axes"] = dict.fromkeys(form.carry)
         if folder is not None:
             self.model = with_classes(self.model, self.classes)
-        one = len(self.classes) == 1
-        self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
-        loss = "binary_cross_entropy" if one else "cross_entropy"
-        self.loss = loss if self.form.single else {self.form.output: loss}
-        alarms = [og.metrics.FalseAlarms(self.form.samples / rate)] if one and not carry else []
-        self.metrics = ["accuracy", *alarms]
-        self.arguments = {"carry": self.form.carry}
-        if self.form.along:
-            self.arguments["batch_axes"] = dict.fromkeys(self.form.carry)
-        self.data = None if folder is None else self._label_clips(folder)
-        self.validation = None if validation is None else self.read(validation)
+            self.data = self._label_clips(folder)
+        self.validation = None if self.validation is None else self.read(self.validation)
 
     def _open_folder(self, path: str | os.PathLike, **random: Any) -> Any:
         form = self.form

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import softmax
 
 Shape = tuple[int | str | None, ...]
 
@@ -31,22 +32,13 @@ class SoundModel:
 
     Args:
         proto: the model.
-        front, carry, context, constants, rate, output: as of `Sound`.
-        seconds: length of a window, if the input does not state it.
+        options: has the arguments of `Sound` as attributes.
     """
 
-    def __init__(
-        self,
-        proto: onnx.ModelProto,
-        rate: int,
-        seconds: float | None,
-        front: Callable[[np.ndarray], Any] | None,
-        carry: Mapping[str, str],
-        context: int,
-        constants: Mapping[str, Any],
-        output: str | None,
-    ) -> None:
-        self.rate, self.front, self.carry, self.context = rate, front, dict(carry), context
+    def __init__(self, proto: onnx.ModelProto, options: Any) -> None:
+        self.rate, self.front, self.context = options.rate, options.front, options.context
+        self.carry, constants = dict(options.carry or {}), options.constants or {}
+        carry = self.carry
         weights = {tensor.name for tensor in proto.graph.initializer}
         inputs = values(proto.graph.input, weights)
         outputs = values(proto.graph.output, self.carry.values())
@@ -55,19 +47,19 @@ class SoundModel:
                 raise ValueError(f"carry: the model has no input {name!r}, but {list(inputs)}")
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
         self.input = _select_one("input of sounds", others, None)
-        self.output = _select_one("output", outputs, output)
+        self.output = _select_one("output", outputs, options.output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
         self.constants = {
-            n: np.asarray(constants.get(n, rate), dtype)
+            n: np.asarray(constants.get(n, self.rate), dtype)
             for n, (dtype, shape) in inputs.items()
             if n in constants or (shape == () and n == "sr")
         }
         if unknown := set(inputs) - {self.input, *carry, *self.constants}:
             raise ValueError(f"the model has the inputs {sorted(unknown)}, too: pass constants=")
         self.units = self.out[-1] if len(self.out) > 1 else 1
-        self.samples = self._window_length(seconds)
+        self.samples = self._window_length(options.seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
         self.activation = "none" if og.losses.are_probabilities(proto, self.output) else None
 
@@ -132,7 +124,7 @@ class SoundModel:
         padded[self.context :][: len(x)] = x
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
-    def scores(self, predictor: Predictor, windows: np.ndarray, activation: str) -> np.ndarray:
+    def scores(self, predictor: Predictor, windows: np.ndarray, activation: Any) -> np.ndarray:
         """Return probabilities (windows, classes); states go from window to window."""
         size = 1 if self.carry and not self.along else self.rows or 64
         state, found = self.zeros(self.rows or 1), []
@@ -149,8 +141,7 @@ class SoundModel:
         if activation == "sigmoid":
             return 1 / (1 + np.exp(-y))
         if activation == "softmax":
-            y = np.exp(y - y.max(axis=1, keepdims=True))
-            return y / y.sum(axis=1, keepdims=True)
+            return softmax(y)
         if y.min() < 0 or y.max() > 1.0001:
             raise ValueError(f"{self.output!r} holds {y.min()} to {y.max()}, no probabilities: "
                              "pass activation=")  # fmt: skip

@@ -164,7 +164,7 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
 
 
 def ignored_columns(
-    names: Iterable[str], columns: Columns, others: Sequence[str | None] = ()
+    names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
 ) -> list[str]:
     """Return a message about columns that are neither of an input nor `others`, if there are."""
     used = {*others, *(name for group in columns.values() for name in group)}

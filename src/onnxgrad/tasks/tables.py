@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,12 +16,12 @@ from onnxgrad.data.cells import Rows, is_text
 from onnxgrad.data.class_numbers import first_names, label_text
 from onnxgrad.data.columns import Names, Part, column_names, is_table
 from onnxgrad.data.field import Field
-from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import argument, unknown
 from onnxgrad.operators.shapes import dims
+from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.model_with_loss import ModelWithLoss
-from onnxgrad.tasks.row_predictions import Columns
+from onnxgrad.tasks.row_predictions import Columns as Arrays
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
     MappedRows,
@@ -30,6 +30,7 @@ from onnxgrad.tasks.rows_task import (
     only_features,
 )
 from onnxgrad.tasks.table_columns import (
+    Columns,
     InputColumns,
     TargetColumns,
     Targets,
@@ -56,6 +57,11 @@ class ArrowColumns:
     types: dict[str, str]
 
     @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return [*self.types]
+
+    @property
     def lists(self) -> list[str]:
         """The columns that hold an array for each row."""
         return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
@@ -69,11 +75,16 @@ class ArrowColumns:
                 f"{argument('ignore', [text])}"
             )
 
-    def reader(self, columns: Any, y: list[str], weight: str | None) -> Reader:
-        """Return what reads these columns."""
-        return arrow_dataset(self.name, y=y or None, sample_weight=weight, columns=columns)
+    def tables(self, columns: Mapping[str, list[str]], size: int) -> Iterator[FileTable]:
+        """Yield the columns of each input, so many rows at a time."""
+        start = 0
+        for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
+            values = {n: arrays[name][n] for name, group in columns.items() for n in group}
+            yield FileTable(values, self.name, Rows(start + 1))
+            start += len(next(iter(values.values())))
 
 
+@with_fields
 class Table(RowsTask):
     """Rows of a table: columns of numbers in, columns of numbers or classes out.
 
@@ -129,38 +140,13 @@ class Table(RowsTask):
         [0, 3, 6]
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Any = None,
-        *,
-        target: TargetColumns = None,
-        columns: InputColumns = None,
-        sample_weight: str | None = None,
-        ignore: Sequence[str] = (),
-        drop_missing: bool = False,
-        classes: Sequence[str] | Sequence[int] | None = None,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            classes=classes,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._target, self._columns, self._weight = target, columns, sample_weight
-        self._ignore, self._drops = list(ignore), drop_missing
-        if data is not None:
-            self._begin_training(data, validation, seed)
+    _: KW_ONLY
+    target: TargetColumns = None
+    columns: InputColumns = None
+    sample_weight: str | None = None
+    ignore: Sequence[str] = ()
+    drop_missing: bool = False
+    classes: Sequence[str] | Sequence[int] | None = None
 
     # -- rows with labels ------------------------------------------------------------------------
 
@@ -185,26 +171,26 @@ class Table(RowsTask):
                 "a Trainer"
             )
         source: str | BinaryIO = os.fspath(data) if isinstance(data, os.PathLike) else data
-        return read_table(source, self._ignore, self._drops)
+        return read_table(source, self.ignore, self.drop_missing)
 
     def _open_arrow(self, path: str) -> ArrowColumns:
         types = dict(arrow_dataset(path).describe()["columns"])
-        for name in self._ignore:
+        for name in self.ignore:
             if name not in types:
                 raise unknown(f"column ({argument('ignore')})", name, types)
-        if self._drops:
+        if self.drop_missing:
             raise DataError(
                 f"{path!r} is read while training, where {argument('drop_missing')} cannot count "
                 "rows: leave them out of the files"
             )
-        return ArrowColumns(path, {n: t for n, t in types.items() if n not in self._ignore})
+        return ArrowColumns(path, {n: t for n, t in types.items() if n not in self.ignore})
 
     def _decide_loss(self, source: FileTable | ArrowColumns) -> None:
         """Choose cross entropy for one column of names of classes, and a head for new ones."""
         names = [*source] if isinstance(source, FileTable) else [*source.types]
-        if isinstance(self.loss, Mapping) or isinstance(self._target, Mapping):
+        if isinstance(self.loss, Mapping) or isinstance(self.target, Mapping):
             return
-        targets = Targets.of(self._target, names, self.names, weight=self._weight)
+        targets = Targets.of(self.target, names, self.names, weight=self.sample_weight)
         if len(targets.names) != 1 or isinstance(source, ArrowColumns):
             return
         column, values = targets.names[0], source[targets.names[0]].ravel().tolist()
@@ -226,124 +212,123 @@ class Table(RowsTask):
     def _map_rows(
         self, source: FileTable | ArrowColumns, scored: ModelWithLoss
     ) -> tuple[MappedRows, Objective]:
-        classes = self._known_classes()
-        if isinstance(source, ArrowColumns):
-            objective = scored.describe(None)
-            scored.names.classes = classes or []
-            objective.names = scored.names
-            with begin_errors(source.name):
-                return self._map_arrow(source, objective), objective
-        loss = scored.job.loss
-        several = list(loss) if isinstance(loss, Mapping) and len(loss) > 1 else []
+        """Return the rows of a table, or what reads them while training, and the objective."""
+        classes, trained, weight = self._known_classes(), scored.names, self.sample_weight
+        by_output = scored.job.loss if isinstance(scored.job.loss, Mapping) else {}
+        in_memory = isinstance(source, FileTable)
+        several = list(by_output) if in_memory and len(by_output) > 1 else []
         with begin_errors(source.name):
-            targets = Targets.of(self._target, source.columns, scored.names, several, self._weight)
-            source = _with_class_numbers(source, targets, scored, classes)
-            labels = {
-                output: source.cells(each, "the target").side_by_side(nan=True)
-                for output, each in targets.columns.items()
-            }
-            objective = scored.describe(labels.get(None, labels or None) if labels else None)
-            scored.names.classes = []  # the labels are numbers of classes already
-            objective.names = scored.names
-            return self._map_table(source, objective, targets), objective
+            targets = Targets.of(self.target, source.columns, trained, several, weight)
+            y: Any = None
+            if isinstance(source, FileTable):
+                source = _with_class_numbers(source, targets, scored, classes)
+                y = {
+                    output: source.cells(each, "the target").side_by_side(nan=True)
+                    for output, each in targets.columns.items()
+                }
+            objective = scored.describe(y.get(None, y) if y else None)
+            trained.classes = [] if in_memory else classes or []  # labels are numbers in memory
+            objective.names = trained
+            if not in_memory:
+                only_features(source.name, objective)
+            labels = targets.by_label(objective)
+            if in_memory and weight is not None and weight not in source.columns:
+                raise unknown(f"column ({argument('sample_weight')})", weight, source.columns)
+            inputs = [str(x.name) for x in objective.data if x.name not in labels]
+            others = {*targets.names, weight}
+            columns = self._columns_by_input(source, inputs, trained, others)
+            read: Any = self._read_table if in_memory else self._read_arrow
+            data, rows = read(source, objective, columns, labels)
+        named = {n: group for n, group in columns.items() if not {*group} <= {*_lists(source)}}
+        names = Names(named, targets.names, [weight] if weight else [], trained.classes)
+        note = source.note if isinstance(source, FileTable) else ""
+        notes = [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
+        remarks = [
+            f"columns of input {name}, in this order: {first_names(group)}"
+            for name, group in columns.items()
+            if name not in trained.columns and len(group) > 1
+        ]
+        remarks += ignored_columns(source.columns, columns, others)
+        return MappedRows(data, rows, names, notes, remarks), objective
 
-    def _map_table(self, table: FileTable, objective: Objective, targets: Targets) -> MappedRows:
+    def _columns_by_input(
+        self,
+        source: FileTable | ArrowColumns,
+        inputs: Sequence[str],
+        trained: Names,
+        others: Collection[str | None] = (),
+    ) -> dict[str, list[str]]:
+        """Return the columns that each input takes: no labels and weights, also of the training."""
+        used = {name for group in trained.columns.values() for name in group}
+        others = {*others} | ({*trained.target, *trained.weight} - used)
+        rest = [name for name in source.columns if name not in others]
+        rest, named = choose_columns(self.columns, rest, inputs, trained)
+        return named.by_input(rest, inputs, _lists(source))
+
+    def _read_table(
+        self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
+    ) -> tuple[Dataset, int]:
         """Return the arrays of a table, whose labels of classes are their numbers."""
-        weight, trained = self._weight, objective.names
-        labels = targets.by_label(objective)
-        inputs = [str(x.name) for x in objective.data if x.name not in labels]
-        if weight is not None and weight not in table:
-            raise unknown(f"column ({argument('sample_weight')})", weight, table.columns)
-        others = _labels_and_weights(targets, weight, trained)
-        rest = [name for name in table if name not in others]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        lists = [name for name in rest if table[name].ndim > 1]
-        columns = named.by_input(rest, inputs, lists)
         parts = {name: Part(table, group) for name, group in (columns | labels).items()}
-        arrays = Fields(objective).arrays(parts)
-        weights = None
+        arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}
         label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-        rows = len(next(iter(arrays.values())))
-        names = _stored_names(columns, lists, targets, weight)
-        notes = [*[table.note] * bool(table.note), *in_other_order(table.columns, columns, trained)]
-        remarks = _column_remarks(table.columns, columns, trained, *targets.names, weight)
-        return MappedRows(Dataset(arrays, label, weights), rows, names, notes, remarks)
+        return Dataset(arrays, label, weights), len(next(iter(arrays.values())))
 
-    def _map_arrow(self, source: ArrowColumns, objective: Objective) -> MappedRows:
+    def _read_arrow(
+        self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
+    ) -> tuple[Dataset, int | None]:
         """Return what reads columns while training, for a model with one label."""
-        features = only_features(source.name, objective)
-        inputs = [str(x.name) for x in features]
-        weight, classes, trained = self._weight, self._known_classes(), objective.names
-        targets = Targets.of(self._target, source.types, trained, weight=weight)
-        targets.by_label(objective)
-        others = _labels_and_weights(targets, weight, trained)
-        rest = [name for name in source.types if name not in others]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        columns = named.by_input(rest, inputs, source.lists)
-        numbers = [n for group in columns.values() for n in group]
-        source.check_numbers(numbers if classes else [*numbers, *targets.names])
-        for x in features:
-            group = columns[str(x.name)]
-            if {*group}.isdisjoint(source.lists):
+        targets = [name for group in labels.values() for name in group]
+        numbers = [name for group in columns.values() for name in group]
+        source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
+        for x in objective.data:
+            group = columns.get(str(x.name))
+            if group and {*group}.isdisjoint(source.lists):
                 fit_shape(np.empty((1, len(group))), dims(x), f"input {x.name!r}", True, group)
-        reader = source.reader(columns, targets.names, weight)
-        names = _stored_names(columns, source.lists, targets, weight)
-        names.classes = classes or []
-        notes = in_other_order(source.types, columns, trained)
-        remarks = _column_remarks(source.types, columns, trained, *targets.names, weight)
-        return MappedRows(Dataset(reader), reader.rows, names, notes, remarks)
+        reader = arrow_dataset(
+            source.name, y=targets or None, sample_weight=self.sample_weight, columns=columns
+        )
+        return Dataset(reader), reader.rows
 
     # -- rows to predict -------------------------------------------------------------------------
 
     def _input_batches(
         self, source: FileTable | ArrowColumns, fields: Sequence[Field], size: int
-    ) -> Iterator[tuple[Columns, int, Columns]]:
-        if isinstance(source, ArrowColumns):
-            yield from self._arrow_batches(source, fields, size)
-            return
-        self.notes += [source.note] * bool(source.note)
+    ) -> Iterator[tuple[Arrays, int, Arrays]]:
         with begin_errors(source.name):
-            lists = [name for name in source if source[name].ndim > 1]
-            columns = self._columns_to_predict(source.columns, fields, lists)
-            arrays = _input_arrays(columns, source, fields)
-            _check_counts(arrays)
-        rows = len(next(iter(arrays.values())))
-        for start in range(0, rows, size):
-            part = {name: array[start : start + size] for name, array in arrays.items()}
-            count = min(size, rows - start)
-            # so that rows can be found again, where some were left out
-            numbers = {"row": source.row_numbers.numbers(start, count)} if self._drops else {}
-            yield part, count, numbers
+            columns = self._columns_by_input(source, [field.name for field in fields], self.names)
+            self.notes += ignored_columns(source.columns, columns)
+            self.notes += in_other_order(source.columns, columns, self.names)
+            if isinstance(source, FileTable):
+                self.notes += [source.note] * bool(source.note)
+            tables = [source] if isinstance(source, FileTable) else source.tables(columns, size)
+            for table in tables:
+                arrays = {
+                    field.name: field.of_cells(
+                        table.cells(columns[field.name], f"input {field.name!r}")
+                    )
+                    for field in fields
+                }
+                counts = {name: len(array) for name, array in arrays.items()}
+                rows = max(counts.values())
+                if rows > min(counts.values()):
+                    raise DataError(f"the arrays differ in their number of rows: {counts}")
+                for start in range(0, rows, size):
+                    count = min(size, rows - start)
+                    # so that rows can be found again, where some were left out
+                    numbers = table.row_numbers.numbers(start, count)
+                    part = {name: array[start : start + size] for name, array in arrays.items()}
+                    yield part, count, {"row": numbers} if self.drop_missing else {}
 
-    def _arrow_batches(
-        self, source: ArrowColumns, fields: Sequence[Field], size: int
-    ) -> Iterator[tuple[Columns, int, Columns]]:
-        columns = self._columns_to_predict([*source.types], fields, source.lists)
-        start = 0
-        for (tables,) in source.reader(columns, [], None).batches(size, None, 0):
-            values = {n: tables[name][n] for name, group in columns.items() for n in group}
-            table = FileTable(values, source.name, Rows(start + 1))
-            parts = _input_arrays(columns, table, fields)
-            count = len(next(iter(parts.values())))
-            start += count
-            yield parts, count, {}
 
-    def _columns_to_predict(
-        self, names: Sequence[str], fields: Sequence[Field], lists: Sequence[str]
-    ) -> dict[str, list[str]]:
-        """Return the columns of each input; labels and weights of the training are not read."""
-        trained = self.names
-        used = {name for group in trained.columns.values() for name in group}
-        gone = {*trained.target, *trained.weight} - used
-        rest = [name for name in names if name not in gone]
-        inputs = [field.name for field in fields]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        columns = named.by_input(rest, inputs, lists)
-        self.notes += ignored_columns(names, columns) + in_other_order(names, columns, trained)
-        return columns
+def _lists(source: FileTable | ArrowColumns) -> list[str]:
+    """Return the columns that hold an array for each row."""
+    if isinstance(source, ArrowColumns):
+        return source.lists
+    return [name for name in source if source[name].ndim > 1]
 
 
 def _is_read_while_training(path: Path) -> bool:
@@ -385,49 +370,3 @@ def _with_class_numbers(
         encodes, ignored = known.get(name, (True, None))
         table = table.encode(name, classes if encodes else None, scored.numeric_loss, ignored)
     return table
-
-
-def _input_arrays(
-    columns: Mapping[str, list[str]], table: FileTable, fields: Sequence[Field]
-) -> Columns:
-    """Return the array of each input."""
-    return {
-        field.name: field.of_cells(table.cells(columns[field.name], f"input {field.name!r}"))
-        for field in fields
-    }
-
-
-def _check_counts(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise `DataError` if arrays differ in their number of rows."""
-    counts = {name: len(array) for name, array in arrays.items()}
-    if len(set(counts.values())) > 1:
-        raise DataError(f"the arrays differ in their number of rows: {counts}")
-
-
-def _labels_and_weights(targets: Targets, weight: str | None, trained: Names) -> set[str | None]:
-    """Return the columns that no input takes: labels and weights, also of the training."""
-    used = {name for group in trained.columns.values() for name in group}
-    return {*targets.names, weight} | ({*trained.target, *trained.weight} - used)
-
-
-def _stored_names(
-    columns: Mapping[str, list[str]], lists: Collection[str], targets: Targets, weight: str | None
-) -> Names:
-    """Return the names that a trained model stores: of inputs that take columns of numbers."""
-    named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
-    return Names(named, targets.names, [weight] if weight else [])
-
-
-def _column_remarks(
-    names: Collection[str],
-    columns: Mapping[str, list[str]],
-    trained: Names,
-    *others: str | None,
-) -> list[str]:
-    """Return messages about the order of columns where it is new, and about columns not used."""
-    first = [
-        f"columns of input {name}, in this order: {first_names(group)}"
-        for name, group in columns.items()
-        if name not in trained.columns and len(group) > 1
-    ]
-    return first + ignored_columns(names, dict(columns), others)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,35 @@ import numpy as np
 import onnx
 
 import onnxgrad as og
+from onnxgrad.data.image_files import image_name, is_path
 from onnxgrad.tasks.base import with_notes
+from onnxgrad.tasks.image_values import as_normalization
 
 _BLANKS = ("", "blank", "<blank>", "[blank]")
 
 
-@dataclass(frozen=True)
 class LineForm:
-    """How a model takes images of lines; without a `width`, each has its own."""
+    """How a model takes images of lines; without a `width`, each has its own.
 
-    height: int
-    width: int | None
-    colors: str
-    mean: Any
-    std: Any
+    Args:
+        shape: the declared shape of its input.
+        options: has the arguments of `TextRecognition` as attributes.
+
+    Raises:
+        ValueError: options that contradict the shape.
+    """
+
+    def __init__(self, shape: list[int | None], options: Any) -> None:
+        chosen = as_normalization(options.normalize) or options
+        self.mean, self.std = chosen.mean, chosen.std
+        self.colors = options.colors or ("L" if shape[1] == 1 else "BGR")
+        if self.colors not in ("BGR", "RGB", "L"):
+            raise ValueError(f"colors={self.colors!r} must be 'BGR', 'RGB' or 'L'")
+        self.height, self.width = options.height or shape[2] or 48, options.width or shape[3]
+        given = {"colors": self.channels, "height": self.height, "width": self.width}
+        for (name, value), declared in zip(given.items(), shape[1:], strict=True):
+            if declared not in (None, value):
+                raise ValueError(f"the model takes images {shape}, which {name}= contradicts")
 
     @property
     def channels(self) -> int:
@@ -80,16 +94,6 @@ class Lines(Sequence[np.ndarray]):
         return self.form.array(og.data.open_image(self.sources[i], None))
 
 
-def is_file(source: Any) -> bool:
-    """Return whether an image is given by its path."""
-    return isinstance(source, (str, os.PathLike))
-
-
-def name_of(source: Any) -> str:
-    """Return how a message calls an image."""
-    return repr(str(source)) if is_file(source) else f"of {type(source).__name__}"
-
-
 def lines_of(path: str | os.PathLike) -> list[str]:
     """Return the lines of a text file, with the spaces at their ends."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -102,11 +106,14 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     Raises:
         ValueError: a file without image or text, or a text of several lines.
     """
-    if not is_file(data):
+    if not is_path(data):
         rows = [(image, text) for image, text in data]
     elif (path := Path(data)).is_dir():
-        rows = [(image, _text_beside(image)) for _, image in og.data.list_images(path)]
-        texts = {image.with_suffix(".txt") for image, _ in rows}
+        files = {image: image.with_suffix(".txt") for _, image in og.data.list_images(path)}
+        if bare := next((image for image, file in files.items() if not file.is_file()), None):
+            raise ValueError(f"{str(bare)!r} has no text beside it, {files[bare].name!r}")
+        rows = [(image, "\n".join(lines_of(file))) for image, file in files.items()]
+        texts = {*files.values()}
         if alone := sorted({*path.glob("*.txt")} - texts):
             raise ValueError(
                 f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
@@ -116,18 +123,11 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     if not rows:
         raise ValueError(f"{data!r} has no rows")
     for image, text in rows:
-        if is_file(image) and not Path(image).is_file():
+        if is_path(image) and not Path(image).is_file():
             raise ValueError(f"there is no file {str(image)!r}, which {str(data)!r} lists")
         if "\n" in text:
-            raise ValueError(f"the text of {name_of(image)} has several lines: cut the image")
+            raise ValueError(f"the text of {image_name(image)} has several lines: cut the image")
     return rows
-
-
-def _text_beside(image: Path) -> str:
-    file = image.with_suffix(".txt")
-    if not file.is_file():
-        raise ValueError(f"{str(image)!r} has no text beside it, {file.name!r}")
-    return "\n".join(lines_of(file))
 
 
 def _read_list(path: Path) -> list[tuple[str, str]]:
@@ -148,49 +148,30 @@ def _read_list(path: Path) -> list[tuple[str, str]]:
     return [(name, text) for _, name, _, text in rows]
 
 
-def line_form(
-    shape: list[int | None],
-    height: int | None,
-    width: int | None,
-    colors: str | None,
-    mean: Any,
-    std: Any,
-) -> LineForm:
-    """Return how a model of this input takes images; raise where options contradict it."""
-    colors = colors or ("L" if shape[1] == 1 else "BGR")
-    if colors not in ("BGR", "RGB", "L"):
-        raise ValueError(f"colors={colors!r} must be 'BGR', 'RGB' or 'L'")
-    form = LineForm(height or shape[2] or 48, width or shape[3], colors, mean, std)
-    given = {"colors": form.channels, "height": form.height, "width": form.width}
-    for (name, value), declared in zip(given.items(), shape[1:], strict=True):
-        if declared not in (None, value):
-            raise ValueError(f"the model takes images {shape}, which {name}= contradicts")
-    return form
-
-
 def characters_in(dictionary: Any, stored: dict[str, str]) -> list[str]:
     """Return the characters of a file, a list or the metadata of a model."""
     if dictionary is not None:
-        return lines_of(dictionary) if is_file(dictionary) else list(dictionary)
+        return lines_of(dictionary) if is_path(dictionary) else list(dictionary)
     if "character" not in stored:
         raise ValueError("the model has no metadata 'character': pass dictionary=, a file or list")
     return stored["character"].removesuffix("\n").split("\n")
 
 
-@dataclass
 class Alphabet:
-    """The text of each class, "" for the blank; and whether classes are before time steps."""
+    """The text of each class, "" for the blank, of the output of a model.
 
-    classes: list[str]
-    blank: int
-    classes_first: bool
+    Blank and space are added where the dictionary lacks them.
 
-    @classmethod
-    def of(
-        cls, characters: list[str], count: int, blank: int | None, classes_first: bool
-    ) -> Alphabet:
-        """Return the alphabet of `count` classes: blank and space are added if they are missing."""
-        classes, whole = [*characters], count == len(characters)
+    Args:
+        characters: the dictionary.
+        output: the layout of the scores, with the number of classes.
+        blank: the class of the blank, None: as in the dictionary, or the first.
+    """
+
+    def __init__(self, characters: list[str], output: Any, blank: int | None) -> None:
+        classes, count = [*characters], output.classes
+        self.classes_first = output.axes[2] < output.axes[1]
+        whole = count == len(characters)
         marked = [i for i, c in enumerate(classes) if c in _BLANKS]
         if blank is None and whole and not marked:
             raise ValueError(f"none of the {count} characters is the blank: say which with blank=")
@@ -200,7 +181,7 @@ class Alphabet:
             raise ValueError(f"blank={blank}, and the model has {count} classes")
         classes += [" "] * (count - len(classes) - 1)
         classes[blank % count : blank % count + whole] = [""]
-        return cls(classes, blank % count, classes_first)
+        self.classes, self.blank = classes, blank % count
 
     def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
         """Return a model with units for more characters, and the dictionary in its metadata."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from onnxgrad.errors import argument, named
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.generation import generate
 from onnxgrad.language.text_readers import Texts as TextRows, texts
-from onnxgrad.tasks.base import model_of
+from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from onnxgrad.tasks.rows_task import MappedRows, RowsTask
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.trainer import Trainer
 
 __all__ = ["Texts"]
 
 
+@with_fields
 class Texts(RowsTask):
     """Texts, from which a language model learns to predict each token from the ones before.
 
@@ -65,37 +66,17 @@ class Texts(RowsTask):
         'tock tick'
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Any = None,
-        *,
-        tokenizer: Any = None,
-        max_length: int | None = None,
-        completion_only: bool | None = None,
-        packing: bool = False,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        self._tokenizer = tokenizer if tokenizer is not None else language_folder(model)
-        super().__init__(
-            _file_of(model),
-            classes=None,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._how: dict[str, Any] = {"completion_only": completion_only, "packing": packing}
-        self._length = max_length
-        if data is not None:
-            self._begin_training(data, validation, seed)
+    _: KW_ONLY
+    tokenizer: Any = None
+    max_length: int | None = None
+    completion_only: bool | None = None
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        folder = language_folder(self.model)
+        self._tokenizer = folder if self.tokenizer is None else self.tokenizer
+        self.model = self.model if folder is None else folder.model
+        super().__post_init__()
 
     def _open_rows(self, data: Any) -> Any:
         """Return the reader of texts."""
@@ -106,7 +87,13 @@ class Texts(RowsTask):
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the reader has them as notes
-            return texts(data, self._tokenizer, self._length, **self._how)
+            return texts(
+                data,
+                self._tokenizer,
+                self.max_length,
+                completion_only=self.completion_only,
+                packing=self.packing,
+            )
 
     def _decide_loss(self, source: Any) -> None:
         self._choose_loss("causal_lm", "each token follows from the ones before")
@@ -132,12 +119,7 @@ class Texts(RowsTask):
             max_new_tokens: tokens of each result, at most.
         """
         prompts = [inputs] if isinstance(inputs, str) else list(inputs)
-        folder = isinstance(model, ModelFolder) or (
-            isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
-        )
-        running = model if folder or isinstance(model, Trainer) else model_of(model)
-        tokenizer = self._tokenizer
-        return list(generate(running, prompts, max_new_tokens, tokenizer=tokenizer))
+        return list(generate(model, prompts, max_new_tokens, tokenizer=self._tokenizer))
 
     def write(self, inputs: Any, results: Iterable[str], folder: str | os.PathLike) -> list[Path]:
         """Write `texts.jsonl`, a prompt and its completion in each line.
@@ -166,11 +148,3 @@ def language_folder(model: Any) -> ModelFolder | None:
     if path.is_dir():
         return load_folder(path)
     return load_folder(path.parent, path.name) if is_folder(path.parent) else None
-
-
-def _file_of(model: Any) -> Any:
-    """Return the file of a language model in a folder, or the model as it was given."""
-    if isinstance(model, ModelFolder):
-        return model.model
-    is_folder_path = isinstance(model, (str, os.PathLike)) and Path(model).is_dir()
-    return load_folder(model).model if is_folder_path else model
