@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import filecmp
 import functools
 import inspect
@@ -467,6 +468,19 @@ def safe_cell(value: Any) -> Any:
     except ValueError:
         return f"'{value}"
     return value
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> Path:
+    """Write a CSV file with cells that spreadsheets do not run, and return its path.
+
+    Folders above it are created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(header)
+        table.writerows(map(safe_cell, row) for row in rows)
+    return path
 
 
 def home_of(model: Any) -> Path | None:

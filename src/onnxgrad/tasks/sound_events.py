@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import onnxgrad as og
-from onnxgrad.tasks.base import safe_cell
+from onnxgrad.tasks.base import write_csv
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +65,16 @@ def hear(
 
 def write_events(inputs: Any, results: Iterable[Heard], folder: Path) -> list[Path]:
     """Write `events.csv`, and a label track of Audacity for each file; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "events.csv"]
-    with written[0].open("w", newline="", encoding="utf-8") as table:
-        rows = csv.writer(table)
-        rows.writerow(["file", "start", "end", "label", "score"])
-        for (name, _), heard in zip(og.data.list_sounds(inputs), results, strict=True):
-            rows.writerows(map(safe_cell, [name, *event]) for event in heard.events)
-            track = folder / f"{Path(name).stem}.txt"
-            if track in written:
-                track = folder / f"{Path(name).stem}-{len(written)}.txt"
-            lines = (f"{start:.6f}\t{end:.6f}\t{label}\n" for start, end, label, _ in heard.events)
-            track.write_text("".join(lines), encoding="utf-8")
-            written.append(track)
+    heard = [
+        (name, each) for (name, _), each in zip(og.data.list_sounds(inputs), results, strict=True)
+    ]
+    rows = ([name, *event] for name, each in heard for event in each.events)
+    written = [write_csv(folder / "events.csv", ["file", "start", "end", "label", "score"], rows)]
+    for name, each in heard:
+        track = folder / f"{Path(name).stem}.txt"
+        if track in written:
+            track = folder / f"{Path(name).stem}-{len(written)}.txt"
+        lines = (f"{start:.6f}\t{end:.6f}\t{label}\n" for start, end, label, _ in each.events)
+        track.write_text("".join(lines), encoding="utf-8")
+        written.append(track)
     return written
