@@ -18,7 +18,7 @@ from onnxgrad.cli.model_files import (
 )
 from onnxgrad.cli.tasks import open_task, predict_arguments, set_options
 from onnxgrad.tasks import Task
-from onnxgrad.tasks.prediction_files import check_ending, column_writer
+from onnxgrad.tasks.row_predictions import check_ending, column_writer
 from onnxgrad.tasks.rows_task import RowsTask
 
 _FOLDER = "predictions"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import dataclasses
 import filecmp
 import functools
 import inspect
@@ -24,7 +25,6 @@ import onnxgrad as og
 from onnxgrad.data.readers import Reader
 from onnxgrad.errors import argument
 from onnxgrad.language.tokenizer import FILE, VOCABULARY
-from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_options
 
 T = TypeVar("T")
 
@@ -323,7 +323,9 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
-            note = json.dumps({type(self).__name__: write_options(stated)})
+            if isinstance(stated.get("tokenizer"), str):
+                stated["tokenizer"] = Path(stated["tokenizer"])
+            note = json.dumps({type(self).__name__: stated}, default=_as_json)
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
@@ -331,14 +333,9 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
 
 def _stored_options(model: Any, task: str) -> dict[str, Any]:
     """Return the options in JSON that a model stores for the task of this class name."""
-    return dict(json.loads(_notes_at(model).get(OPTIONS, "{}")).get(task, {}))
-
-
-def _notes_at(model: Any) -> dict[str, str]:
-    """Return the metadata of a model, without reading the data of one in a file."""
-    if isinstance(model, (str, os.PathLike)):
-        return notes_of(onnx.load(model, load_external_data=False))
-    return notes_of(model_of(model))
+    is_path = isinstance(model, (str, os.PathLike))
+    proto = onnx.load(model, load_external_data=False) if is_path else model_of(model)
+    return dict(json.loads(notes_of(proto).get(OPTIONS, "{}")).get(task, {}))
 
 
 def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
@@ -515,3 +512,63 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
     except OSError as e:  # the model is written already
         return f"{target} is not written: {e.strerror or e}"
     return f"wrote {target}"
+
+
+_FUNCTION, _MAKER = "function", "onnxgrad"  # keys of values that are no JSON
+# {public function that returns a value of an option: its submodule}
+_MAKERS = {name: submodule for submodule in (og.data, og.losses) for name in submodule.__all__}
+
+
+def named_loss(loss: Any) -> dict[str, str]:
+    """Return a loss for JSON as a name by which users are asked for it."""
+    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+    return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
+
+
+def lost_loss(kept: Mapping[str, Any]) -> str | None:
+    """Return the name of a loss that JSON cannot hold, None if it holds the loss or has none."""
+    loss = kept.get("loss")
+    return loss[_FUNCTION] if isinstance(loss, dict) and _FUNCTION in loss else None
+
+
+def read_options(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a model stores.
+
+    Raises:
+        ValueError: one of them is a function, which must be given.
+    """
+    made = {name: _read_option(name, value) for name, value in kept.items()}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value that JSON lacks as one that it has; None for what nobody can be asked for."""
+    maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
+    if isinstance(value, os.PathLike):
+        return {"path": os.path.abspath(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if dataclasses.is_dataclass(value) and maker in _MAKERS:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {_MAKER: maker, "arguments": fields}
+    is_named = callable(value) or isinstance(value, og.losses.LossSpec)
+    return named_loss(value) if is_named else None
+
+
+def _read_option(name: str, value: Any) -> Any:
+    """Return the value of an option that `_as_json` wrote; None for a file that is not there."""
+    if isinstance(value, list):
+        return tuple(_read_option(name, each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    if _FUNCTION in value:
+        raise ValueError(
+            f"{name}=: the model was trained with the function {value[_FUNCTION]!r}, which its "
+            "file cannot hold: pass it"
+        )
+    if "path" in value:
+        return value["path"] if Path(value["path"]).exists() else None
+    if _MAKER in value:
+        maker = value[_MAKER]
+        return getattr(_MAKERS[maker], maker)(**_read_option(name, value["arguments"]))
+    return {key: _read_option(name, each) for key, each in value.items()}

@@ -40,7 +40,6 @@ from onnxgrad.tasks.detection_heads import (
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.image_values import as_pixels
 
-_PIXELS = {"yolox": "bgr255", "detr": "imagenet"}  # other heads take 0 to 1
 _IDS = "onnxgrad.category_ids"  # metadata: the numbers of the classes in COCO's files
 
 __all__ = [
@@ -153,7 +152,7 @@ class Detection(Task):
         self.class_layers = class_layers(self.model, self.head)
         if not self.head.has_anchors:
             self.model = _with_joined_output(self.model)
-        self.pixels = as_pixels(pixels or _PIXELS.get(self.head.kind))
+        self.pixels = as_pixels(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
         only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None

@@ -10,13 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.detection_heads import MOVERS, Head, compiled
-
-_GAINS = {  # of the papers and programs that `detection_loss` names
-    "yolov8": {"box": 7.5, "classes": 0.5, "distances": 1.5},
-    "yolox": {"box": 5.0, "classes": 1.0, "objectness": 1.0},
-    "detr": {"box": 2.0, "classes": 1.0, "l1": 5.0},
-}
+from onnxgrad.tasks.detection_heads import LAYOUTS, MOVERS, Head, compiled
 
 
 def detection_loss(
@@ -68,11 +62,17 @@ def detection_loss(
             f"box={box!r}, classes={classes!r}: box is 'ciou' or 'giou', classes 'bce', "
             "'varifocal' or 'focal'"
         )
-    own = _GAINS["yolov8" if head.kind == "yolov8_dfl" else head.kind.removeprefix("rt")]
-    if other := set(gains or ()) - set(own):
-        raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
-    rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
-    kind = _box_labels(head)
+    usual = head.layout.gains
+    if other := set(gains or ()) - set(usual):
+        raise ValueError(f"gains of {head.kind!r} are {list(usual)}, and have no {other.pop()!r}")
+    rule = _Rule(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
+    columns = 5 if head.has_anchors else 6
+    kind = og.losses.LabelKind(
+        ir.DataType.FLOAT,
+        lambda f: (f[0] if f else None, None, columns),
+        lambda f: f is not None and len(f) == 3,
+        f"the output of {head}",
+    )
 
     def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         return rule.write(op, prediction, label)
@@ -80,14 +80,11 @@ def detection_loss(
     return og.losses.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
 
 
-def _box_labels(head: Head) -> og.losses.LabelKind:
-    columns = 5 if head.has_anchors else 6
-    return og.losses.LabelKind(
-        ir.DataType.FLOAT,
-        lambda f: (f[0] if f else None, None, columns),
-        lambda f: f is not None and len(f) == 3,
-        f"the output of {head}",
-    )
+def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
+    """Write centers and sizes of boxes in pixels, (..., 4), as shares of the picture."""
+    height, width = head.size
+    near, far = op.split(boxes / np.array([width, height] * 2, np.float32), 2, 2)
+    return op.Concat((near + far) / 2.0, far - near, axis=2)
 
 
 @dataclass(frozen=True)
@@ -170,14 +167,13 @@ class _Rule:
 
     def _of_queries(self, op, parts, one_hot, truth, query):
         """Write the losses of a set: the queries are matched before."""
-        raw, (height, width) = parts["raw"], self.head.size
+        raw = parts["raw"]
         places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])
         turned = op.Transpose(query, perm=[0, 2, 1])  # (N, 1, M)
         named = op.Cast(op.Equal(places, turned), to=ir.DataType.FLOAT)  # (N, Q, M)
         found = op.ReduceSum(named, [2], keepdims=1)
         mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
-        near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
-        aim = op.Concat((near + far) / 2.0, far - near, axis=2)
+        aim = _center_and_size(op, mine, self.head)
         iou = og.losses.box_iou(op, parts["boxes"], mine, self.box)
         losses = {
             "box": (1.0 - iou, found),
@@ -287,13 +283,12 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         raise ImportError(
             "matching queries to boxes needs scipy: pip install 'onnxgrad[detection]'"
         ) from e
-    gains = _GAINS["detr"]
+    gains = LAYOUTS["detr"].gains
 
-    def write(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
-        parts, (height, width) = head.read(op, prediction), head.size
+    def write_costs(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
+        parts = head.read(op, prediction)
         number, truth = op.split(label, [1, 4], 2)
-        near, far = op.split(truth / np.array([width, height] * 2, np.float32), 2, 2)
-        aim = op.Unsqueeze(op.Concat((near + far) / 2.0, far - near, axis=2), [2])
+        aim = op.Unsqueeze(_center_and_size(op, truth, head), [2])
         l1 = op.ReduceSum(op.Abs(op.Unsqueeze(parts["raw"], [1]) - aim), [3], keepdims=0)
         pairs = op.Unsqueeze(parts["boxes"], [1]), op.Unsqueeze(truth, [2])
         one_hot = op.Equal(number, np.arange(head.classes, dtype=np.float32))
@@ -301,13 +296,10 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
         return [gains["l1"] * l1 - gains["box"] * og.losses.box_iou(op, *pairs, "giou") - p]
 
-    runs: dict[Any, Callable[..., list]] = {}
+    pair_costs = compiled(write_costs)
 
     def match(prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
-        shapes = (None, *prediction.shape[1:]), (None, None, 5)
-        if shapes not in runs:
-            runs[shapes] = compiled(write, *shapes)
-        [costs] = runs[shapes](np.asarray(prediction, np.float32), label)
+        [costs] = pair_costs(prediction, label)
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
             real = np.flatnonzero(label[row, :, 0] >= 0)

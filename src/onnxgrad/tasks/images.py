@@ -31,8 +31,12 @@ from onnxgrad.errors import argument
 from onnxgrad.model.notes import read_note
 from onnxgrad.operators.shapes import dims
 from onnxgrad.tasks.base import fine_tuning_rate, outputs_of, with_fields
-from onnxgrad.tasks.image_values import as_image_size, as_normalization, checked_scale
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.image_values import (
+    as_image_size,
+    as_normalization,
+    checked_scale,
+    range_warning,
+)
 from onnxgrad.tasks.row_predictions import Columns
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
@@ -43,7 +47,6 @@ from onnxgrad.tasks.rows_task import (
     only_features,
 )
 from onnxgrad.tasks.tables import PARQUET, STREAMED
-from onnxgrad.tasks.value_range import range_warning
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.objective import Objective
 
@@ -242,11 +245,10 @@ class Images(RowsTask):
         reason = "each folder is a class"
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
-    def _map_rows(self, source: Path, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
+    def _map_rows(self, source: Path) -> tuple[MappedRows, Objective]:
         """Return what reads images while training, for a model with one label."""
-        classes, objective = self._known_classes(), scored.describe(None)
-        scored.names.classes = classes or []
-        objective.names = scored.names
+        classes = self._known_classes()
+        objective = self._describe(classes=classes or [])
         with begin_errors(str(source)):
             feature = only_features(str(source), objective)[0]
             assert feature.dtype is not None

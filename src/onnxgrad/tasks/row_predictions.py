@@ -2,26 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.errors import printable
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.applied_to import is_probability
 from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.model.class_labels import Labels, stored_labels
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.files import replacing
 from onnxgrad.model.notes import CLASSES, read_note
 from onnxgrad.operators.shapes import rank
-from onnxgrad.tasks.base import softmax
-from onnxgrad.tasks.model_with_loss import noted_loss_name
+from onnxgrad.tasks.base import safe_cell, softmax
+from onnxgrad.training.remembered import LOSS
 
 Columns = dict[str, np.ndarray]
+Write = Callable[[Columns], None]
+_PARQUET = (".parquet", ".pq")
+_ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
+
+
+def check_ending(output: str) -> None:
+    """Raise `ValueError` for a file of another kind."""
+    if Path(output).suffix.lower() not in _ENDINGS:
+        raise unknown("ending of a file of predictions", Path(output).suffix, _ENDINGS)
+
+
+@contextmanager
+def column_writer(output: str | Path | None) -> Iterator[Write]:
+    """Yield a function that writes the columns of some rows; the file is complete or not there.
+
+    Without an output, they are written to standard output, as CSV.
+    """
+    suffix = ".csv" if output is None else Path(output).suffix.lower()
+    with ExitStack() as stack:
+        target: Any = (
+            sys.stdout.buffer if output is None else stack.enter_context(replacing(output))
+        )
+        if suffix == ".npz":
+            parts: list[Columns] = []
+            yield parts.append
+            joined = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
+            with open(target, "wb") as file:  # savez adds an ending to a path
+                np.savez(file, **joined)  # type: ignore[arg-type]
+            return
+        opened: list[Any] = []
+
+        def write(columns: Columns) -> None:
+            table = _table_of(columns, binary=suffix in _PARQUET)
+            if not opened:  # the first one decides the columns
+                opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
+            opened[0].write_table(table)
+
+        yield write
+        if output is None:
+            sys.stdout.buffer.flush()
+
+
+def _table_of(columns: Columns, binary: bool) -> Any:
+    """Return a table of pyarrow with a column for each number of a row: name, or name_0, name_1.
+
+    Unless it goes to a `binary` file, it holds no formulas.
+    """
+    import pyarrow as pa
+
+    flat: dict[str, Any] = {}
+    for name, array in columns.items():
+        values = array.reshape(len(array), -1)
+        if array.dtype.kind in "OSU":
+            values = values.astype(str)
+        if values.dtype == np.float16:
+            values = values.astype(np.float32)
+        several = values.shape[1] > 1
+        flat |= {f"{name}_{i}" if several else name: part for i, part in enumerate(values.T)}
+    if not binary:
+        flat = {
+            safe_cell(name): list(map(safe_cell, a.tolist())) if a.dtype.kind == "U" else a
+            for name, a in flat.items()
+        }
+    return pa.table(flat)
+
+
+def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
+    """Return what writes tables of pyarrow to a CSV or Parquet file."""
+    from pyarrow import csv, parquet
+
+    if suffix in _PARQUET:
+        return parquet.ParquetWriter(target, schema)
+    delimiter = "\t" if suffix == ".tsv" else ","
+    options = csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
+    return csv.CSVWriter(target, schema, write_options=options)
 
 
 def output_columns(
@@ -119,3 +199,16 @@ def _has_shares(loss: str | None, output: Any) -> bool:
     if _is_single(output):
         return logits and spec.threshold is not None
     return spec.threshold is None and (logits or spec.label_kind.dtype is not None)
+
+
+def noted_loss(proto: ModelProto) -> dict[str, Any]:
+    """Return the loss of an earlier training as arguments of a `Trainer`; empty without a note."""
+    note = read_note(proto, LOSS)
+    return dict(note[0]) if note else {}
+
+
+def noted_loss_name(proto: ModelProto) -> str | None:
+    """Return the name of the only loss of an earlier training; None if it is not known."""
+    loss = noted_loss(proto).get("loss")
+    names: list[Any] = list(loss.values()) if isinstance(loss, Mapping) else [loss]
+    return ALIASES.get(names[0], names[0]) if len(names) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,70 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_numbers import ClassNames, first_names
 from onnxgrad.data.columns import Names, class_names, read_names
 from onnxgrad.data.field import Field
-from onnxgrad.errors import argument, named, unknown
+from onnxgrad.errors import argument, named, printable, unknown
+from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.class_labels import Labels
+from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
+from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.model.without_elements import filled
+from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
 from onnxgrad.tasks.base import Task, model_of, with_classes, with_fields
-from onnxgrad.tasks.model_with_loss import ModelWithLoss, noted_loss, with_loss
-from onnxgrad.tasks.prediction_files import column_writer
-from onnxgrad.tasks.row_predictions import ClassLabels, Columns, output_columns
+from onnxgrad.tasks.row_predictions import (
+    ClassLabels,
+    Columns,
+    column_writer,
+    noted_loss,
+    output_columns,
+)
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.evaluator import evaluate
+from onnxgrad.training.job import Job
+from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.output_metrics import select_metrics
+from onnxgrad.training.recipe import Recipe, build_objective
+from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
+
+
+def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
+    """Return the model that is trained: without further outputs that might be the loss.
+
+    `output` names the loss that the model computes where `loss` is None.
+    """
+    names = [o.name for o in proto.graph.output]
+    if isinstance(loss, str) and not loss.endswith(".onnx"):
+        floats = [o for o in proto.graph.output if not non_tensor(o)]
+        if len(floats) > 1:
+            choose_output(proto, None, f"say which one with {named('loss={output: loss}')}")
+    if loss is not None:
+        return proto
+    if output not in names:
+        raise ValueError(
+            f"the model has no output {output!r} (it has {', '.join(map(printable, names))}): "
+            f"name a loss with {argument('loss')}, or the output that is one with "
+            f"{argument('loss_output')}"
+        )
+    try:
+        chosen = loss_output(proto)
+    except ValueError:
+        chosen = ""
+    if chosen == output:
+        return proto
+    scalars = (o for o in proto.graph.output if o.name != output and _is_single(o))
+    dropped = {o.name for o in scalars}
+    return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
+
+
+def _is_single(output: Any) -> bool:
+    shape = output.type.tensor_type.shape
+    return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)
+
 
 CROSS_ENTROPY, ONE_SCORE = "cross_entropy", "binary_cross_entropy"
 
@@ -96,7 +145,7 @@ class RowsTask(Task):
             text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
             self._noted_loss = f"loss {text}, as in its training"
         self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
-        self._scored: ModelWithLoss | None = None
+        self._job: Job | None = None  # of the model and its loss; no weight is an input
         self._objective: Objective | None = None
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
@@ -111,7 +160,7 @@ class RowsTask(Task):
     def _decide_loss(self, source: Any) -> None:
         """Choose the loss and the head that data and model leave no choice of, and note them."""
 
-    def _map_rows(self, source: Any, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
+    def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
         """Return rows with labels for the inputs of the model and its loss."""
         raise NotImplementedError
 
@@ -135,18 +184,19 @@ class RowsTask(Task):
     def _read_rows(self, data: Any) -> MappedRows:
         """Return rows with labels; the first ones decide loss and metrics that are not stated."""
         source = self._open_rows(data)
-        if self._scored is None:
+        if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
             if (self.loss is None and not self._computes_loss) or self._may_need_head:
                 self._decide_loss(source)
             trained = with_loss(self.model, self.loss, self.loss_output)
-            self._scored = ModelWithLoss(trained, self.loss, **self.arguments)
-        mapped, self._objective = self._map_rows(source, self._scored)
+            self._job = Job(trained, loss=self.loss, **self.arguments)
+            self._trained = read_names(trained)
+        mapped, self._objective = self._map_rows(source)
         self._check_classes(self._objective)
         if self.metrics is None:
             self.metrics = self._usual_metrics(self._objective)
         for name in ("columns", "target", "weight"):  # other data are read by the same names
-            setattr(self._scored.names, name, getattr(mapped.names, name))
+            setattr(self._trained, name, getattr(mapped.names, name))
         self.rows = mapped.rows
         self.notes += mapped.notes
         self.remarks += mapped.remarks
@@ -171,7 +221,7 @@ class RowsTask(Task):
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
-        pruned = self.model if self._scored is None else self._scored.job.proto
+        pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
         if arguments.get("loss") is not None:  # whose options are others
@@ -204,8 +254,37 @@ class RowsTask(Task):
     ) -> dict[str, Any]:
         """Return the loss and the metrics of the model, which need not be one that can train."""
         rows = self._read_rows(data).data
-        assert self._scored is not None
-        return self._scored.evaluate(rows, self.metrics, batch_size, device)
+        metrics, place = select_metrics(self.metrics), Device.of(device).check()
+        job = replace(self._known_job, metrics=metrics, device=place)
+        recipe = Recipe.of(job, TrainState(), rows)
+        return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
+
+    @property
+    def _known_job(self) -> Job:
+        """The model and its loss, once rows were read."""
+        assert self._job is not None
+        return self._job
+
+    def _describe(self, y: Any = None, classes: Labels | None = None) -> Objective:
+        """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
+
+        Args:
+            y: the labels; None: they are not read yet.
+            classes: by which texts in labels are numbers; None: as the model stores them.
+        """
+        recipe = Recipe.of(self._known_job, TrainState(), Dataset(None, y))
+        objective = build_objective(recipe, training=False)
+        if classes is not None:
+            self._trained.classes = classes
+        objective.names = self._trained
+        return objective
+
+    def _numeric_loss(self) -> str | None:
+        """Return the name of the loss if its labels are numbers; None if they are classes."""
+        infos, loss = self._describe().labels.values(), self._known_job.loss
+        if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
+            return None
+        return loss if isinstance(loss, str) else "of the model"
 
     def _usual_metrics(self, objective: Objective) -> list[str]:
         """Return accuracy for data whose only labels are classes; none for other data."""

@@ -20,9 +20,10 @@ Shape = tuple[int | str | None, ...]
 
 def _dtypes_and_shapes(listed: Any) -> dict[str, tuple[np.dtype, Shape]]:
     """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
+    tensors: list[ir.Value] = [ir.from_proto(proto) for proto in listed]
     return {
         str(x.name): (x.dtype.numpy(), tuple(d if isinstance(d, int) else d.value for d in x.shape))
-        for x in map(ir.from_proto, listed)
+        for x in tensors
         if x.dtype is not None and x.shape is not None
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +17,9 @@ from onnxgrad.data.class_numbers import first_names, label_text
 from onnxgrad.data.columns import Names, Part, column_names, is_table
 from onnxgrad.data.field import Field
 from onnxgrad.data.tables import FileTable, read_table
-from onnxgrad.errors import argument, unknown
+from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.operators.shapes import dims
 from onnxgrad.tasks.base import with_fields
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from onnxgrad.tasks.row_predictions import Columns as Arrays
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
@@ -29,20 +28,172 @@ from onnxgrad.tasks.rows_task import (
     begin_errors,
     only_features,
 )
-from onnxgrad.tasks.table_columns import (
-    Columns,
-    InputColumns,
-    TargetColumns,
-    Targets,
-    choose_columns,
-    ignored_columns,
-    in_other_order,
-)
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 
 __all__ = ["Table"]
+
+Columns = dict[str, list[str]]  # by input
+TargetColumns = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The columns of the labels: by the output that a loss compares with them, None for all."""
+
+    columns: dict[str | None, list[str]]
+
+    @classmethod
+    def of(
+        cls,
+        target: TargetColumns,
+        names: Collection[str],
+        trained: Names,
+        outputs: Sequence[str] = (),
+        weight: str | None = None,
+    ) -> Targets:
+        """Return the columns of the labels, by default as in an earlier training.
+
+        Args:
+            target: a column, several, or one or several by output; None: none is named.
+            names: all columns.
+            trained: the names that the model stores.
+            outputs: the outputs that have losses, if they are several.
+            weight: the column of sample weights.
+
+        Raises:
+            ValueError: a column that is not there or is named twice, or outputs without a column.
+        """
+        by_output = target if isinstance(target, Mapping) else {None: target} if target else {}
+        columns = {out: _as_columns(group) for out, group in by_output.items()}
+        if outputs and (wrong := [out for out in columns if out not in outputs]):
+            own = columns[wrong[0]] if wrong[0] is None else wrong
+            raise _needs_outputs(outputs, f", not {own[0]!r}")
+        if not columns and trained.target and set(trained.target) <= set(names):
+            columns[None] = list(trained.target)
+        own_targets = cls(columns)
+        for name in own_targets.names:
+            if name not in names:
+                raise unknown("column", name, names)
+        if len(set(own_targets.names)) < len(own_targets.names):
+            twice = ", ".join(map(repr, own_targets.names))
+            raise DataError(f"a target is named twice: {twice}")
+        if weight in own_targets.names:
+            raise DataError(
+                f"{argument('sample_weight', weight)} is the target: name the column of the "
+                "weights of rows, or leave it out"
+            )
+        if len(columns) == 1 and None in columns:
+            return cls({None: trained.copy().target_order(own_targets.names)})
+        return own_targets
+
+    @property
+    def names(self) -> list[str]:
+        """All columns."""
+        return [name for each in self.columns.values() for name in each]
+
+    def by_label(self, objective: Objective) -> Columns:
+        """Return the columns of each label input."""
+        inputs = [str(x.name) for x in objective.data]
+        infos = {name: info for name, info in objective.labels.items() if name in inputs}
+        names = list(infos)
+        if not names and self.names:
+            names = [next((t for t in self.names if t in inputs), "label")]
+            if names[0] not in inputs:
+                raise ValueError(
+                    f"the model computes its own loss, but has no input {names[0]!r}: "
+                    f"{argument('target')} must be the input that takes the labels, one of "
+                    f"{', '.join(map(printable, inputs))}"
+                )
+        if names and not self.names:
+            raise ValueError(
+                f"the loss compares with labels: name their column with {argument('target')}"
+            )
+        if len(names) < 2:
+            return dict.fromkeys(names, self.names)
+        outputs = {str(info.prediction): name for name, info in infos.items()}
+        if any(output not in outputs for output in self.columns):
+            raise _needs_outputs(outputs)
+        if missing := next((o for o in outputs if o not in self.columns), None):
+            raise _needs_outputs(outputs, f": {missing!r} has none")
+        return {name: self.columns[output] for output, name in outputs.items()}
+
+
+def _as_columns(group: str | Sequence[str]) -> list[str]:
+    return [group] if isinstance(group, str) else list(group)
+
+
+def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
+    return ValueError(
+        f"the losses are of several outputs: write {named('target={output: column}')} for each of "
+        f"{', '.join(map(printable, outputs))}{more}"
+    )
+
+
+def choose_columns(
+    columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
+) -> tuple[list[str], Names]:
+    """Return the columns that are read, and the names with the columns of each input.
+
+    Args:
+        columns: the columns of the only input in their order, or of each input; None: all.
+        names: the columns that are no labels.
+        inputs: of the model, other than labels.
+        trained: the names that the model stores.
+
+    Raises:
+        ValueError: a column that is not there or is named twice, several inputs without their
+            names, or others than in an earlier training.
+    """
+    if not columns:
+        return names, trained
+    if not isinstance(columns, Mapping) and len(inputs) > 1:
+        raise ValueError(
+            f"{argument('columns', list(columns))}: the model has several inputs: write "
+            f"{named('columns={input: [...]}')} for each of {', '.join(map(printable, inputs))}"
+        )
+    by_input = columns if isinstance(columns, Mapping) else {inputs[0]: columns}
+    result = trained.copy()
+    for name, group in by_input.items():
+        if name not in inputs:
+            raise unknown(f"input ({argument('columns')})", name, inputs)
+        for column in group:
+            if column not in names:
+                raise unknown(f"column ({argument('columns')})", column, names)
+        if len({*group}) < len(group):
+            raise ValueError(f"{argument('columns')} names a column twice: {first_names(group)}")
+        if result.columns.setdefault(name, list(group)) != list(group):
+            raise ValueError(
+                f"{argument('columns', list(group))}: the model was trained on "
+                f"{','.join(result.columns[name])}, which it takes by name: leave it out"
+            )
+    used = {column for group in by_input.values() for column in group}
+    return [name for name in names if name in used or name in inputs], result
+
+
+def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
+    """Return messages about columns that the data have in another order than a training."""
+    messages = []
+    for name, group in columns.items():
+        order = [column for column in names if column in group]
+        if name in trained.columns and order != group:
+            messages.append(
+                f"columns of input {name} are taken by name, in the order of its training: "
+                f"{first_names(group)} (the data has {first_names(order)})"
+            )
+    return messages
+
+
+def ignored_columns(
+    names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
+) -> list[str]:
+    """Return a message about columns that are neither of an input nor `others`, if there are."""
+    used = {*others, *(name for group in columns.values() for name in group)}
+    left = [name for name in names if name not in used]
+    return [f"ignored columns: {first_names(left)}"] if left else []
+
 
 STREAMED = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet", ".pq")
@@ -209,26 +360,24 @@ class Table(RowsTask):
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
-    def _map_rows(
-        self, source: FileTable | ArrowColumns, scored: ModelWithLoss
-    ) -> tuple[MappedRows, Objective]:
+    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[MappedRows, Objective]:
         """Return the rows of a table, or what reads them while training, and the objective."""
-        classes, trained, weight = self._known_classes(), scored.names, self.sample_weight
-        by_output = scored.job.loss if isinstance(scored.job.loss, Mapping) else {}
+        classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
+        loss = self._known_job.loss
+        by_output = loss if isinstance(loss, Mapping) else {}
         in_memory = isinstance(source, FileTable)
         several = list(by_output) if in_memory and len(by_output) > 1 else []
         with begin_errors(source.name):
             targets = Targets.of(self.target, source.columns, trained, several, weight)
             y: Any = None
             if isinstance(source, FileTable):
-                source = _with_class_numbers(source, targets, scored, classes)
+                source = self._with_class_numbers(source, targets, classes)
                 y = {
                     output: source.cells(each, "the target").side_by_side(nan=True)
                     for output, each in targets.columns.items()
                 }
-            objective = scored.describe(y.get(None, y) if y else None)
-            trained.classes = [] if in_memory else classes or []  # labels are numbers in memory
-            objective.names = trained
+            known = [] if in_memory else classes or []  # labels are numbers in memory
+            objective = self._describe(y.get(None, y) if y else None, known)
             if not in_memory:
                 only_features(source.name, objective)
             labels = targets.by_label(objective)
@@ -250,6 +399,26 @@ class Table(RowsTask):
         ]
         remarks += ignored_columns(source.columns, columns, others)
         return MappedRows(data, rows, names, notes, remarks), objective
+
+    def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
+        """Return the table with numbers of classes in the columns of labels that are classes.
+
+        Several columns of one class index a row are shares of classes, and columns of several
+        scores have a class each: these are numbers already.
+        """
+        known: dict[str, tuple[bool, int | None]] = {}
+        if classes is not None:
+            objective = self._describe()
+            fields = Fields(objective)
+            for label, columns in targets.by_label(objective).items():
+                field = fields.fields[label]
+                shares = len(columns) > 1 and len(field.shape or ()) == 1
+                own = label in fields.classified or not objective.labels
+                known |= dict.fromkeys(columns, (own and not shares, field.ignored))
+        for name in targets.names:
+            encodes, ignored = known.get(name, (True, None))
+            table = table.encode(name, classes if encodes else None, self._numeric_loss, ignored)
+        return table
 
     def _columns_by_input(
         self,
@@ -347,26 +516,3 @@ def _is_large(path: Path) -> bool:
         return False  # `read_table` says what is wrong
     groups = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return sum(groups) > _IN_MEMORY
-
-
-def _with_class_numbers(
-    table: FileTable, targets: Targets, scored: ModelWithLoss, classes: Any
-) -> FileTable:
-    """Return the table with numbers of classes in the columns of labels that are classes.
-
-    Several columns of one class index a row are shares of classes, and columns of several
-    scores have a class each: these are numbers already.
-    """
-    known: dict[str, tuple[bool, int | None]] = {}
-    if classes is not None:
-        objective = scored.describe(None)
-        fields = Fields(objective)
-        for label, columns in targets.by_label(objective).items():
-            field = fields.fields[label]
-            shares = len(columns) > 1 and len(field.shape or ()) == 1
-            own = label in fields.classified or not objective.labels
-            known |= dict.fromkeys(columns, (own and not shares, field.ignored))
-    for name in targets.names:
-        encodes, ignored = known.get(name, (True, None))
-        table = table.encode(name, classes if encodes else None, scored.numeric_loss, ignored)
-    return table

@@ -16,7 +16,6 @@ from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.generation import generate
 from onnxgrad.language.text_readers import Texts as TextRows, texts
 from onnxgrad.tasks.base import with_fields
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
 from onnxgrad.tasks.rows_task import MappedRows, RowsTask
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.objective import Objective
@@ -98,14 +97,12 @@ class Texts(RowsTask):
     def _decide_loss(self, source: Any) -> None:
         self._choose_loss("causal_lm", "each token follows from the ones before")
 
-    def _map_rows(self, source: Any, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
+    def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
         notes = []
         if isinstance(source, TextRows):  # no stream, which nobody has counted
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
             notes = [f"{source.rows} texts of {tokens}", *source.notes]
-        objective = scored.describe(None)
-        objective.names = scored.names
-        return MappedRows(Dataset(source), source.rows, self.names.copy(), notes), objective
+        return MappedRows(Dataset(source), source.rows, self.names.copy(), notes), self._describe()
 
     def _usual_metrics(self, objective: Objective) -> list[str]:
         return ["perplexity"]
