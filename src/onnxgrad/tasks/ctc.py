@@ -202,7 +202,7 @@ class Alphabet:
     def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
         """Return a model with units for more characters, and the dictionary in its metadata."""
         n = len(self.classes)
-        at = n - (self.classes[-1] in ("", " "))  # these stay the last
+        at = n - (self.classes[-1] in ("", " "))  # blank or space stays the last class
         self.classes[at:at] = added
         self.blank += len(added) * (self.blank >= at)
         if added:
@@ -219,10 +219,10 @@ class Alphabet:
         return "".join(self.classes[i] for i in labels)
 
     def read(self, prediction: np.ndarray, label: np.ndarray) -> tuple[list[str], list[str]]:
-        """Return the texts of scores, (N, T, C) or (N, C, T), and of labels (N, 1 + S)."""
+        """Return the texts of scores, (N, T, C) or (N, C, T), and of labels, (N, 1 + S)."""
         if not np.isfinite(prediction).all():
             raise ValueError("the predictions are not finite")
-        if len(prediction) != len(label):  # the rows of (T, N, C) that states no shape
+        if len(prediction) != len(label):  # an output (T, N, C) without a declared shape
             prediction = np.swapaxes(prediction, 0, 1)
         scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
         pairs = zip(scores, label[:, 0], strict=True)
@@ -361,7 +361,9 @@ class TextRecognition(Task):
         for rows in groups.values():
             for own in (rows[i : i + size] for i in range(0, len(rows), size)):
                 x = np.stack([lines[i] for i in own])
-                x = np.resize(x, (self._output.rows or len(x), *x.shape[1:]))  # repeats some
+                x = np.resize(
+                    x, (self._output.rows or len(x), *x.shape[1:])
+                )  # a static batch is filled by copies
                 for i, log_p in zip(own, self._output.log_p(predictor.run(x)[0]), strict=False):
                     log_p = log_p[: self._output.steps(lines.widths[i])]
                     labels, sure = og.language.ctc_decode(log_p, self._alphabet.blank, self.beam)

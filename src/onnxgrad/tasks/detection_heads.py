@@ -93,7 +93,7 @@ class Head:
 
     @property
     def layout(self) -> Layout:
-        """What the kind says of the output.
+        """The layout of the output, by the kind.
 
         Raises:
             ValueError: there is no such kind.
@@ -287,7 +287,9 @@ def class_layers(model: ModelProto, head: Head) -> list[str]:
 
     for output in ir.from_proto(model).graph.outputs:
         visit(output)
-    if head.kind == "yolox" and head.classes == 1:  # objectness has one channel, too, in front
+    if (
+        head.kind == "yolox" and head.classes == 1
+    ):  # the layer of objectness has one channel, too, and comes first
         found = found[1::2]
     return [name for names in found for name in names]
 
@@ -311,7 +313,7 @@ class Decoder:
             iou: the largest overlap of two boxes of a class; of a set, all boxes are kept.
         """
         seen = score, iou, prediction.shape, zlib.crc32(np.ascontiguousarray(prediction).data)
-        if self._newest[0] == seen:  # asked before, by another metric
+        if self._newest[0] == seen:  # another metric asked before
             return self._newest[1]
         overlap = iou if self.head.has_anchors else 1.0
         boxes, scores, chosen = self._run(prediction, [overlap], [score])

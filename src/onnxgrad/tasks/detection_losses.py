@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,10 +75,7 @@ def detection_loss(
         f"the output of {head}",
     )
 
-    def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        return rule.write(op, prediction, label)
-
-    return og.losses.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
+    return og.losses.LossSpec(rule.write, f"detection_{head.kind}", "mean", lambda options: kind)
 
 
 def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
@@ -87,9 +85,12 @@ def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
     return op.Concat((near + far) / 2.0, far - near, axis=2)
 
 
+_binary_cross_entropy = partial(og.losses.LOSSES["binary_cross_entropy"].formula, from_logits=True)
+
+
 @dataclass(frozen=True)
 class _Rule:
-    """The arguments of `detection_loss`, which write the loss."""
+    """The loss of a head with the arguments of `detection_loss`, as a formula."""
 
     head: Head
     box: str
@@ -127,14 +128,16 @@ class _Rule:
             op, (boxes, scores, anchors[:, :2]), (truth, one_hot), (most, self.alpha, self.beta)
         )
         found = op.Clip(op.ReduceSum(named, [2], keepdims=1), 0.0, 1.0)  # (N, A, 1)
-        weight = share if "objectness" not in parts else found
-        aim = op.MatMul(named, one_hot) * (share if "objectness" not in parts else iou)
-        mine, learns = op.MatMul(named, truth), self._class_losses(op, parts["classes"], aim)
-        losses = {"box": (1.0 - og.losses.box_iou(op, parts["boxes"], mine, self.box), weight)}
-        losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
-        if "objectness" in parts:
-            losses["classes"] = losses["classes"][0], found
-            entropy = _binary_cross_entropy(op, parts["objectness"], found)
+        objectness = parts.get("objectness")
+        weight, target = (share, share) if objectness is None else (found, iou)
+        aim, mine = op.MatMul(named, one_hot) * target, op.MatMul(named, truth)
+        learned = op.ReduceSum(self._class_losses(op, parts["classes"], aim), [2], keepdims=0)
+        losses = {
+            "box": (1.0 - og.losses.box_iou(op, parts["boxes"], mine, self.box), weight),
+            "classes": (learned, None if objectness is None else found),
+        }
+        if objectness is not None:
+            entropy = _binary_cross_entropy(op, objectness, found)
             losses["objectness"] = op.Squeeze(entropy, [2]), None
         sides_of = parts.get("distances")
         if head.kind == "yolov8":
@@ -228,10 +231,6 @@ def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence)
     return tuple(op.Transpose(x, perm=[0, 2, 1]) for x in sides)
 
 
-def _binary_cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
-    return og.losses.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
-
-
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     """Write `x` without the Sigmoids that compute some of it; `x` itself if there are none."""
     node = x.producer()
@@ -241,7 +240,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
         return node.inputs[0] or x
     if node.op_type not in MOVERS:
         return x
-    every = node.op_type == "Concat"  # the other operands of the others are lengths
+    every = node.op_type == "Concat"  # other operands of other operators are lengths
     new = [
         _without_sigmoid(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
     ]

@@ -27,7 +27,7 @@ from onnxgrad.tasks.base import (
 
 __all__ = ["Embeddings"]
 
-_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}  # by the number of axes
+_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}  # {axes of an output: pool}
 _FLOATS = (1, 10, 11, 16)  # codes of dtypes
 _MARGINS = ("arcface", "cosface")
 # by the kind of the data: the loss, and metrics
@@ -129,11 +129,11 @@ class Embeddings(Task):
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
-        if name not in _MARGINS:  # whose new centers must move
+        if name not in _MARGINS:  # new centers need the usual rate
             self.arguments |= fine_tuning_rate(self.model)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the output of the model that comes out."""
+        """Return the given options, with the output of the task's model."""
         return options | ({"output": self.output} if "output" in options else {})
 
     def _add_layers(
@@ -195,7 +195,7 @@ class Embeddings(Task):
             tokenizer, home, length = self._of_texts
             source = tokenizer if tokenizer is not None or home is None else str(home)
             own = type(self)(self.model, data, tokenizer=source, length=length)
-            if self.metrics != _DEFAULTS[self._kind][1]:  # the caller has chosen others
+            if self.metrics != _DEFAULTS[self._kind][1]:  # the user has chosen others
                 own.metrics = self.metrics
         results = super(Embeddings, own).evaluate(data, batch_size=batch_size, device=device)
         self.rows = own.rows

@@ -1,4 +1,4 @@
-"""How images become the numbers that a model takes: their size, and the scale of their values."""
+"""Sizes, scales and normalizations of images, and a warning if a model expects other values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
-    """Return height and width of a size: a number for both, two numbers, or a text of these.
+    """Return (height, width) of a number for both, of two numbers, or of a text such as "48x320".
 
     Raises:
         ValueError: it is neither a number of pixels nor two of them.
@@ -40,7 +40,7 @@ def as_image_size(size: Any) -> tuple[int, int] | None:
 
 
 def checked_scale(scale: float) -> float:
-    """Return the value of white; raise `ValueError` if it is none."""
+    """Return the value of white as a float; raise `ValueError` unless it is above 0."""
     if not 0 < scale < np.inf:
         raise ValueError(
             f"{argument('scale', scale)} must be above 0: the value of white, 1 or 255"
@@ -98,10 +98,10 @@ PIXELS = {
 
 
 def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function from RGB of 0 to 1 to the values that a model takes; None without one.
+    """Return a function from RGB of 0 to 1 to the values of a model; None if these are the same.
 
     Args:
-        pixels: such a function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
+        pixels: the function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
 
     Raises:
         ValueError: a text that is none of these.
@@ -121,7 +121,7 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return what `scale` and `normalize` do to values from 0 to 1; None without them."""
+    """Return `scale` and `normalize` as one normalization of values from 0 to 1; None without."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)
@@ -131,13 +131,13 @@ def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | N
 
 
 _PASSES = {"reorders", "selects", "arithmetic", "convolution"}  # traits
-_IMAGES = 32  # of which statistics are computed
-_FACTOR = 12.0  # between variances: normalization as for ImageNet changes them by 19
+_IMAGES = 32  # number of images for statistics
+_FACTOR = 12.0  # ratio of variances that warns: ImageNet's normalization changes them by 19
 _BYTES = 64.0  # a constant that divides or is subtracted, of values up to 255
 
 
 def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFolder) -> str:
-    """Return why images seem to have another range than the training images of a model.
+    """Return a clause that says why the model was trained on another range of values, or "".
 
     Its file may say so: by a division or subtraction in front, the range of a QuantizeLinear, or
     the statistics of a BatchNormalization behind the first convolutions. Empty if it does not, or
@@ -160,8 +160,10 @@ def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFo
         elif node.op_type == "QuantizeLinear" and len(known) == 2 and known[0].size == 1:
             reason = _reason_by_quantization(known[0], known[1], images)
         elif node.op_type == "BatchNormalization" and len(known) == 4:
-            variances = _channel_variances(proto, name, node.input[0], images)
-            reason = _reason_by_statistics(known[3], variances)
+            predictor = Predictor(select_model_inputs_outputs(proto, node.input[:1], inputs=[name]))
+            value = predictor.predict({name: images})[node.input[0]].astype(np.float64)
+            channels = np.moveaxis(value, 1, 0).reshape(value.shape[1], -1)
+            reason = _reason_by_statistics(known[3], channels.var(axis=1))
         if reason:
             return reason
     return ""
@@ -210,10 +212,3 @@ def _nodes_up_to_statistics(proto: ModelProto, name: str) -> Iterator[NodeProto]
             names.update(node.output)
         if node.op_type == "BatchNormalization":
             return
-
-
-def _channel_variances(proto: ModelProto, name: str, at: str, images: np.ndarray) -> np.ndarray:
-    """Return the variance of each channel of a value, (C,) float64."""
-    predictor = Predictor(select_model_inputs_outputs(proto, [at], inputs=[name]))
-    value = predictor.predict({name: images})[at].astype(np.float64)
-    return np.moveaxis(value, 1, 0).reshape(value.shape[1], -1).var(axis=1)

@@ -33,7 +33,7 @@ _ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
 
 
 def check_ending(output: str) -> None:
-    """Raise `ValueError` for a file of another kind."""
+    """Raise `ValueError` unless predictions can be written to a file of this suffix."""
     if Path(output).suffix.lower() not in _ENDINGS:
         raise unknown("ending of a file of predictions", Path(output).suffix, _ENDINGS)
 
@@ -94,7 +94,7 @@ def _table_of(columns: Columns, binary: bool) -> Any:
 
 
 def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
-    """Return what writes tables of pyarrow to a CSV or Parquet file."""
+    """Return a writer of pyarrow for a CSV or Parquet file."""
     from pyarrow import csv, parquet
 
     if suffix in _PARQUET:
@@ -107,7 +107,7 @@ def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
 def output_columns(
     results: Mapping[str, Any], outputs: Collection[str], chosen: Collection[str], notes: list[str]
 ) -> Columns:
-    """Return the columns of outputs with a row each, which are arrays or lists of maps.
+    """Return the columns of outputs that have a row each: arrays, or lists of maps.
 
     Args:
         results: the outputs of a call that have a row for each row of the data.
@@ -149,7 +149,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
-        """Return the classes of one of the outputs; None if none has as many, or has its labels.
+        """Return the classes of an output; None if no output has as many scores, or labels exist.
 
         Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
@@ -184,14 +184,14 @@ def _is_single(output: Any) -> bool:
 
 
 def _class_count(output: Any) -> Any:
-    """Return the number of classes of which an output has scores: two of a single score."""
+    """Return the number of classes that an output scores: 2 for one score a row."""
     if _is_single(output):
         return 2
     return output.shape[-1] if rank(output) == 2 else None
 
 
 def _has_shares(loss: str | None, output: Any) -> bool:
-    """Return whether a model that a loss trained has scores whose shares are probabilities."""
+    """Return whether scores of an output become probabilities, by the loss of its training."""
     if loss not in LOSSES:
         return True
     spec = LOSSES[loss]

@@ -1,4 +1,4 @@
-"""`RowsTask`: rows of files for a model, with a loss that is chosen as for a `Trainer`."""
+"""`RowsTask`: the base of tasks on tables, images and texts, with a loss as of `Trainer`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model that is trained: without further outputs that might be the loss.
+    """Return the model without further outputs that could be mistaken for its loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -104,7 +104,7 @@ class MappedRows:
 
 @with_fields
 class RowsTask(Task):
-    """A task on rows of files, whose loss is chosen as for a `Trainer`: see its subclasses.
+    """A task on rows of files, with a loss as of `Trainer`: the base of Table, Images and Texts.
 
     The fields are the arguments that all of them take; `data` and `validation` then are rows as
     `Trainer.fit` takes them.
@@ -128,8 +128,8 @@ class RowsTask(Task):
     seed: int = 0
     notes: list[str] = field(default_factory=list, init=False)
     remarks: list[str] = field(default_factory=list, init=False)
-    _may_change_model = False  # before its training only: evaluations are of the given model
-    _noted_loss = ""  # a message, where the loss is the one of an earlier training
+    _may_change_model = False  # only before training: evaluations run the given model
+    _noted_loss = ""  # the message that the loss is read from the model's metadata
 
     def __post_init__(self) -> None:
         self.model = model_of(self.model)
@@ -145,29 +145,29 @@ class RowsTask(Task):
             text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
             self._noted_loss = f"loss {text}, as in its training"
         self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
-        self._job: Job | None = None  # of the model and its loss; no weight is an input
+        self._job: Job | None = None  # model and loss, once rows were read
         self._objective: Objective | None = None
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
             self._begin_training(data, validation)
 
-    # -- what subclasses read ------------------------------------------------------------------
+    # -- methods of subclasses ------------------------------------------------------------------
 
     def _open_rows(self, data: Any) -> Any:
-        """Return what reads the rows of files."""
+        """Return a table or a reader of the rows of files."""
         raise NotImplementedError
 
     def _decide_loss(self, source: Any) -> None:
-        """Choose the loss and the head that data and model leave no choice of, and note them."""
+        """Choose a loss and a head if data and model allow one choice only, and note them."""
 
     def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
-        """Return rows with labels for the inputs of the model and its loss."""
+        """Return rows with labels in the form of the model's inputs, and the objective."""
         raise NotImplementedError
 
     def _input_batches(
         self, source: Any, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
-        """Yield arrays by input, their number of rows, and columns that go with predictions."""
+        """Yield arrays by input, the number of rows, and columns to write beside predictions."""
         raise NotImplementedError
 
     # -- training --------------------------------------------------------------------------------
@@ -182,11 +182,13 @@ class RowsTask(Task):
         self.divide_rows(validation, self.seed)
 
     def _read_rows(self, data: Any) -> MappedRows:
-        """Return rows with labels; the first ones decide loss and metrics that are not stated."""
+        """Return rows with labels; the first call also chooses loss and metrics that are None."""
         source = self._open_rows(data)
         if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
-            if (self.loss is None and not self._computes_loss) or self._may_need_head:
+            # data may have another number of classes than the model
+            may_need_head = self.named_classes is None and self.loss == CROSS_ENTROPY
+            if may_need_head or (self.loss is None and not self._computes_loss):
                 self._decide_loss(source)
             trained = with_loss(self.model, self.loss, self.loss_output)
             self._job = Job(trained, loss=self.loss, **self.arguments)
@@ -195,7 +197,7 @@ class RowsTask(Task):
         self._check_classes(self._objective)
         if self.metrics is None:
             self.metrics = self._usual_metrics(self._objective)
-        for name in ("columns", "target", "weight"):  # other data are read by the same names
+        for name in ("columns", "target", "weight"):  # by which later data are read
             setattr(self._trained, name, getattr(mapped.names, name))
         self.rows = mapped.rows
         self.notes += mapped.notes
@@ -204,13 +206,8 @@ class RowsTask(Task):
 
     @property
     def _computes_loss(self) -> bool:
-        """Whether the model has an output of the name of its loss."""
+        """Whether the model has the output `loss_output`."""
         return any(output.name == self.loss_output for output in self.model.graph.output)
-
-    @property
-    def _may_need_head(self) -> bool:
-        """Whether the loss is one of classes, of which data may have another number."""
-        return self.named_classes is None and self.loss == CROSS_ENTROPY
 
     @property
     def class_count(self) -> int:
@@ -224,7 +221,7 @@ class RowsTask(Task):
         pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
-        if arguments.get("loss") is not None:  # whose options are others
+        if arguments.get("loss") is not None:  # options of the task are for its own loss
             own = {name: value for name, value in own.items() if not name.startswith("loss")}
         trainer = self._new_trainer(pruned, {**own, **arguments})
         trainer._names = self.names.copy()
@@ -252,7 +249,7 @@ class RowsTask(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model, which need not be one that can train."""
+        """Return the loss and the metrics of the model, which need not have a gradient."""
         rows = self._read_rows(data).data
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
         job = replace(self._known_job, metrics=metrics, device=place)
@@ -265,7 +262,7 @@ class RowsTask(Task):
         assert self._job is not None
         return self._job
 
-    def _describe(self, y: Any = None, classes: Labels | None = None) -> Objective:
+    def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
 
         Args:
@@ -281,13 +278,13 @@ class RowsTask(Task):
 
     def _numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
-        infos, loss = self._describe().labels.values(), self._known_job.loss
+        infos, loss = self._describe_labels().labels.values(), self._known_job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
 
     def _usual_metrics(self, objective: Objective) -> list[str]:
-        """Return accuracy for data whose only labels are classes; none for other data."""
+        """Return `["accuracy"]` if the only labels are classes, else []."""
         infos = list(objective.labels.values())
         classes = [i for i in infos if i.classes is not None or i.threshold is not None]
         return ["accuracy"] if len(infos) == len(classes) == 1 else []
@@ -313,14 +310,14 @@ class RowsTask(Task):
             )
 
     def _known_classes(self) -> Labels | None:
-        """Return the labels of the classes by number: given, or stored in the model."""
+        """Return the labels of the classes, in order: the argument, or as the model stores them."""
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:
-        """Give the model a new last layer for classes that its own cannot be, and note it.
+        """Give the model a new last layer if its scores cannot be of these classes, and note it.
 
-        These are more than its scores, or all others than the ones that it stores. Fewer may be
-        some of its classes, which the data happen to have.
+        They cannot if there are more classes than scores, or if the model stores none of the names.
+        Fewer classes may be those of its classes that occur in the data.
 
         Args:
             names: the names of the classes of the data.
@@ -340,7 +337,7 @@ class RowsTask(Task):
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
-        """Take a loss that data and model leave no choice of, and note it."""
+        """Take a loss, where neither the user nor the model has one, and note the reason."""
         if self.loss is None and not self._computes_loss:
             self.loss = loss
             self.notes.append(f"loss {loss}: {reason}")
@@ -356,7 +353,7 @@ class RowsTask(Task):
         """
         rows: list[dict[str, Any]] = []
         for columns in self.prediction_columns(model, inputs):
-            # labels and numbers as Python's, and arrays of several numbers
+            # one label or number a row is an object of Python, several numbers an array
             values = [a.tolist() if a.ndim == 1 else list(a) for a in columns.values()]
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
         return rows
@@ -399,7 +396,7 @@ class RowsTask(Task):
             yield {**extra, **own, **others}
 
     def write_beside(self, folder: str | os.PathLike) -> str:
-        """Return "": files of rows need no other beside them, folders are written as a whole."""
+        """Return "": rows need no tokenizer, and folders of texts are written as a whole."""
         return ""
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -420,7 +417,7 @@ class RowsTask(Task):
 
 @contextmanager
 def begin_errors(name: str) -> Iterator[None]:
-    """Begin the errors of the block with the name of the data."""
+    """Put the name of the data in front of the errors of the block."""
     try:
         yield
     except ValueError as e:
@@ -430,7 +427,7 @@ def begin_errors(name: str) -> Iterator[None]:
 
 
 def only_features(name: str, objective: Objective) -> list[ir.Value]:
-    """Return the inputs other than the only label; raise `DataError` if there are several."""
+    """Return the inputs that are no labels; raise `DataError` unless there is one label."""
     features = [x for x in objective.data if x.name not in objective.labels]
     if len(features) != len(objective.data) - 1:
         raise DataError(f"{name!r} is read while training, for models with one label input")
@@ -438,7 +435,7 @@ def only_features(name: str, objective: Objective) -> list[ir.Value]:
 
 
 def _as_passed(data: Dataset) -> Any:
-    """Return data as the first argument of `Trainer.fit`."""
+    """Return a dataset as one argument of `Trainer.fit`: X, (X, y) or (X, y, sample_weight)."""
     if data.y is None and data.sample_weight is None:
         return data.X
     return (data.X, data.y) if data.sample_weight is None else tuple(vars(data).values())

@@ -36,7 +36,7 @@ _LOSSES = {
     "focal": ("focal", "softmax_focal"),
 }
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_BILINEAR = 2  # of Pillow
+_BILINEAR = 2  # the number of the filter in Pillow
 _HELD = ("val", "valid", "validation")
 _logger = logging.getLogger(og.__name__)
 
@@ -233,7 +233,7 @@ class Segmentation(Task):
 
 
 def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
-    """Return a sum of losses by name for the scores of a model; a loss that is none by name."""
+    """Return the sum of losses by name, for the scores of a model; other losses unchanged."""
     if not isinstance(loss, (str, Mapping)):
         if options:
             raise ValueError("loss_options are of losses by name: give the loss its own options")

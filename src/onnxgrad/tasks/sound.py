@@ -45,11 +45,11 @@ class Heard:
 
 @with_fields
 class Sound(Task):
-    """Trains models of sounds: one wake word, exclusive classes, or events in streams.
+    """Sounds: one wake word, exclusive classes, or events in streams.
 
-    `data` are those of `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
+    `data` are read by `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
     is a clip, in the length of the model. With `carry`, a row is a window of a file, and states
-    begin anew with each file, at zero; the label of a window is what is labeled in half of it or
+    begin anew with each file, at zero; a window has the label that covers half of it or
     more. The gradient does not pass from batch to batch.
 
     The loss is the cross-entropy of the classes, or of one score for `word`. `trainer` takes
@@ -154,7 +154,7 @@ class Sound(Task):
         return og.data.sound_folder(path, form.rate, seconds, form.inputs, **changes)
 
     def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
-        """Return the classes: of the word, the caller, the data or the model."""
+        """Return the names of classes: the word, the argument, or as in the data or the model."""
         if self.word is not None:
             if found and self.word not in found:
                 raise ValueError(f"word={self.word!r} is the label of no clip")
@@ -200,7 +200,7 @@ class Sound(Task):
         return folder
 
     def _class_labels(self, names: Sequence[str]) -> np.ndarray:
-        """Return the labels of the loss for the names of classes."""
+        """Return labels in the form of the loss, for names of classes."""
         if self.word is not None:
             numbers = np.array([name == self.word for name in names], np.int64)
         else:

@@ -80,7 +80,7 @@ class SoundModel:
 
     @property
     def along(self) -> bool:
-        """Whether the rows of a batch are consecutive windows: rows that no state has."""
+        """Whether the rows of a batch are consecutive windows of a file, as states have no rows."""
         own = [shape for _, shape in self.states.values()]
         return bool(own) and self.rows is None and not any(self.shape[0] in s for s in own)
 
@@ -222,7 +222,9 @@ class Streams(og.data.Reader):
                 rows = slice(at, at + self.width)
                 yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
             return
-        sides = [read[i % len(read)] for i in range(len(self.groups[0]))]  # each batch has as many
+        sides = [
+            read[i % len(read)] for i in range(len(self.groups[0]))
+        ]  # batches have one number of rows
         for t in range(skip, self._count_steps(group)):
             own = [min(t, len(y) - 1) for _, y in sides]
             weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]

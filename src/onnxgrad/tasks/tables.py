@@ -41,7 +41,7 @@ InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 @dataclass(frozen=True)
 class Targets:
-    """The columns of the labels: by the output that a loss compares with them, None for all."""
+    """The columns of labels, by the output that the loss compares with them; None: one loss."""
 
     columns: dict[str | None, list[str]]
 
@@ -67,7 +67,10 @@ class Targets:
             ValueError: a column that is not there or is named twice, or outputs without a column.
         """
         by_output = target if isinstance(target, Mapping) else {None: target} if target else {}
-        columns = {out: _as_columns(group) for out, group in by_output.items()}
+        columns = {
+            out: [group] if isinstance(group, str) else list(group)
+            for out, group in by_output.items()
+        }
         if outputs and (wrong := [out for out in columns if out not in outputs]):
             own = columns[wrong[0]] if wrong[0] is None else wrong
             raise _needs_outputs(outputs, f", not {own[0]!r}")
@@ -91,7 +94,7 @@ class Targets:
 
     @property
     def names(self) -> list[str]:
-        """All columns."""
+        """The columns of all labels."""
         return [name for each in self.columns.values() for name in each]
 
     def by_label(self, objective: Objective) -> Columns:
@@ -121,10 +124,6 @@ class Targets:
         return {name: self.columns[output] for output, name in outputs.items()}
 
 
-def _as_columns(group: str | Sequence[str]) -> list[str]:
-    return [group] if isinstance(group, str) else list(group)
-
-
 def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
     return ValueError(
         f"the losses are of several outputs: write {named('target={output: column}')} for each of "
@@ -135,7 +134,7 @@ def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
 def choose_columns(
     columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
 ) -> tuple[list[str], Names]:
-    """Return the columns that are read, and the names with the columns of each input.
+    """Return the columns to read, and a copy of `trained` with the chosen columns of inputs.
 
     Args:
         columns: the columns of the only input in their order, or of each input; None: all.
@@ -174,7 +173,7 @@ def choose_columns(
 
 
 def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
-    """Return messages about columns that the data have in another order than a training."""
+    """Return messages about columns whose order in the data is not the order of training."""
     messages = []
     for name, group in columns.items():
         order = [column for column in names if column in group]
@@ -189,7 +188,7 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
 def ignored_columns(
     names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
 ) -> list[str]:
-    """Return a message about columns that are neither of an input nor `others`, if there are."""
+    """Return a message about columns of no input that are not in `others`; [] without such."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
     return [f"ignored columns: {first_names(left)}"] if left else []
@@ -218,7 +217,7 @@ class ArrowColumns:
         return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
 
     def check_numbers(self, names: Collection[str]) -> None:
-        """Raise `DataError` if one of these columns is text."""
+        """Raise `DataError` if a column of `names` holds text."""
         if text := next((n for n in names if "string" in self.types[n]), None):
             raise DataError(
                 f"{self.name!r}: column {text!r} is text; write numbers, name the classes of a "
@@ -227,7 +226,7 @@ class ArrowColumns:
             )
 
     def tables(self, columns: Mapping[str, list[str]], size: int) -> Iterator[FileTable]:
-        """Yield the columns of each input, so many rows at a time."""
+        """Yield tables of `size` rows with the columns of the inputs."""
         start = 0
         for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
             values = {n: arrays[name][n] for name, group in columns.items() for n in group}
@@ -337,7 +336,7 @@ class Table(RowsTask):
         return ArrowColumns(path, {n: t for n, t in types.items() if n not in self.ignore})
 
     def _decide_loss(self, source: FileTable | ArrowColumns) -> None:
-        """Choose cross entropy for one column of names of classes, and a head for new ones."""
+        """Choose cross entropy if the only target names classes, and a head for new classes."""
         names = [*source] if isinstance(source, FileTable) else [*source.types]
         if isinstance(self.loss, Mapping) or isinstance(self.target, Mapping):
             return
@@ -354,14 +353,14 @@ class Table(RowsTask):
             self._choose_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
 
     def _count_scores(self) -> int | None:
-        """Return the last length of the only output of floats, (rows, scores); None for others."""
+        """Return the number of scores of the only float output (rows, scores); None without one."""
         outputs = [y for y in self.model.graph.output if y.type.HasField("tensor_type")]
         floats = [y for y in outputs if y.type.tensor_type.elem_type in (1, 10, 11, 16)]
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
     def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[MappedRows, Objective]:
-        """Return the rows of a table, or what reads them while training, and the objective."""
+        """Return the rows, in memory or as a reader, and the objective."""
         classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
         loss = self._known_job.loss
         by_output = loss if isinstance(loss, Mapping) else {}
@@ -377,7 +376,7 @@ class Table(RowsTask):
                     for output, each in targets.columns.items()
                 }
             known = [] if in_memory else classes or []  # labels are numbers in memory
-            objective = self._describe(y.get(None, y) if y else None, known)
+            objective = self._describe_labels(y.get(None, y) if y else None, known)
             if not in_memory:
                 only_features(source.name, objective)
             labels = targets.by_label(objective)
@@ -388,7 +387,9 @@ class Table(RowsTask):
             columns = self._columns_by_input(source, inputs, trained, others)
             read: Any = self._read_table if in_memory else self._read_arrow
             data, rows = read(source, objective, columns, labels)
-        named = {n: group for n, group in columns.items() if not {*group} <= {*_lists(source)}}
+        named = {
+            n: group for n, group in columns.items() if not {*group} <= {*_array_columns(source)}
+        }
         names = Names(named, targets.names, [weight] if weight else [], trained.classes)
         note = source.note if isinstance(source, FileTable) else ""
         notes = [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
@@ -408,7 +409,7 @@ class Table(RowsTask):
         """
         known: dict[str, tuple[bool, int | None]] = {}
         if classes is not None:
-            objective = self._describe()
+            objective = self._describe_labels()
             fields = Fields(objective)
             for label, columns in targets.by_label(objective).items():
                 field = fields.fields[label]
@@ -427,17 +428,17 @@ class Table(RowsTask):
         trained: Names,
         others: Collection[str | None] = (),
     ) -> dict[str, list[str]]:
-        """Return the columns that each input takes: no labels and weights, also of the training."""
+        """Return the columns of each input, without `others` and the labels of training."""
         used = {name for group in trained.columns.values() for name in group}
         others = {*others} | ({*trained.target, *trained.weight} - used)
         rest = [name for name in source.columns if name not in others]
         rest, named = choose_columns(self.columns, rest, inputs, trained)
-        return named.by_input(rest, inputs, _lists(source))
+        return named.by_input(rest, inputs, _array_columns(source))
 
     def _read_table(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
     ) -> tuple[Dataset, int]:
-        """Return the arrays of a table, whose labels of classes are their numbers."""
+        """Return a table as arrays by input, with labels and weights, and the number of rows."""
         parts = {name: Part(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
@@ -449,7 +450,7 @@ class Table(RowsTask):
     def _read_arrow(
         self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
     ) -> tuple[Dataset, int | None]:
-        """Return what reads columns while training, for a model with one label."""
+        """Return a reader of columns, for a model with one label, and the number of rows."""
         targets = [name for group in labels.values() for name in group]
         numbers = [name for group in columns.values() for name in group]
         source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
@@ -487,13 +488,13 @@ class Table(RowsTask):
                     raise DataError(f"the arrays differ in their number of rows: {counts}")
                 for start in range(0, rows, size):
                     count = min(size, rows - start)
-                    # so that rows can be found again, where some were left out
+                    # users find rows by number where others were left out
                     numbers = table.row_numbers.numbers(start, count)
                     part = {name: array[start : start + size] for name, array in arrays.items()}
                     yield part, count, {"row": numbers} if self.drop_missing else {}
 
 
-def _lists(source: FileTable | ArrowColumns) -> list[str]:
+def _array_columns(source: FileTable | ArrowColumns) -> list[str]:
     """Return the columns that hold an array for each row."""
     if isinstance(source, ArrowColumns):
         return source.lists
@@ -501,18 +502,15 @@ def _lists(source: FileTable | ArrowColumns) -> list[str]:
 
 
 def _is_read_while_training(path: Path) -> bool:
-    """Return whether a path is a folder of Parquet files, an Arrow file or a large Parquet file."""
+    """Return whether a path is a folder, an Arrow file or a Parquet file too large for a table."""
     suffix = path.suffix.lower()
-    return path.is_dir() or suffix in STREAMED or (suffix in PARQUET and _is_large(path))
-
-
-def _is_large(path: Path) -> bool:
-    """Return whether the columns of a Parquet file need more memory than a table may take."""
+    if path.is_dir() or suffix not in PARQUET:
+        return path.is_dir() or suffix in STREAMED
     from pyarrow import ArrowException, parquet
 
     try:
         metadata = parquet.ParquetFile(path).metadata
     except (OSError, ArrowException):
-        return False  # `read_table` says what is wrong
+        return False  # `read_table` raises the error
     groups = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return sum(groups) > _IN_MEMORY

@@ -1,4 +1,4 @@
-"""Tasks on texts with classes: their tokenizer, their classes, and the layer that scores these."""
+"""`TextClasses`: the base of tasks on texts with classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnxgrad.tasks.base import (
 BATCH = 32  # rows of a call of the runtime
 _POOLS = ("mean", "first", "none")
 _HIDDEN = "last_hidden_state"
-_UNNAMED = re.compile(r"LABEL_\d+")  # what transformers calls classes without names
+_UNNAMED = re.compile(r"LABEL_\d+")  # names by transformers for classes without names
 
 
 class TextClasses(Task):
@@ -34,13 +34,13 @@ class TextClasses(Task):
     Subclasses say how rows are read.
     """
 
-    _score_axes: ClassVar[int]  # of the scores: 2 for texts, 3 for tokens
+    _score_axes: ClassVar[int]  # number of axes of the scores: 2 for texts, 3 for tokens
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         """Return the reader of texts for any model; `known` classes are taken if they suffice."""
         raise NotImplementedError
 
-    def _open(
+    def _open_model(
         self, model: Any, data: Any, tokenizer: Any, classes: Sequence[str] | None, **head: Any
     ) -> None:
         """Read the rows to train on, choose the classes, and give the model a layer for them."""
@@ -53,7 +53,7 @@ class TextClasses(Task):
         rows = None if data is None else self._read_texts(data, classes, known=known)
         self.classes = self.classes if rows is None else list(rows.classes)
         if not self.classes:
-            raise ValueError("neither data nor the model says what the classes are: pass classes=")
+            raise ValueError("neither the data nor the model names the classes: pass classes=")
         self.model = self._with_head(proto, known, **head)
         if rows is not None:
             self.model = with_classes(self.model, self.classes)

@@ -93,7 +93,7 @@ class TextLabels(TextClasses):
         if width is not None:
             max_length = min(max_length or width, width)
         self._columns: dict[str, Any] = {"max_length": max_length, "text": text, "label": label}
-        self._open(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
+        self._open_model(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
         self.loss, self.metrics = "cross_entropy", ["accuracy", "f1_macro"]
         self.arguments: dict[str, Any] = {
             "loss_options": {"from_logits": None},
@@ -106,7 +106,7 @@ class TextLabels(TextClasses):
         return np.asarray(self.data.labels)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the tokenizer that lay beside the model."""
+        """Return the given options, with the tokenizer beside the model if none was given."""
         return {"tokenizer": self._tokenizer} | options
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:

@@ -99,16 +99,18 @@ class Texts(RowsTask):
 
     def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
         notes = []
-        if isinstance(source, TextRows):  # no stream, which nobody has counted
+        if isinstance(source, TextRows):  # a stream has no number of texts
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
             notes = [f"{source.rows} texts of {tokens}", *source.notes]
-        return MappedRows(Dataset(source), source.rows, self.names.copy(), notes), self._describe()
+        return MappedRows(
+            Dataset(source), source.rows, self.names.copy(), notes
+        ), self._describe_labels()
 
     def _usual_metrics(self, objective: Objective) -> list[str]:
         return ["perplexity"]
 
     def predict(self, model: Any, inputs: Any, max_new_tokens: int = 64) -> list[str]:
-        """Return how a model goes on with each prompt, by the most probable tokens.
+        """Return the continuation of each prompt, by the most probable tokens.
 
         Args:
             model: a trained model, the path of its file or folder, or a `Trainer`.
@@ -136,7 +138,7 @@ class Texts(RowsTask):
 
 
 def language_folder(model: Any) -> ModelFolder | None:
-    """Return the folder of a language model: its path, or the path of a file in it."""
+    """Return the folder of a language model, from its path or the path of a file in it."""
     if isinstance(model, ModelFolder):
         return model
     if not isinstance(model, (str, os.PathLike)):

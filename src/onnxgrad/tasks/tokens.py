@@ -66,7 +66,7 @@ class Tokens(TextClasses):
         stride: int = 32, label_all: bool = False, scheme: str | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self._how = {"max_length": max_length, "stride": stride, "label_all": label_all}
-        self._open(model, data, tokenizer, classes, at=at, seed=seed)
+        self._open_model(model, data, tokenizer, classes, at=at, seed=seed)
         self._joins = any(name.startswith("B-") for name in self.classes)
         options = {"axis": 2, "ignore_index": -100, "from_logits": None}
         self.loss = og.losses.LOSSES["cross_entropy"].with_options(options)
