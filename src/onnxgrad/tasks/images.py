@@ -39,14 +39,12 @@ from onnxgrad.tasks.row_predictions import Columns
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
     ONE_SCORE,
-    MappedRows,
     RowsTask,
     begin_errors,
     only_features,
 )
 from onnxgrad.tasks.tables import PARQUET, STREAMED
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.objective import Objective
 
 __all__ = ["Images"]
 
@@ -231,8 +229,8 @@ class Images(RowsTask):
         reason = "each folder is a class"
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
-    def _map_rows(self, source: Path) -> tuple[MappedRows, Objective]:
-        """Return a reader of images with labels, for a model with one label, and the objective."""
+    def _map_rows(self, source: Path) -> tuple[Dataset, Names]:
+        """Return a reader of images, for a model with one label, and the names of classes."""
         classes = self._known_classes()
         objective = self._describe_labels(classes=classes or [])
         with begin_errors(str(source)):
@@ -249,9 +247,8 @@ class Images(RowsTask):
         if reader.class_names:
             pairs = enumerate(zip(reader.classes, counts, strict=True))
             named = [f"{k}: {name} ({count})" for k, (name, count) in pairs]
-        notes = [f"classes by number, and their images: {first_names(named)}"]
-        names = Names(classes=classes or reader.class_names)
-        return MappedRows(Dataset(reader), reader.rows, names, notes), objective
+        self.notes.append(f"classes by number, and their images: {first_names(named)}")
+        return Dataset(reader), Names(classes=classes or reader.class_names)
 
     def read(self, path: str | os.PathLike) -> Any:
         """Return other images of the same classes, as `Trainer.fit` takes them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from onnxgrad.model.weights import constant_refs
 from onnxgrad.model.without_elements import filled
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
-from onnxgrad.tasks.base import Task, model_of, with_classes, with_fields
+from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields
 from onnxgrad.tasks.row_predictions import (
     ClassLabels,
     Columns,
@@ -86,22 +86,6 @@ def _is_single(output: Any) -> bool:
 CROSS_ENTROPY, ONE_SCORE = "cross_entropy", "binary_cross_entropy"
 
 
-@dataclass
-class MappedRows:
-    """Data that fit a model and its loss.
-
-    - `data`: what `fit` and `evaluate` take; `rows`: their number, None if it is unknown.
-    - `names`: the names of columns and classes, which the trained model stores.
-    - `notes`: messages before training; `remarks`: messages after it, about columns.
-    """
-
-    data: Dataset
-    rows: int | None
-    names: Names
-    notes: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-
 @with_fields
 class RowsTask(Task):
     """A task on rows of files, with a loss as of `Trainer`: the base of Table, Images and Texts.
@@ -145,8 +129,8 @@ class RowsTask(Task):
             text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
             self._noted_loss = f"loss {text}, as in its training"
         self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
-        self._job: Job | None = None  # model and loss, once rows were read
-        self._objective: Objective | None = None
+        self._job: Any = None  # model and loss, once rows were read
+        self._labels: list[Any] = []  # descriptions of the labels of the loss, once rows were read
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
             self._begin_training(data, validation)
@@ -160,8 +144,11 @@ class RowsTask(Task):
     def _decide_loss(self, source: Any) -> None:
         """Choose a loss and a head if data and model allow one choice only, and note them."""
 
-    def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
-        """Return rows with labels in the form of the model's inputs, and the objective."""
+    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
+        """Return rows with labels in the form of the model's inputs, and names for its file.
+
+        It calls `_describe_labels`, and notes messages.
+        """
         raise NotImplementedError
 
     def _input_batches(
@@ -175,14 +162,13 @@ class RowsTask(Task):
     def _begin_training(self, data: Any, validation: Any) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
         self._may_change_model = True
-        mapped = self._read_rows(data)
-        self.names, self.data = mapped.names, _as_passed(mapped.data)
-        known: Sequence[Any] = self._known_classes() or self.names.classes
-        self.classes = list(known)
+        rows, self.names = self._read_rows(data)
+        self.data = _as_passed(rows)
+        self.classes = [*(self._known_classes() or self.names.classes)]
         self.divide_rows(validation, self.seed)
 
-    def _read_rows(self, data: Any) -> MappedRows:
-        """Return rows with labels; the first call also chooses loss and metrics that are None."""
+    def _read_rows(self, data: Any) -> tuple[Dataset, Names]:
+        """Return rows and names; the first call also chooses loss and metrics that are None."""
         source = self._open_rows(data)
         if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
@@ -193,16 +179,14 @@ class RowsTask(Task):
             trained = with_loss(self.model, self.loss, self.loss_output)
             self._job = Job(trained, loss=self.loss, **self.arguments)
             self._trained = read_names(trained)
-        mapped, self._objective = self._map_rows(source)
-        self._check_classes(self._objective)
+        rows, names = self._map_rows(source)
+        self._check_classes()
         if self.metrics is None:
-            self.metrics = self._usual_metrics(self._objective)
+            self.metrics = self._usual_metrics()
         for name in ("columns", "target", "weight"):  # by which later data are read
-            setattr(self._trained, name, getattr(mapped.names, name))
-        self.rows = mapped.rows
-        self.notes += mapped.notes
-        self.remarks += mapped.remarks
-        return mapped
+            setattr(self._trained, name, getattr(names, name))
+        self.rows = row_count(_as_passed(rows))
+        return rows, names
 
     @property
     def _computes_loss(self) -> bool:
@@ -212,8 +196,7 @@ class RowsTask(Task):
     @property
     def class_count(self) -> int:
         """The number of classes of the output that the loss reads, at least 2."""
-        infos = () if self._objective is None else self._objective.labels.values()
-        counts = [info.classes for info in infos if isinstance(info.classes, int)]
+        counts = [info.classes for info in self._labels if isinstance(info.classes, int)]
         return next(iter(counts), max(2, len(self.classes)))
 
     def trainer(self, **arguments: Any) -> Trainer:
@@ -244,23 +227,17 @@ class RowsTask(Task):
         Raises:
             ValueError: files that cannot be read, other columns, or a label that is no class.
         """
-        return _as_passed(self._read_rows(path).data)
+        return _as_passed(self._read_rows(path)[0])
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
         """Return the loss and the metrics of the model, which need not have a gradient."""
-        rows = self._read_rows(data).data
+        rows, _ = self._read_rows(data)
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
-        job = replace(self._known_job, metrics=metrics, device=place)
+        job = replace(self._job, metrics=metrics, device=place)
         recipe = Recipe.of(job, TrainState(), rows)
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
-
-    @property
-    def _known_job(self) -> Job:
-        """The model and its loss, once rows were read."""
-        assert self._job is not None
-        return self._job
 
     def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
@@ -269,31 +246,30 @@ class RowsTask(Task):
             y: the labels; None: they are not read yet.
             classes: by which texts in labels are numbers; None: as the model stores them.
         """
-        recipe = Recipe.of(self._known_job, TrainState(), Dataset(None, y))
+        recipe = Recipe.of(self._job, TrainState(), Dataset(None, y))
         objective = build_objective(recipe, training=False)
         if classes is not None:
             self._trained.classes = classes
-        objective.names = self._trained
+        objective.names, self._labels = self._trained, [*objective.labels.values()]
         return objective
 
     def _numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
-        infos, loss = self._describe_labels().labels.values(), self._known_job.loss
+        infos, loss = self._describe_labels().labels.values(), self._job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
 
-    def _usual_metrics(self, objective: Objective) -> list[str]:
+    def _usual_metrics(self) -> list[str]:
         """Return `["accuracy"]` if the only labels are classes, else []."""
-        infos = list(objective.labels.values())
-        classes = [i for i in infos if i.classes is not None or i.threshold is not None]
-        return ["accuracy"] if len(infos) == len(classes) == 1 else []
+        classes = [i for i in self._labels if i.classes is not None or i.threshold is not None]
+        return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
 
-    def _check_classes(self, objective: Objective) -> None:
+    def _check_classes(self) -> None:
         """Raise `ValueError` if more or fewer classes are named than the model has."""
         if self.named_classes is None:
             return
-        every = objective.labels.values()
+        every = self._labels
         infos = [info for info in every if isinstance(info.classes, int)]
         given = argument("classes", self.named_classes)
         if every and not any(i.classes is not None or i.threshold is not None for i in every):

@@ -23,7 +23,6 @@ from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.row_predictions import Columns as Arrays
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
-    MappedRows,
     RowsTask,
     begin_errors,
     only_features,
@@ -359,10 +358,10 @@ class Table(RowsTask):
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
-    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[MappedRows, Objective]:
-        """Return the rows, in memory or as a reader, and the objective."""
+    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
+        """Return the rows, in memory or as a reader, and the names of columns."""
         classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
-        loss = self._known_job.loss
+        loss = self._job.loss
         by_output = loss if isinstance(loss, Mapping) else {}
         in_memory = isinstance(source, FileTable)
         several = list(by_output) if in_memory and len(by_output) > 1 else []
@@ -386,20 +385,20 @@ class Table(RowsTask):
             others = {*targets.names, weight}
             columns = self._columns_by_input(source, inputs, trained, others)
             read: Any = self._read_table if in_memory else self._read_arrow
-            data, rows = read(source, objective, columns, labels)
+            rows = read(source, objective, columns, labels)
         named = {
             n: group for n, group in columns.items() if not {*group} <= {*_array_columns(source)}
         }
         names = Names(named, targets.names, [weight] if weight else [], trained.classes)
         note = source.note if isinstance(source, FileTable) else ""
-        notes = [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
-        remarks = [
+        self.notes += [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
+        self.remarks += [
             f"columns of input {name}, in this order: {first_names(group)}"
             for name, group in columns.items()
             if name not in trained.columns and len(group) > 1
         ]
-        remarks += ignored_columns(source.columns, columns, others)
-        return MappedRows(data, rows, names, notes, remarks), objective
+        self.remarks += ignored_columns(source.columns, columns, others)
+        return rows, names
 
     def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
         """Return the table with numbers of classes in the columns of labels that are classes.
@@ -437,20 +436,20 @@ class Table(RowsTask):
 
     def _read_table(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
-    ) -> tuple[Dataset, int]:
-        """Return a table as arrays by input, with labels and weights, and the number of rows."""
+    ) -> Dataset:
+        """Return a table as arrays by input, with labels and weights."""
         parts = {name: Part(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}
         label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-        return Dataset(arrays, label, weights), len(next(iter(arrays.values())))
+        return Dataset(arrays, label, weights)
 
     def _read_arrow(
         self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
-    ) -> tuple[Dataset, int | None]:
-        """Return a reader of columns, for a model with one label, and the number of rows."""
+    ) -> Dataset:
+        """Return a reader of columns, for a model with one label."""
         targets = [name for group in labels.values() for name in group]
         numbers = [name for group in columns.values() for name in group]
         source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
@@ -461,7 +460,7 @@ class Table(RowsTask):
         reader = arrow_dataset(
             source.name, y=targets or None, sample_weight=self.sample_weight, columns=columns
         )
-        return Dataset(reader), reader.rows
+        return Dataset(reader)
 
     # -- rows to predict -------------------------------------------------------------------------
 

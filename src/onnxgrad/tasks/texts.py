@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from onnxgrad.data.arrays import DataError
+from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, named
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.generation import generate
 from onnxgrad.language.text_readers import Texts as TextRows, texts
 from onnxgrad.tasks.base import with_fields
-from onnxgrad.tasks.rows_task import MappedRows, RowsTask
+from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.objective import Objective
 
 __all__ = ["Texts"]
 
@@ -97,16 +97,14 @@ class Texts(RowsTask):
     def _decide_loss(self, source: Any) -> None:
         self._choose_loss("causal_lm", "each token follows from the ones before")
 
-    def _map_rows(self, source: Any) -> tuple[MappedRows, Objective]:
-        notes = []
+    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
+        self._describe_labels()
         if isinstance(source, TextRows):  # a stream has no number of texts
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
-            notes = [f"{source.rows} texts of {tokens}", *source.notes]
-        return MappedRows(
-            Dataset(source), source.rows, self.names.copy(), notes
-        ), self._describe_labels()
+            self.notes += [f"{source.rows} texts of {tokens}", *source.notes]
+        return Dataset(source), self.names.copy()
 
-    def _usual_metrics(self, objective: Objective) -> list[str]:
+    def _usual_metrics(self) -> list[str]:
         return ["perplexity"]
 
     def predict(self, model: Any, inputs: Any, max_new_tokens: int = 64) -> list[str]:
