@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,8 +298,13 @@ class Decoder:
     """Reads boxes from the predictions of a head, by non-maximum suppression in each class."""
 
     def __init__(self, head: Head) -> None:
-        self.head, self._run = head, compiled(self._write_suppression)
+        self.head = head
         self._newest: tuple = (None, [])
+
+    @cached_property
+    def _run(self) -> Callable[..., list]:
+        """The function of predictions, overlap and score, which keeps its sessions."""
+        return compiled(self._write_suppression)
 
     def __deepcopy__(self, memo: Any) -> Decoder:
         return self  # a session cannot be copied

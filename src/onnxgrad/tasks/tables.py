@@ -307,9 +307,9 @@ class Table(RowsTask):
             names = list(data) if isinstance(data, Mapping) else column_names(data)
             if names is None:
                 raise DataError("the columns of the table have no names: name them, or fit arrays")
-            columns = {name: data[name] for name in names}
             values = {
-                n: column_array(n, c) if is_arrow(c) else np.asarray(c) for n, c in columns.items()
+                name: column_array(name, c) if is_arrow(c := data[name]) else np.asarray(c)
+                for name in names
             }
             return FileTable(values, "the table", Rows())
         if isinstance(data, (str, os.PathLike)) and _is_read_while_training(Path(data)):

@@ -44,7 +44,8 @@ class TextClasses(Task):
         self, model: Any, data: Any, tokenizer: Any, classes: Sequence[str] | None, **head: Any
     ) -> None:
         """Read the rows to train on, choose the classes, and give the model a layer for them."""
-        proto, home = model_of(model), home_of(model)
+        self.model = proto = model_of(model)
+        home = home_of(model)
         self._tokenizer = tokenizer_for(tokenizer, home)
         known = stored_classes(proto) or configured_classes(proto, home)
         self.classes = list(map(str, classes or known))

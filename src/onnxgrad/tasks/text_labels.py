@@ -89,9 +89,6 @@ class TextLabels(TextClasses):
     ) -> None:  # fmt: skip
         if isinstance(classes, str):
             raise ValueError(f"classes={classes!r} is one text: pass the names as a list")
-        width = (*inputs_of(model_of(model)).get("input_ids", ()), None, None)[1]
-        if width is not None:
-            max_length = min(max_length or width, width)
         self._columns: dict[str, Any] = {"max_length": max_length, "text": text, "label": label}
         self._open_model(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
         self.loss, self.metrics = "cross_entropy", ["accuracy", "f1_macro"]
@@ -111,7 +108,10 @@ class TextLabels(TextClasses):
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         """Return the reader of texts for any model."""
-        how = {**self._columns, **options}
+        width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
+        most = self._columns["max_length"] or width
+        length = most if width is None else min(most, width)
+        how = {**self._columns, "max_length": length, **options}
         return classified_texts(source, self._tokenizer, classes, **how)
 
     def predict(self, model: Any, inputs: Any) -> list[dict[str, Any]]:

@@ -72,7 +72,9 @@ class Texts(RowsTask):
     packing: bool = False
 
     def __post_init__(self) -> None:
-        folder = language_folder(self.model)
+        is_file = isinstance(self.model, (str, os.PathLike)) and not Path(self.model).is_dir()
+        reads_folder = self.tokenizer is None or not is_file
+        folder = language_folder(self.model) if reads_folder else None
         self._tokenizer = folder if self.tokenizer is None else self.tokenizer
         self.model = self.model if folder is None else folder.model
         super().__post_init__()
