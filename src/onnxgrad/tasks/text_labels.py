@@ -109,7 +109,7 @@ class TextLabels(TextClasses):
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         """Return the reader of texts for any model."""
         width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
-        most = self._columns["max_length"] or width
+        most: Any = self._columns["max_length"] or width
         length = most if width is None else min(most, width)
         how = {**self._columns, "max_length": length, **options}
         return classified_texts(source, self._tokenizer, classes, **how)
