@@ -18,7 +18,7 @@ from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.table_columns import Targets
+from onnxgrad.tasks.tables import Targets
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.small_models import two_column_model
