@@ -45,6 +45,16 @@ def threads(work: float) -> int:
     return max(1, min((cores or 1) // process_count(*_PROCESS_COUNTS), int(work / WORK_PER_THREAD)))
 
 
+def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
+    """Return the multiply-adds for whose threads a session for calls of `rows` rows is built.
+
+    It is 0 where the rows are not worth another thread, and the work of `most_rows` rows otherwise:
+    two sessions serve calls of any number of rows.
+    """
+    few = work_per_row * min(rows, most_rows) < 2 * WORK_PER_THREAD
+    return 0.0 if few else work_per_row * most_rows
+
+
 def process_count(*names: str) -> int:
     """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
     values = [os.environ.get(name, "") for name in names]
@@ -164,13 +174,18 @@ def _session_options(
 
 
 @escaping()
-def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Return a session for a model of any size.
+def loaded(
+    model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
+) -> ort.InferenceSession:
+    """Return a session for a model of any size; by default it writes no log.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
     """
     model = dense_inside(model)
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
     with ExitStack() as stack:
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))

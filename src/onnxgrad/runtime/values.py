@@ -6,7 +6,7 @@ Inputs are bound again only if their memory has changed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -101,6 +101,24 @@ def is_finite(value: Value, axes: int = 0) -> np.ndarray:
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of an array or an OrtValue."""
     return tuple(value.shape() if isinstance(value, ort.OrtValue) else np.shape(value))
+
+
+def take_rows(
+    arrays: Mapping[str, np.ndarray], rows: slice | np.ndarray, whole: Collection[str] = ()
+) -> dict[str, np.ndarray]:
+    """Return some rows of arrays that have them first, and the arrays `whole`, which have none.
+
+    `take` is faster than an index, but copies the whole of an array that is not contiguous.
+    """
+    taken = {}
+    for name, array in arrays.items():
+        if name in whole:
+            taken[name] = array
+        elif isinstance(rows, slice) or not array.flags.c_contiguous:
+            taken[name] = array[rows]
+        else:
+            taken[name] = array.take(rows, 0)
+    return taken
 
 
 def fit(

@@ -16,8 +16,9 @@ from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
 from onnxgrad.parallel.part import Part
+from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes, RowAxes, take_rows
+from onnxgrad.training.row_axes import Axes, RowAxes
 from onnxgrad.training.step.inputs import WHOLE, Slice
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
@@ -47,6 +48,11 @@ class BatchSource:
     batch_size: int
     in_memory = False
     cuts = True
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+        return None
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows.
@@ -248,7 +254,7 @@ class ReaderSource(BatchSource):
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
 
     @property
-    def numbers(self) -> np.ndarray | None:
+    def order(self) -> np.ndarray | None:
         """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
         return self.reader.order
 

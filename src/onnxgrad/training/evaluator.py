@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Self
@@ -23,8 +23,9 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.process_groups import Group
-from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
-from onnxgrad.training.batches import BatchSource, ReaderSource
+from onnxgrad.runtime.predictor import MANY_ROWS, ROWS, Predictor, join_rows
+from onnxgrad.runtime.session import session, work, work_of_calls
+from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
@@ -38,7 +39,6 @@ from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import evaluated_members
 
 Arrays = Mapping[str, np.ndarray]
-SIZE = 256  # rows of one call of the runtime
 _SMALL = 1e5  # multiply-adds of a row; with fewer, a call costs as much as hundreds of rows
 _NUMBERS = 1 << 12  # that such a row reads and predicts, at most
 _FREED = 8  # of a file that takes one row: such are often large
@@ -62,8 +62,7 @@ class Evaluator:
         self.recipe, self.job, self.members = recipe, recipe.job, recipe.job.members
         self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
-        # what computes some outputs, shared by copies
-        self._sessions: dict[tuple[str, bool], Callable[[Arrays], list[np.ndarray]]] = {}
+        self._predictors = dict[tuple[str, float], Predictor]()  # shared by copies
 
     def with_names(self, names: Names) -> Self:
         """Return a copy for one call, of which columns of tables have these names."""
@@ -96,7 +95,7 @@ class Evaluator:
         """How many rows a call of the runtime has, if nobody says."""
         if freed := self.described.freed:
             return freed if self.job.carry else max(_FREED, freed)
-        return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
+        return self.fields.fixed_rows or (MANY_ROWS if self._is_small else ROWS)
 
     @cached_property
     def _is_small(self) -> bool:
@@ -113,17 +112,15 @@ class Evaluator:
         """The multiply-adds of a row."""
         return work(self.described.model.graph) * (self.members or 1)
 
-    def _session_for(self, name: str, rows: int) -> Callable[[Arrays], list[np.ndarray]]:
-        """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.
+    def _predictor_for(self, name: str, rows: int) -> Predictor:
+        """Return the predictor of "predictions", "losses", or "all" for batches of `rows` rows.
 
-        It is a function of the weights and the data by name.
-
-        A few rows may not be worth the threads that many are. Predictions that nothing reads may
-        be many more numbers than the losses need.
+        Weights and running statistics are inputs, so that it serves every step of a training.
+        Predictions that nothing reads may be many more numbers than the losses need.
         """
-        few = self._work_per_row * min(rows, _MANY) < 2 * WORK_PER_THREAD
-        key = name, few
-        if key not in self._sessions:
+        multiply_adds = work_of_calls(self._work_per_row, rows, _MANY)
+        key = name, multiply_adds
+        if key not in self._predictors:
             one = self.objective()
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
@@ -133,12 +130,10 @@ class Evaluator:
             tidy(one.model)
             if not losses:  # labels are not read
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            multiply_adds = 0.0 if few else self._work_per_row * _MANY
             to_native(graph, Target.of(self.job.device, multiply_adds, self.rows))
-            built = session(to_proto(one.model), self.job.device, multiply_adds)
-            read = [x.name for x in built.get_inputs()]
-            self._sessions[key] = lambda arrays: built.run(None, {n: arrays[n] for n in read})
-        return self._sessions[key]
+            running = session(to_proto(one.model), self.job.device, multiply_adds)
+            self._predictors[key] = Predictor(running, fixed_rows=0)
+        return self._predictors[key]
 
     @escaping()
     def evaluate(
@@ -246,10 +241,11 @@ class Evaluator:
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
         """Return the loss of one row of a batch alone; NaN if no term of it counts."""
-        running, axes = self._session_for("all", 1), self.fields.row_axes
+        predictor, axes = self._predictor_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         totals = self._new_totals()
-        self._add_losses(totals, running({**values, **fed})[: 2 * len(totals.factors)], 1)
+        losses = predictor.compute({**values, **fed})[: 2 * len(totals.factors)]
+        self._add_losses(totals, losses, 1)
         return totals.mean
 
     @escaping()
@@ -258,9 +254,11 @@ class Evaluator:
         parts = [found for *_, found in self._batch_results("predictions", values, source)]
         predictions, axis = {}, int(self.members is not None)  # axes of members
         for name in self.described.predictions:
-            found = [part[name] for part in parts]
-            every = [y if y.ndim > axis else y[..., None] for y in found]
-            whole = _join_rows(name, every, self.row_axis(name) + axis, source)
+            every = [y if y.ndim > axis else y[..., None] for y in (part[name] for part in parts)]
+            rows = self.row_axis(name) + axis
+            whole = join_rows(name, every, rows)
+            if source.order is not None:
+                whole = whole.take(np.argsort(source.order), rows)
             dtype = self._dtypes_of_halves.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
         return predictions
@@ -287,7 +285,7 @@ class Evaluator:
         States go from batch to batch. A batch whose rows do not count is empty. If it `notes`, the
         first batch whose losses are not finite is `failed`.
         """
-        carried, running = dict[str, np.ndarray](), None
+        carried, predictor = dict[str, np.ndarray](), None
         parts = 0 if name == "predictions" else 2 * len(self.described.written.sums)
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched_batches(source)):
@@ -297,11 +295,11 @@ class Evaluator:
                 carried = {}
             first = () if carried else states
             begun = {n: np.broadcast_to(data[n], (*axis, *data[n].shape)) for n in first}
-            if running is None:
-                running = self._session_for(name, piece.own)
+            if predictor is None:
+                predictor = self._predictor_for(name, piece.own)
             fed = {**values, **data, **begun, **carried}
             try:
-                results = running(fed)
+                results = predictor.compute(fed)
             except Exception as e:
                 if self.has_computed_labels and (misfit := self.label_misfit(fed)):
                     raise ValueError(misfit) from e
@@ -328,7 +326,7 @@ class Evaluator:
         """
         one, axis = self.described, int(self.members is not None)
         try:
-            outputs = self._session_for("predictions", 1)(fed)
+            outputs = self._predictor_for("predictions", 1).compute(fed)
         except Exception:  # the model itself fails for these data
             return None
         shapes = {n: y.shape[axis:] for n, y in zip(one.predictions, outputs, strict=False)}
@@ -349,29 +347,6 @@ class Evaluator:
             for piece in slices:
                 yield piece
                 bar.advance(task, piece.rows)
-
-
-def _join_rows(
-    name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource
-) -> np.ndarray:
-    """Return the results of all batches, with the rows on `axis` in their order in the data.
-
-    Raises:
-        ValueError: the results differ in length along another axis.
-    """
-    if len(parts) == 1 and not isinstance(source, ReaderSource):
-        return parts[0]
-    shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
-    if len(shapes) > 1:
-        first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
-        raise ValueError(
-            f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
-            "differ in length: predict those of one length at a time, or all rows in one batch: "
-            f"{argument('batch_size')}<number of rows>"
-        )
-    whole = np.concatenate(parts, axis)
-    order = source.numbers if isinstance(source, ReaderSource) else None
-    return whole if order is None else whole.take(np.argsort(order), axis)
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
