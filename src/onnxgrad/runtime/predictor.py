@@ -60,7 +60,8 @@ class Predictor:
                 self.session = session(proto, device, work)
         self.inputs = {x.name: x for x in self.session.get_inputs()}
         self.outputs = {y.name: y for y in self.session.get_outputs()}
-        self.returned = list(outputs) or list(self.outputs)
+        # a graph may list an output twice
+        self.returned = list(outputs) or [y.name for y in self.session.get_outputs()]
         if fixed_rows is None:
             declared = {x.shape[0] for x in self.inputs.values() if x.shape}
             (rows,) = declared if len(declared) == 1 else (0,)

@@ -56,7 +56,7 @@ def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
 
 
 def process_count(*names: str) -> int:
-    """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
+    """Return how many processes a launcher has started, from its variables `names`; at least 1."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
 
@@ -116,7 +116,7 @@ def ordered_session(
 
 
 def _give_back_freed() -> None:
-    """Return freed memory of copies to the system: glibc would keep it during a training."""
+    """Return memory freed by copies of a model to the system: glibc would keep it."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -211,6 +211,7 @@ def loaded(
 def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
+    """Return a session for a serialized model, without an optimizer that fails on it."""
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
@@ -249,9 +250,9 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
 
 
 def work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the products and convolutions of a graph, per row of the batch.
+    """Return the multiply-adds of the products and convolutions of a graph, for one row.
 
-    Lengths that are not static count as one, and nodes of unknown shapes not at all.
+    Lengths that are not static count as one, and nodes of unknown shapes do not count.
     """
     total = 0
     for node in graph:
@@ -262,7 +263,7 @@ def work(graph: ir.Graph) -> float:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the lengths of a value, one in place of each that is not static."""
+    """Return the lengths of the axes of a value, with one in place of lengths that are unknown."""
     shape = dims(value)
     if shape is None:
         raise UnknownShapeError

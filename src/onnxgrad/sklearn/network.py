@@ -131,7 +131,7 @@ class RowPredictor:
         if predictor.fixed_rows or not 0 < rows <= MANY_ROWS:
             return predictor.predict(fed, MANY_ROWS)
         try:  # faster than `predict`: the arrays have been checked
-            found = predictor.compute(fed)
+            found = predictor.session.run(self.outputs, fed)
         except Exception:  # of several types; the file may take one row at a time
             return predictor.predict(fed, MANY_ROWS)
         return dict(zip(self.outputs, found, strict=True))

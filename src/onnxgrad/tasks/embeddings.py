@@ -282,12 +282,13 @@ class Embeddings(Task):
 
 def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
     """Yield the inputs of a model: the batches of a reader, or arrays of all rows."""
+    batches: Iterable[Any] = [inputs]
     if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
-        yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
-        return
-    columns = inputs if isinstance(inputs, Mapping) else {next(iter(predictor.inputs)): inputs}
-    yield {name: np.asarray(column) for name, column in columns.items()}
+        batches = (batch[0] for batch in reader.batches(_BATCH, None, 0))
+    for X in batches:
+        columns = X if isinstance(X, Mapping) else {next(iter(predictor.inputs)): X}
+        yield {name: np.asarray(column) for name, column in columns.items()}
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
