@@ -187,7 +187,7 @@ def join_rows(name: str, parts: Sequence[Any], axis: int = 0) -> Any:
         first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
         raise ValueError(
             f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
-            "differ in length: predict those of one length at a time, or all rows in one batch: "
+            "differ in length: predict rows of one length at a time, or all rows in one batch: "
             f"{argument('batch_size')}<number of rows>"
         )
     return np.concatenate(parts, axis)

@@ -141,7 +141,7 @@ def fit(
 class Binding:
     """Runs a session on arrays and OrtValues; inputs on its device are not copied.
 
-    An input stays bound while its memory, shape and dtype equal those in the previous call. Each
+    An input stays bound while its memory, shape and dtype do not change between calls. Each
     call returns new outputs, except for the outputs that `into` names.
     """
 
