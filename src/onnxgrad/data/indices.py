@@ -12,13 +12,14 @@ from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.runtime.session import loaded
 
 _MOVES = REORDERS | SELECTS
 _COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # lengths and positions
@@ -88,27 +89,22 @@ class Selection:
         self.proto, self.source, self.rows = proto, source, rows
 
     @cached_property
-    def _session(self) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        return ort.InferenceSession(
-            self.proto.SerializeToString(), options, providers=CPU.providers
-        )
+    def _predictor(self) -> Predictor:
+        return Predictor(loaded(self.proto, providers=CPU.providers))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_session"}
+        return {name: value for name, value in self.__dict__.items() if name != "_predictor"}
 
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the flat positions of the indices in `array`; None if the graph fails on it."""
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
-        size = self.rows
+        predictor, size = self._predictor, self.rows
         try:
-            names = [x.name for x in self._session.get_inputs()]
             if size is None:
-                return self._session.run(None, {n: fed[n] for n in names})[0]
+                return predictor.compute(fed)[0]
             pieces = [
-                self._session.run(None, {n: fed[n][start : start + size] for n in names})[0]
-                for start in range(0, len(array), size)
+                predictor.compute({n: fed[n][i : i + size] for n in predictor.inputs})[0]
+                for i in range(0, len(array), size)
             ]
             return np.concatenate(pieces)
         except Exception:  # of several types; the model itself will raise it again

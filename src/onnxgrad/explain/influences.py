@@ -193,12 +193,8 @@ class _LossesOfRows:
     def products(self, state: Arrays, rows: _Rows, gradients: list[Arrays]) -> np.ndarray:
         """Return the products of `gradients` with that of each row, (gradients, rows)."""
         result = np.zeros((len(gradients), rows.count))
-        size = self._piece.at_once(rows.feed, rows.rowed, rows.count)
-        for i in range(0, rows.count, size):
-            feed = rows.part(i, i + size) | state
-            for row, gradient in zip(result, gradients, strict=True):
-                tangents = {f"{name}_tangent": g for name, g in gradient.items()}
-                whole = feed | tangents
-                results = self._forward.run({name: whole[name] for name in self._forward.inputs})
-                row[i : i + size] = results[1].reshape(-1)
+        for row, gradient in zip(result, gradients, strict=True):
+            feed = rows.feed | state | {f"{name}_tangent": g for name, g in gradient.items()}
+            _, products = self._piece.run_rows(self._forward, feed, rows.rowed).values()
+            row[:] = products.reshape(-1)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -75,17 +75,13 @@ class Piece:
         `rowed` are the names of the inputs of `feed` whose first axis is the rows; the others are
         the same for each row.
         """
-        parts = []
-        for rows, part in self._chunks(feed, rowed):
-            results = self._forward.run({name: part[name] for name in self._forward.inputs})
-            for name, y in zip(self.outputs, results, strict=True):
-                if y.ndim == 0 or len(y) != rows:
-                    raise ValueError(
-                        f"{name!r} of shape {list(y.shape)} does not have the {rows} rows of the "
-                        "inputs along its first axis: name an `output` that has"
-                    )
-            parts.append(results)
-        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+        found = self.run_rows(self._forward, feed, rowed)
+        if lacking := [name for name in self.outputs if name not in found]:
+            raise ValueError(
+                f"{lacking[0]!r} does not have the rows of the inputs along its first axis: name "
+                "an `output` that has"
+            )
+        return [found[name] for name in self.outputs]
 
     def gradients(
         self,
@@ -96,12 +92,8 @@ class Piece:
     ) -> Arrays:
         """Return the gradients of sum(seed * output) with respect to `wrt`; see `run`."""
         running, names, cotangent = self._backward(tuple(wrt))
-        parts: list[list[np.ndarray]] = []
-        for _, part in self._chunks({**feed, cotangent: seed}, {*rowed, cotangent}, cotangent):
-            part = {name: part[name] for name in running.inputs}
-            parts.append(running.run(part, [names[x] for x in wrt]))
-        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return dict(zip(wrt, whole, strict=True))
+        found = self.run_rows(running, {**feed, cotangent: seed}, {*rowed, cotangent})
+        return {name: found[names[name]] for name in wrt}
 
     @cached_property
     def _work(self) -> float:
@@ -119,7 +111,7 @@ class Piece:
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
                 model, names = derivative(self._proto, request)
-            running = Predictor(model, (), self._device, 0, 3 * self._work)
+            running = Predictor(model, [names[x] for x in wrt], self._device, 0, 3 * self._work)
             before = {x.name for x in self._proto.graph.input}
             (cotangent,) = [x.name for x in model.graph.input if x.name not in before]
             self._gradient = wrt, (running, names, cotangent)
@@ -127,16 +119,16 @@ class Piece:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _chunks(
-        self, feed: Mapping[str, np.ndarray], rowed: Collection[str], *more: str
-    ) -> Iterator[tuple[int, Arrays]]:
-        """Yield the number of rows of each chunk, and its inputs."""
-        needed = {name: feed[name] for name in (*self.inputs, *more)}
-        rows = next(len(x) for name, x in needed.items() if name in rowed)
-        size = self.at_once(needed, rowed, rows)
-        for i in range(0, rows, size):
-            part = {n: x[i : i + size] if n in rowed else x for n, x in needed.items()}
-            yield min(size, rows - i), part
+    def run_rows(
+        self, predictor: Predictor, feed: Mapping[str, np.ndarray], rowed: Collection[str]
+    ) -> Arrays:
+        """Return the outputs of a predictor that have a row for each row of `feed`, by name.
+
+        `feed` has the inputs of this piece and of the predictor; `rowed` names those with rows.
+        """
+        read = {name: feed[name] for name in predictor.inputs}
+        count = next(len(array) for name, array in read.items() if name in rowed)
+        return predictor.run_rows(read, self.at_once(feed, rowed, count), read.keys() - rowed)
 
     def at_once(self, feed: Mapping[str, np.ndarray], rowed: Collection[str], rows: int) -> int:
         """Return how many rows run at once: one where it is not proven that they are independent.

@@ -201,7 +201,7 @@ def _row_file(row: int, source: BatchSource) -> dict[str, str]:
     """Return the name and the picture of the file of a row, where rows are files."""
     if not isinstance(source, ReaderSource):
         return {}
-    return describe_row(source.reader, _row_number(row, source.numbers))
+    return describe_row(source.reader, _row_number(row, source.order))
 
 
 def _has_classes(info: LossInfo) -> bool:

@@ -247,7 +247,8 @@ class Embeddings(Task):
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
             inputs = self._read_texts(inputs)
         predictor = Predictor(self.finished(model), [self.output])
-        z = np.concatenate([predictor.run(feed)[0] for feed in _input_batches(predictor, inputs)])
+        feeds = _input_batches(predictor, inputs)
+        z = np.concatenate([predictor.predict(feed, _BATCH)[self.output] for feed in feeds])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -279,15 +280,14 @@ def _neighbor_rows(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
-    """Yield the inputs of a model, batch by batch, from a reader or arrays."""
+    """Yield the inputs of a model: the batches of a reader, or arrays of all rows."""
+    batches: Iterable[Any] = [inputs]
     if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
-        yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
-        return
-    columns = inputs if isinstance(inputs, Mapping) else {next(iter(predictor.inputs)): inputs}
-    columns = {name: np.asarray(column) for name, column in columns.items()}
-    for s in range(0, len(next(iter(columns.values()))), _BATCH):
-        yield {name: column[s : s + _BATCH] for name, column in columns.items()}
+        batches = (batch[0] for batch in reader.batches(_BATCH, None, 0))
+    for X in batches:
+        columns = X if isinstance(X, Mapping) else {next(iter(predictor.inputs)): X}
+        yield {name: np.asarray(column) for name, column in columns.items()}
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
