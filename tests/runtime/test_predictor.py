@@ -109,6 +109,11 @@ def test_an_output_as_long_as_a_part_of_a_static_batch_has_no_rows():
         predictor.predict({"x": X[:3]})
 
 
+def test_a_static_batch_needs_a_row():
+    with pytest.raises(ValueError, match=naming("4 rows", "no row")):
+        Predictor(two_input_model(4)).run_rows({"x": X[:0], "k": COUNTS[:0]})
+
+
 def test_no_rows():
     found = Predictor(two_input_model(), ["y"]).predict({"x": X[:0], "k": COUNTS[:0]})
     assert found["y"].shape == (0, 2)

@@ -118,8 +118,8 @@ class Predictor:
         runs on one row, and not on two copies of it, each call gets one row.
 
         Raises:
-            ValueError: as `run`; an output that differs in length between calls, along another axis
-                than the rows.
+            ValueError: as `run`; no rows for a static batch; an output that differs in length
+                between calls, along another axis than the rows.
         """
         count = next(len(array) for name, array in feed.items() if name not in whole)
         size = self.fixed_rows or min(count, most or count)
@@ -129,6 +129,8 @@ class Predictor:
             names = [name for name in self.returned if all(name in part for part in parts)]
             return {name: join_rows(name, [part[name] for part in parts]) for name in names}
         if count < size:
+            if not count:
+                raise ValueError(f"the model takes {size} rows at once, and the data have no row")
             feed = take_rows(feed, np.minimum(np.arange(size), count - 1), whole)
         try:
             named = dict(zip(self.returned, self.run(feed), strict=True))
