@@ -171,9 +171,9 @@ def test_coco_rle(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["annotations"][0].update(category_id=9), "annotation 1 .*category 9"),
-        (lambda c: c["annotations"][1].update(segmentation=[]), "annotation 2"),
-        (lambda c: c["annotations"][1].update(segmentation=[[1, 2, 3]]), "annotation 2"),
+        (lambda c: c["annotations"][0].update(category_id=9), r"\(id 1\): no category .*9"),
+        (lambda c: c["annotations"][1].update(segmentation=[]), "id 2"),
+        (lambda c: c["annotations"][1].update(segmentation=[[1, 2, 3]]), "id 2"),
         (lambda c: c["images"][0].update(width=99), r"5\.png.*\(14, 12\)"),
         (lambda c: c["images"][0].update(file_name="no.png"), r"no\.png"),
     ],

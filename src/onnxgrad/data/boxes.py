@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from onnxgrad.data.coco_files import read_coco
 from onnxgrad.data.image_files import is_image, is_path, open_image, pillow
-from onnxgrad.data.image_transforms import RandomColors, RandomFlip, named_transform
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.image_transforms import (
+    RandomColors,
+    RandomFlip,
+    height_and_width,
+    named_transform,
+)
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.operators.shapes import Dims
 
@@ -117,7 +122,7 @@ def letterbox(
     return np.ascontiguousarray(array, dtype=np.float32), scale, corner
 
 
-class _Files(NamedTuple):
+class _Annotations(NamedTuple):
     """What files hold of each image: boxes are class, x1, y1, x2, y2 as shares of its sides."""
 
     files: list[Path]
@@ -129,8 +134,8 @@ class _Files(NamedTuple):
     image_ids: Mapping[Path, Any] = MappingProxyType({})  # as annotated
 
 
-class AnnotatedImages(IndexedReader):
-    """Images and the boxes in them; what `annotated_images` returns.
+class AnnotatedImages(FileReader):
+    """Images and the boxes in them: the reader of `annotated_images`.
 
     Attributes:
         classes: their names, in the order of their numbers.
@@ -142,16 +147,18 @@ class AnnotatedImages(IndexedReader):
         size, transforms, pixels: as of `annotated_images`.
     """
 
+    per_row = ("files", "boxes")
+
     def __init__(
         self,
-        read: _Files,
+        read: _Annotations,
         size: int | tuple[int, int] | None,
         transforms: Sequence[ImageTransform | BoxTransform],
         pixels: Callable[[np.ndarray], np.ndarray] | None,
     ) -> None:
         self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read[:6]
         self.image_ids = read.image_ids
-        self.size = (size, size) if isinstance(size, int) else size
+        self.size = None if size is None else height_and_width(size)
         self.transforms, self.pixels = tuple(transforms), pixels
         self.rows: int = len(self.files)
         self._most = max([1, *map(len, self.boxes)])
@@ -169,13 +176,8 @@ class AnnotatedImages(IndexedReader):
         new.size = int(str(shape[2])), int(str(shape[3]))
         return new
 
-    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the images and labels of a batch."""
-        pairs = [self._read_row(int(row), seed) for row in indices]
-        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
-        return X, y
-
-    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of a row, and its label: the classes and corners of the boxes."""
         file, boxes = self.files[row], self.boxes[row]
         image = open_image(file)
         if self._sizes.get(file, image.size) != image.size:
@@ -186,27 +188,18 @@ class AnnotatedImages(IndexedReader):
         if self.size is None:
             raise ValueError(f"the size of images is unknown: pass {argument('size')}")
         corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
-        if seed is not None:
-            rng = np.random.default_rng([seed, row])
-            for change in self.transforms:
-                image, corners = _transform_image_and_boxes(change, image, corners, rng)
-                if len(corners) != len(boxes):
-                    raise ValueError(
-                        f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
-                        f"{str(file)!r}: return one for each"
-                    )
+        for change in self.transforms if rng is not None else ():
+            image, corners = _transform_image_and_boxes(change, image, corners, rng)
+            if len(corners) != len(boxes):
+                raise ValueError(
+                    f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
+                    f"{str(file)!r}: return one for each"
+                )
         array, scale, corner = letterbox(image, self.size, self.pixels)
         label = np.full((self._most, 5), -1, np.float32)
         label[: len(boxes), 0] = boxes[:, 0]
         label[: len(boxes), 1:] = corners * np.float32(scale) + corner
         return array, label
-
-    def subset(self, numbers: np.ndarray) -> AnnotatedImages:
-        """Return some of the images."""
-        new = copy.copy(self)
-        new.files, new.boxes = ([part[i] for i in numbers] for part in (self.files, self.boxes))
-        new.rows = len(numbers)
-        return new
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, size and transforms, and a digest of images and boxes."""
@@ -235,7 +228,7 @@ def _transform_image_and_boxes(
     return turned, boxes
 
 
-def _read_annotations(path: Path, part: str | None) -> _Files:
+def _read_annotations(path: Path, part: str | None) -> _Annotations:
     """Return the images and boxes of a COCO file or a data.yaml, or of a folder with one."""
     if path.is_dir():
         found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
@@ -251,37 +244,28 @@ def _read_annotations(path: Path, part: str | None) -> _Files:
     return _read_coco(path)
 
 
-def _read_coco(path: Path) -> _Files:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        categories = sorted(read["categories"], key=lambda category: category["id"])
-        pictures = {image["id"]: image for image in read["images"]}
-        notes = read["annotations"]
-        files = {i: _find_image(path, image["file_name"]) for i, image in pictures.items()}
-        sizes = {files[i]: (image["width"], image["height"]) for i, image in pictures.items()}
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
-    numbers = {category["id"]: i for i, category in enumerate(categories)}
-    rows: dict[Any, list] = {i: [] for i in pictures}
-    for row, note in enumerate(notes):
-        where = f"{str(path)!r}, annotation {row} (id {note.get('id')})"
-        if note.get("image_id") not in pictures:
-            raise ValueError(f"{where}: no image has the id {note.get('image_id')!r}")
-        if note.get("category_id") not in numbers:
-            raise ValueError(f"{where}: no category has the id {note.get('category_id')!r}")
-        if note.get("iscrowd"):
+def _read_coco(path: Path) -> _Annotations:
+    """Return the images of a COCO file, and their boxes without boxes of crowds."""
+    coco = read_coco(path, [path.parent, path.parent / "images"])
+    numbers = {category: number for number, category in enumerate(coco.categories)}
+    rows: dict[Any, list] = {i: [] for i in coco.files}
+    for where, annotation in coco.annotations:
+        if annotation.get("iscrowd"):
             continue
-        box = np.array(note.get("bbox", ()), float)
+        box = np.array(annotation.get("bbox", ()), float)
         if box.shape != (4,):
             raise ValueError(f"{where}: 'bbox' must be x, y, width and height, not {box.tolist()}")
-        corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(sizes[files[note["image_id"]]], 2)
-        rows[note["image_id"]].append(
-            [numbers[note["category_id"]], *_clip_to_image(corners, where)]
-        )
-    boxes = [np.array(rows[i], np.float32).reshape(-1, 5) for i in pictures]
-    names = [str(category["name"]) for category in categories]
-    image_ids = {file: i for i, file in files.items()}
-    return _Files(list(files.values()), boxes, names, list(numbers), sizes, image_ids=image_ids)
+        i = annotation["image_id"]
+        corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(coco.sizes[i], 2)
+        rows[i].append([numbers[annotation["category_id"]], *_clip_to_image(corners, where)])
+    return _Annotations(
+        list(coco.files.values()),
+        [np.array(boxes, np.float32).reshape(-1, 5) for boxes in rows.values()],
+        list(coco.categories.values()),
+        list(coco.categories),
+        {file: coco.sizes[i] for i, file in coco.files.items()},
+        image_ids={file: i for i, file in coco.files.items()},
+    )
 
 
 def names_annotations(source: Any) -> bool:
@@ -298,29 +282,6 @@ def names_annotations(source: Any) -> bool:
     return named and not any(map(is_image, path.iterdir()))
 
 
-def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
-    """Return the ids of image files in the COCO files beside them, or beside their `images/`."""
-    folders = {Path(image).parent for image in images if is_path(image)}
-    homes = folders | {folder.parent for folder in folders if folder.name == "images"}
-    found: dict[Path, Any] = {}
-    for file in (file for home in sorted(homes) for file in sorted(home.glob("*.json"))):
-        try:
-            listed = json.loads(file.read_text(encoding="utf-8"))["images"]
-            ids = {image["file_name"]: image["id"] for image in listed}
-        except (KeyError, TypeError, ValueError):  # another kind of file
-            continue
-        for place in (file.parent, file.parent / "images"):
-            found |= {place / name: number for name, number in ids.items()}
-    return found
-
-
-def _find_image(path: Path, name: str) -> Path:
-    places = [path.parent / name, path.parent / "images" / name]
-    if (file := next((p for p in places if p.is_file()), None)) is None:
-        raise ValueError(f"{str(path)!r}: the image {name!r} is not in {str(path.parent)!r}")
-    return file
-
-
 def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
     """Return x1, y1, x2, y2 as shares, with rounding errors at the borders of the image cut off."""
     if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
@@ -331,7 +292,7 @@ def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
     return corners
 
 
-def _read_yolo(path: Path, part: str | None) -> _Files:
+def _read_yolo(path: Path, part: str | None) -> _Annotations:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
@@ -353,7 +314,7 @@ def _read_yolo(path: Path, part: str | None) -> _Files:
         raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
     boxes = [_read_label_file(_label_file(file), len(named)) for file in files]
     names = [str(named[i]) for i in sorted(named)]
-    return _Files(files, boxes, names, sorted(named), parts=parts)
+    return _Annotations(files, boxes, names, sorted(named), parts=parts)
 
 
 def _label_file(file: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data import image_nodes
-from onnxgrad.data.foreign_transforms import OfAlbumentations, OfTorchvision
+from onnxgrad.data.foreign_transforms import ForeignTransform
 from onnxgrad.data.image_files import pillow
 from onnxgrad.errors import argument, unknown
 
@@ -162,7 +162,7 @@ class Normalize:
         return op.Div(centered, np.array(self.std, np.float32))
 
 
-_ONLY_IN_TRAINING = (RandomFlip, RandomColors, OfAlbumentations, OfTorchvision)
+_ONLY_IN_TRAINING = (RandomFlip, RandomColors, ForeignTransform)
 
 
 def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.data.class_folders import below, read_classes
 from onnxgrad.data.class_numbers import ClassNames
-from onnxgrad.data.foreign_transforms import adapted
+from onnxgrad.data.foreign_transforms import adapt_transform
 from onnxgrad.data.image_files import open_image, pillow
 from onnxgrad.data.image_transforms import (
     IMAGES,
@@ -26,7 +26,7 @@ from onnxgrad.data.image_transforms import (
     image_note,
     named_transform,
 )
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import argument, unknown
 from onnxgrad.operators.shapes import Dims
 
@@ -90,7 +90,13 @@ def image_folder(
     pillow()
     _check(layout, channels, scale)
     check_order(transforms)
-    read = height_and_width(size), tuple(map(adapted, transforms)), layout, channels, float(scale)
+    read = (
+        height_and_width(size),
+        tuple(map(adapt_transform, transforms)),
+        layout,
+        channels,
+        float(scale),
+    )
     folder = Path(path)
     found = read_classes(folder, classes) if labels else (below(folder), None, [])
     return ImageFolder(folder, *read, *found)
@@ -106,8 +112,10 @@ def _check(layout: str | None, channels: int | None, scale: float) -> None:
 
 
 @dataclass(eq=False)
-class ImageFolder(IndexedReader):
-    """Images in files, with the numbers of their classes; what `image_folder` returns."""
+class ImageFolder(FileReader):
+    """Images in files, and the numbers of their classes: the reader of `image_folder`."""
+
+    per_row = ("files", "labels")
 
     path: Path
     size: tuple[int, int]
@@ -120,10 +128,8 @@ class ImageFolder(IndexedReader):
     classes: list[str]
     raw: bool = False  # whether the model takes uint8
 
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """The number of images."""
-        return len(self.files)
+    def __post_init__(self) -> None:
+        self.rows = len(self.files)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
         """Return the reader with the layout and channels of the only feature."""
@@ -168,11 +174,11 @@ class ImageFolder(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
         """Return the images of a batch, and their labels if they have any."""
-        images = np.stack([self._image(int(row), seed) for row in indices])
-        return images if self.labels is None else (images, self.labels[indices])
+        images, *labels = super().take(indices, seed)
+        return (images, *labels) if labels else images
 
-    def _image(self, row: int, seed: int | None) -> np.ndarray:
-        rng = None if seed is None else np.random.default_rng([seed, row])
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
+        """Return the image of a row as an array, and its label if it has one."""
         channels = self.channels or 3
         normalize = self.normalization
         image = open_image(self.files[row], _MODES[channels])
@@ -185,14 +191,8 @@ class ImageFolder(IndexedReader):
             array = array.astype(np.float32) / np.float32(255 / self.scale)
         if normalize:
             array = normalize(array, rng)
-        return array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
-
-    def subset(self, numbers: np.ndarray) -> ImageFolder:
-        """Return some of the images."""
-        part = copy.copy(self)
-        part.files = [self.files[i] for i in numbers]
-        part.labels = None if self.labels is None else self.labels[numbers]
-        return part
+        image = array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
+        return (image,) if self.labels is None else (image, self.labels[row])
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, the transforms, and a digest of names, sizes and times of files."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,15 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from onnxgrad.data.coco_files import read_coco
 from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
 from onnxgrad.data.image_transforms import (
     CenterCrop,
     RandomColors,
     RandomFlip,
     Resize,
+    height_and_width,
     named_transform,
 )
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -65,7 +66,7 @@ def masked_images(
         classes: their names or number; None: by the files, or up to the largest number in masks.
         ignore: the value in masks of pixels without a label; None: there are none, and in masks of
             0 and 255, 255 is class 1.
-        images: folder of the images of a JSON file; None: the folder of the file.
+        images: folder of the images of a JSON file; None: the folder of the file, or its `images/`.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
 
     Returns:
@@ -88,8 +89,7 @@ def masked_images(
     """
     pillow()
     reader = _open_pairs(Path(path), classes, ignore, images)
-    sizes = size, mask_size or size
-    reader.size, reader.mask_size = ((n, n) if isinstance(n, int) else n for n in sizes)
+    reader.size, reader.mask_size = map(height_and_width, (size, mask_size or size))
     reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
     return reader
 
@@ -99,7 +99,8 @@ def _open_pairs(
 ) -> MaskedImages:
     """Return the reader of the files, with their classes."""
     if path.suffix.lower() == ".json":
-        pairs, named = _coco_pairs(path, Path(images or path.parent))
+        beside = [path.parent, path.parent / "images"]
+        pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
     else:
         pairs, named = _folder_pairs(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
@@ -121,8 +122,8 @@ class _Pair(NamedTuple):
     size: tuple[int, int] | None = None  # (width, height), where the annotations say it
 
 
-class MaskedImages(IndexedReader):
-    """Images and the class of each pixel; what `masked_images` returns.
+class MaskedImages(FileReader):
+    """Images and the class of each pixel: the reader of `masked_images`.
 
     Attributes:
         classes: their names, or their numbers as texts.
@@ -131,6 +132,7 @@ class MaskedImages(IndexedReader):
         relabel: function of images and labels of a batch that returns other labels, or None.
     """
 
+    per_row = ("_pairs",)
     size: tuple[int, int]
     mask_size: tuple[int, int]
     transforms: tuple[Any, ...]
@@ -144,14 +146,13 @@ class MaskedImages(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the images and labels of a batch."""
-        pairs = [self._read_row(int(i), seed) for i in indices]
-        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
+        X, y = super().take(indices, seed)
         return X, y if self.relabel is None else self.relabel(X, y)
 
-    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of a row, and the class of each of its pixels."""
         image = open_image(self._pairs[row].image, _MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
-        rng = None if seed is None else np.random.default_rng([seed, row])
         for change in self.transforms if rng is not None else ():
             if isinstance(change, (RandomFlip, CenterCrop)):  # the same numbers, for both
                 again = copy.deepcopy(rng)
@@ -169,12 +170,6 @@ class MaskedImages(IndexedReader):
         array = np.asarray(Resize(self.size)(image, None), np.float32) / np.float32(255)
         array = array.reshape(*self.size, self.channels)
         return np.moveaxis(array, -1, 0) if self.front is None else self.front(array), numbers
-
-    def subset(self, numbers: np.ndarray) -> MaskedImages:
-        """Return some of the images."""
-        part = copy.copy(self)
-        part._pairs, part.rows = [self._pairs[i] for i in numbers], len(numbers)
-        return part
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, the sizes, and a digest of names, sizes and times of files."""
@@ -262,31 +257,21 @@ def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
     return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
 
 
-def _coco_pairs(path: Path, images: Path) -> tuple[list[_Pair], list[str]]:
+def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[str]]:
     """Return the pairs of a COCO file, and its classes: "background" and the categories."""
-    content = json.loads(path.read_text("utf-8"))
-    if missing := {"images", "annotations", "categories"} - content.keys():
-        raise ValueError(f"{str(path)!r} is no file of COCO: it has no {sorted(missing)}")
-    categories = sorted(content["categories"], key=lambda c: c["id"])
-    numbers = {c["id"]: n for n, c in enumerate(categories, 1)}
-    pairs = {
-        i["id"]: _Pair(images / i["file_name"], [], (i["width"], i["height"]))
-        for i in content["images"]
-    }
-    for a in content["annotations"]:
-        parts, where = a.get("segmentation"), f"{str(path)!r}: annotation {a.get('id')!r}"
-        pair, number = pairs.get(a["image_id"]), numbers.get(a["category_id"])
-        if pair is None or number is None:
-            given = f"image {a['image_id']!r}, category {a['category_id']!r}"
-            raise ValueError(f"{where} is of {given}, which the file does not list")
+    coco = read_coco(path, folders)
+    numbers = {category: number for number, category in enumerate(coco.categories, 1)}
+    pairs = {i: _Pair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
+    for where, annotation in coco.annotations:
+        pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation")
         if isinstance(parts, dict):
             fits = _decode_rle(parts).shape[::-1] == pair.size
         else:
             fits = parts and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
         if not fits:
             raise ValueError(f"{where} has no polygons [x, y, x, y, x, y] or RLE of its image")
-        pair.mask.append((number, parts))
-    return [*pairs.values()], ["background", *(str(c["name"]) for c in categories)]
+        pair.mask.append((numbers[annotation["category_id"]], parts))
+    return [*pairs.values()], ["background", *coco.categories.values()]
 
 
 def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -9,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -178,6 +179,39 @@ class IndexedReader(Reader):
         for start in range(skip * size, self.rows, size):
             stop = min(start + size, self.rows)
             yield self.take(np.arange(start, stop) if order is None else order[start:stop], seed)
+
+
+class FileReader(IndexedReader):
+    """Rows of which each is decoded from a file when a batch needs it.
+
+    What is random about a row follows from the seed and its number. Subclasses name in `per_row`
+    their attributes that have an entry for each row.
+    """
+
+    per_row: tuple[str, ...]
+
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
+        """Return the arrays of a row, as `rng` draws them; None in evaluations."""
+        raise NotImplementedError
+
+    def take(self, indices: np.ndarray, seed: int | None) -> Any:
+        """Return the stacked arrays of the rows with these indices."""
+        rows = []
+        for row in map(int, indices):
+            rng = None if seed is None else np.random.default_rng([seed, row])
+            rows.append(self.read_row(row, rng))
+        return tuple(np.stack(arrays) for arrays in zip(*rows, strict=True))
+
+    def subset(self, numbers: np.ndarray) -> Self:
+        """Return the reader of the rows with these numbers."""
+        part = copy.copy(self)
+        part.rows = len(numbers)
+        for name in self.per_row:
+            entries = getattr(self, name)
+            if entries is not None:
+                is_array = isinstance(entries, np.ndarray)
+                setattr(part, name, entries[numbers] if is_array else [entries[i] for i in numbers])
+        return part
 
 
 class DiskArrays(IndexedReader):

@@ -8,7 +8,6 @@ import json
 import os
 import wave
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 
 from onnxgrad.data.audio import resample
 from onnxgrad.data.class_folders import number_classes
-from onnxgrad.data.readers import IndexedReader, describe_arrays, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_arrays, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
@@ -213,8 +212,8 @@ class Augment:
     noise: Sequence[np.ndarray] = ()
     snr: tuple[float, float] = (0.0, 20.0)
 
-    def moved(self, rng: np.random.Generator | None) -> int:
-        """Return by how many samples a clip is moved."""
+    def draw_shift(self, rng: np.random.Generator | None) -> int:
+        """Return the number of samples by which a clip is moved; 0 in evaluations."""
         most = round(self.shift * self.rate)
         return 0 if rng is None or not most else int(rng.integers(-most, most + 1))
 
@@ -230,9 +229,9 @@ class Augment:
         return np.asarray(x * 10 ** (rng.uniform(-self.gain, self.gain) / 20), np.float32)
 
 
-def fitted(x: np.ndarray, samples: int, moved: int = 0) -> np.ndarray:
-    """Return `samples` of the middle of a waveform, with zeros where it is shorter."""
-    start = (len(x) - samples) // 2 - moved
+def crop_or_pad(x: np.ndarray, samples: int, shift: int = 0) -> np.ndarray:
+    """Return the middle of a waveform, moved by `shift` samples, with zeros where it is shorter."""
+    start = (len(x) - samples) // 2 - shift
     result = np.zeros(samples, np.float32)
     part = x[max(0, start) : max(0, start + samples)]
     result[max(0, -start) :][: len(part)] = part
@@ -263,8 +262,8 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
 
 
 @dataclass(eq=False)
-class SoundFolder(IndexedReader):
-    """Clips of sounds, each of them a row; what `sound_folder` returns.
+class SoundFolder(FileReader):
+    """Clips of sounds, each of them a row: the reader of `sound_folder`.
 
     Attributes:
         clips: the parts of files: `file`, `label`, `start` and `end` in seconds.
@@ -275,6 +274,7 @@ class SoundFolder(IndexedReader):
         labels: number of the class of each clip, int64; others may be set, with a row for each.
     """
 
+    per_row = ("clips", "labels")
     clips: list[Clip]
     samples: int
     augment: Augment
@@ -289,24 +289,19 @@ class SoundFolder(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
         """Return waveforms, or what `front` makes of them, and labels of a batch."""
-        x = np.stack([self._one(int(i), seed) for i in indices])
-        return x if self.front is None else self.front(x), self.labels[indices]
+        x, labels = super().take(indices, seed)
+        return x if self.front is None else self.front(x), labels
 
-    def _one(self, row: int, seed: int | None) -> np.ndarray:
-        clip, rng = self.clips[row], None if seed is None else np.random.default_rng([seed, row])
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.int64]:
+        """Return the waveform of a clip, and its label."""
+        clip = self.clips[row]
         x = read_wave(clip.file, self.augment.rate, clip.start, clip.end)
-        return self.augment(fitted(x, self.samples, self.augment.moved(rng)), rng)
+        x = crop_or_pad(x, self.samples, self.augment.draw_shift(rng))
+        return self.augment(x, rng), self.labels[row]
 
     def length(self, file: Path) -> int:
         """Return how many samples a file has at the sample rate, without reading all of a WAV."""
         return length_of(file, self.augment.rate)
-
-    def subset(self, numbers: np.ndarray) -> SoundFolder:
-        """Return some of the clips."""
-        part = copy(self)
-        part.clips, part.labels = [self.clips[i] for i in numbers], self.labels[numbers]
-        part.rows = len(numbers)
-        return part
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows and a digest of clips, labels, sizes and times of files."""

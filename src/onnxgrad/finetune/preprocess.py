@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
 from onnxgrad.data.audio import Waveforms
-from onnxgrad.data.foreign_transforms import adapted
+from onnxgrad.data.foreign_transforms import adapt_transform
 from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
 from onnxgrad.data.images import ImageFolder, layout_of
 from onnxgrad.errors import argument, printable, unknown
@@ -91,7 +91,9 @@ def preprocess(
     proto = deepcopy(raise_opset(read(model)))
     write_note(proto, IMAGES, [])  # of the values of the input that is replaced
     target = _Target.of(proto, input)
-    front = _write_transforms(target, list(map(adapted, transforms)), size, layout, dtype, scale)
+    front = _write_transforms(
+        target, list(map(adapt_transform, transforms)), size, layout, dtype, scale
+    )
     return _put_in_front(proto, front, target, name)
 
 
