@@ -6,7 +6,7 @@ Messages show names from model files, so their control characters are escaped.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -267,6 +267,12 @@ def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] 
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
+
+
+def join_first(texts: Sequence[object], most: int) -> str:
+    """Return the first `most` texts with commas between them, and how many more there are."""
+    more = f", and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(map(str, texts[:most])) + more
 
 
 def check_options(

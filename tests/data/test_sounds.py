@@ -24,7 +24,7 @@ def test_waves_are_read(tmp_path, width):
     np.testing.assert_array_equal(
         slow, og.data.resample(RATE, RATE // 2)(og.data.read_wave(path, RATE)[None])[0]
     )
-    assert sounds.length_of(path, RATE // 2) == len(slow)
+    assert sounds.count_samples(path, RATE // 2) == len(slow)
 
 
 def test_files_that_are_no_waves(tmp_path):

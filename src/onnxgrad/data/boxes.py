@@ -1,4 +1,4 @@
-"""Images with boxes, as COCO and YOLO hold them, decoded while training reads them."""
+"""A reader of images with boxes in files of COCO or YOLO, decoded while training reads them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.operators.shapes import Dims
 
 COCO_FILE = "instances.json"
-_GRAY = 114  # around images, as detectors are used to
-_SLACK = 2e-3  # of the side of an image: annotations are rounded
+_GRAY = 114  # value of the border of images, as published detectors were trained with
+_SLACK = 2e-3  # share of the side of an image by which rounded boxes may stand out
 
-# (image of Pillow, boxes in pixels (n, 4), generator) -> image and boxes
+# (image of Pillow, boxes in pixels (n, 4), generator) -> (image, boxes)
 BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.ndarray]]
 ImageTransform = RandomFlip | RandomColors
 
@@ -44,8 +44,9 @@ def annotated_images(
     """Return images and the boxes in them as data for `fit`, decoded while it runs.
 
     A batch has images, float32 (N, 3, height, width), and labels, float32 (N, M, 5): class number,
-    x1, y1, x2, y2 in pixels of these; M is the most in an image, and class -1 fills rows up. Images
-    are resized to fit into `size`, and are gray around that, see `letterbox`.
+    x1, y1, x2, y2 in pixels of the resized image. M is the largest number of boxes in an image, and
+    class -1 fills images with fewer boxes. Images are resized to fit into `size`, and are gray
+    around that, see `letterbox`.
 
     Args:
         path: a COCO file, or a folder with `instances.json`: its images are beside it, or in
@@ -56,10 +57,10 @@ def annotated_images(
             input declares.
         transforms: `random_flip()`, `random_colors()`, or functions `(image of Pillow, boxes,
             numpy.random.Generator) -> (image, boxes)`; boxes are float32 (n, 4), x1, y1, x2, y2 in
-            pixels of the image, one for each that it was given. They are applied in training only,
-            and draw by the seed of the epoch and the number of the image.
-        pixels: as of `letterbox`.
-        part: "train", or "val" of a data.yaml; None: "val" if that names it, or else "train".
+            pixels of the image, as many in the result as in the argument. They are applied in
+            training only, and draw by the seed of the epoch and the number of the image.
+        pixels: see `letterbox`.
+        part: "train", or "val" of a data.yaml; None: "val" if the file names it, or else "train".
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `AnnotatedImages` for its attributes.
@@ -92,10 +93,10 @@ def annotated_images(
 def letterbox(
     image: Any, size: tuple[int, int], pixels: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> tuple[np.ndarray, float, np.ndarray]:
-    """Return an image as detectors take it: it fits into `size`, and is gray around that.
+    """Return an image for detectors: resized to fit into `size`, and gray around that.
 
     Args:
-        image: as `open_image` takes it.
+        image: a path, an array or an image of Pillow, see `open_image`.
         size: height and width.
         pixels: function from RGB, float32 (height, width, 3) of 0 to 1, to the values that the
             model takes, such as BGR of 0 to 255; None: the values stay from 0 to 1.
@@ -123,7 +124,7 @@ def letterbox(
 
 
 class _Annotations(NamedTuple):
-    """What files hold of each image: boxes are class, x1, y1, x2, y2 as shares of its sides."""
+    """The content of annotation files; see the attributes of `AnnotatedImages`."""
 
     files: list[Path]
     boxes: list[np.ndarray]
@@ -138,13 +139,13 @@ class AnnotatedImages(FileReader):
     """Images and the boxes in them: the reader of `annotated_images`.
 
     Attributes:
-        classes: their names, in the order of their numbers.
-        ids: their numbers in the files.
+        classes: names of the classes, in the order of their numbers.
+        ids: ids of the classes in the files.
         files: the images.
         boxes: of each image, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
-        image_ids: the numbers of the images in a COCO file, by the file; empty for YOLO.
+        image_ids: the ids of the images in a COCO file, by path; empty for YOLO.
         parts: "train", and "val" if a data.yaml names it.
-        size, transforms, pixels: as of `annotated_images`.
+        size, transforms, pixels: see `annotated_images`.
     """
 
     per_row = ("files", "boxes")
@@ -164,7 +165,7 @@ class AnnotatedImages(FileReader):
         self._most = max([1, *map(len, self.boxes)])
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> AnnotatedImages:
-        """Return the reader with the size of the only feature."""
+        """Return the reader with the size that the shape of the only feature states."""
         if self.size is not None:
             return self
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
@@ -192,7 +193,7 @@ class AnnotatedImages(FileReader):
             image, corners = _transform_image_and_boxes(change, image, corners, rng)
             if len(corners) != len(boxes):
                 raise ValueError(
-                    f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
+                    f"{change!r} returns {len(corners)} boxes for the {len(boxes)} boxes of "
                     f"{str(file)!r}: return one for each"
                 )
         array, scale, corner = letterbox(image, self.size, self.pixels)
@@ -229,7 +230,7 @@ def _transform_image_and_boxes(
 
 
 def _read_annotations(path: Path, part: str | None) -> _Annotations:
-    """Return the images and boxes of a COCO file or a data.yaml, or of a folder with one."""
+    """Return the images and boxes of a COCO file, a data.yaml, or a folder with one of both."""
     if path.is_dir():
         found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
         if not found:
@@ -269,9 +270,9 @@ def _read_coco(path: Path) -> _Annotations:
 
 
 def names_annotations(source: Any) -> bool:
-    """Return whether a path names annotated images: a COCO file, a data.yaml, a folder with one.
+    """Return whether a path is a COCO file, a data.yaml, or a folder with one of both.
 
-    A folder of images is read as such, whatever else is in it.
+    A folder with images in it is a folder of images, whatever other files it has.
     """
     if not is_path(source):
         return False
@@ -283,9 +284,9 @@ def names_annotations(source: Any) -> bool:
 
 
 def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
-    """Return x1, y1, x2, y2 as shares, with rounding errors at the borders of the image cut off."""
+    """Return corners as shares of the sides, with rounding errors at the borders cut off."""
     if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
-        raise ValueError(f"{where}: the box is outside of the picture: {corners.round(4).tolist()}")
+        raise ValueError(f"{where}: the box is outside of the image: {corners.round(4).tolist()}")
     corners = corners.clip(0, 1)
     if not (corners[2:] > corners[:2]).all():
         raise ValueError(f"{where}: the box is empty: {corners.round(4).tolist()}")
@@ -293,6 +294,7 @@ def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
 
 
 def _read_yolo(path: Path, part: str | None) -> _Annotations:
+    """Return the images and boxes that a part of a data.yaml names."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
@@ -312,13 +314,13 @@ def _read_yolo(path: Path, part: str | None) -> _Annotations:
     files = sorted(filter(is_image, folder.iterdir())) if folder.is_dir() else []
     if not files:
         raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
-    boxes = [_read_label_file(_label_file(file), len(named)) for file in files]
+    boxes = [_read_label_file(_label_path(file), len(named)) for file in files]
     names = [str(named[i]) for i in sorted(named)]
     return _Annotations(files, boxes, names, sorted(named), parts=parts)
 
 
-def _label_file(file: Path) -> Path:
-    """Return where the boxes of an image are: labels/ in place of the last images/."""
+def _label_path(file: Path) -> Path:
+    """Return the path of the boxes of an image: labels/ replaces the last images/ in its path."""
     parts = list(file.parts)
     at = [i for i, part in enumerate(parts[:-1]) if part == "images"]
     if at:
@@ -327,7 +329,7 @@ def _label_file(file: Path) -> Path:
 
 
 def _read_label_file(path: Path, classes: int) -> np.ndarray:
-    """Return the boxes of a file with class, center x and y, width and height in each line."""
+    """Return the boxes of a YOLO file: class, center x and y, width and height in each line."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is missing: an image without boxes has an empty file")
     rows = []
@@ -340,7 +342,9 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         except ValueError as e:
             raise ValueError(f"{where}: must be class, x, y, width, height: {line!r}") from e
         if number not in range(classes):
-            raise ValueError(f"{where}: class {number:g} is not among the {classes} of 'names'")
+            raise ValueError(
+                f"{where}: class {number:g} is not among the {classes} classes of 'names'"
+            )
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
         rows.append([number, *_clip_to_image(corners, where)])
     return np.array(rows, np.float32).reshape(-1, 5)

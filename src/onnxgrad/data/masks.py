@@ -1,4 +1,4 @@
-"""Images with masks, in folders and as COCO holds them, decoded while training reads them."""
+"""A reader of images with masks in folders or COCO files, decoded while training reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.coco_files import read_coco
-from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
+from onnxgrad.data.image_files import MODES, image_size, is_image, open_image, pillow
 from onnxgrad.data.image_transforms import (
     CenterCrop,
     RandomColors,
@@ -24,11 +24,10 @@ from onnxgrad.data.image_transforms import (
 from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _IGNORED = -100
-_WHITE = 255  # in masks: class 1 where they are black and white; else, mostly ignored pixels
+_WHITE = 255  # in masks, pixels without a label; in black and white masks, class 1
 
-# (image and mask of Pillow, generator) -> both
+# (image of Pillow, mask of Pillow, generator) -> (image, mask)
 MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
 
 
@@ -63,9 +62,10 @@ def masked_images(
         front: function from an image, float32 (height, width, channels) of 0 to 1, to what the
             model takes; None: (channels, height, width).
         mask_size: height and width of the labels; None: the size of the images.
-        classes: their names or number; None: by the files, or up to the largest number in masks.
-        ignore: the value in masks of pixels without a label; None: there are none, and in masks of
-            0 and 255, 255 is class 1.
+        classes: names or number of the classes; None: as the files say, or else as many as the
+            largest number in masks needs.
+        ignore: the value in masks of pixels without a label; None: all pixels have a label, and in
+            masks of 0 and 255, 255 is class 1.
         images: folder of the images of a JSON file; None: the folder of the file, or its `images/`.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
 
@@ -73,8 +73,8 @@ def masked_images(
         A reader, which `fit(reader)` takes as X; see `MaskedImages` for its attributes.
 
     Raises:
-        ImportError: Pillow is not installed, or pycocotools for masks that COCO holds by runs.
-        ValueError: files that are missing or do not fit, or other classes; the message names it.
+        ImportError: Pillow is not installed, or pycocotools for masks in RLE.
+        ValueError: a file that is missing or does not fit, or other classes; the message names it.
 
     Examples:
         >>> import pathlib, tempfile, onnxgrad as og, PIL.Image as Image
@@ -97,7 +97,7 @@ def masked_images(
 def _open_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
 ) -> MaskedImages:
-    """Return the reader of the files, with their classes."""
+    """Return the reader of a folder or a COCO file, with its classes."""
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
         pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
@@ -115,20 +115,20 @@ def _open_pairs(
 
 
 class _Pair(NamedTuple):
-    """An image, and its mask: a file, or [(class, polygons or RLE), ...] to draw in `size`."""
+    """An image, and its mask: a file, or a list of (class, polygons or RLE) that is drawn."""
 
     image: Path
     mask: Any
-    size: tuple[int, int] | None = None  # (width, height), where the annotations say it
+    size: tuple[int, int] | None = None  # (width, height) as annotated
 
 
 class MaskedImages(FileReader):
     """Images and the class of each pixel: the reader of `masked_images`.
 
     Attributes:
-        classes: their names, or their numbers as texts.
-        named: whether the files or the caller named them.
-        size, mask_size, transforms, front, ignore, channels: as of `masked_images`.
+        classes: names of the classes, or their numbers as texts.
+        named: whether the files or the caller named the classes.
+        size, mask_size, transforms, front, ignore, channels: see `masked_images`.
         relabel: function of images and labels of a batch that returns other labels, or None.
     """
 
@@ -151,10 +151,10 @@ class MaskedImages(FileReader):
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the image of a row, and the class of each of its pixels."""
-        image = open_image(self._pairs[row].image, _MODES[self.channels])
+        image = open_image(self._pairs[row].image, MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
         for change in self.transforms if rng is not None else ():
-            if isinstance(change, (RandomFlip, CenterCrop)):  # the same numbers, for both
+            if isinstance(change, (RandomFlip, CenterCrop)):  # draws the same numbers for both
                 again = copy.deepcopy(rng)
                 image, mask = change(image, rng), change(mask, again)
             elif isinstance(change, RandomColors):
@@ -162,8 +162,10 @@ class MaskedImages(FileReader):
             else:
                 image, mask = change(image, mask, rng)
             if mask.mode != "P" or mask.size != image.size:
-                of = f"size {mask.size} and mode {mask.mode!r} for an image of {image.size}"
-                raise ValueError(f"{change!r} returned a mask of {of}, and not 'P'")
+                raise ValueError(
+                    f"{change!r} returned a mask of size {mask.size} and mode {mask.mode!r}: it "
+                    f"must have the size of the image, {image.size}, and the mode 'P'"
+                )
         numbers = np.asarray(mask.resize(self.mask_size[::-1], 0)).astype(np.int64)  # nearest
         if self.ignore is not None:
             numbers[numbers == self.ignore] = _IGNORED
@@ -189,10 +191,12 @@ class MaskedImages(FileReader):
 
 
 def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
-    """Return the mask of a picture of (width, height); raise ValueError for no class numbers.
+    """Return the mask of an image of (width, height): mode "P", class numbers as indices.
 
-    It has the mode "P", and its indices are the class numbers: Pillow resizes this mode by nearest
-    neighbor only.
+    Pillow resizes this mode by nearest neighbor only.
+
+    Raises:
+        ValueError: the mask cannot be read, or holds no class numbers.
     """
     if isinstance(pair.mask, list):
         mask = _draw_shapes(pair.mask, size)
@@ -200,15 +204,18 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
         name = f"the mask {str(pair.mask)!r}"
         try:
             with pillow().open(pair.mask) as opened:
-                mode, own, numbers = opened.mode, opened.size, np.asarray(opened).astype(np.uint8)
+                mode, numbers = opened.mode, np.asarray(opened).astype(np.uint8)
         except (OSError, SyntaxError) as e:
             raise ValueError(f"cannot read {name}: {e}") from e
-        if mode not in ("1", "L", "P") or own != size:
-            needs = f"gray or with a palette ('L', 'P', '1') and as large as its picture, {size}"
-            raise ValueError(f"{name} has the mode {mode!r} and the size {own}: it must be {needs}")
+        if mode not in ("1", "L", "P") or numbers.shape[::-1] != size:
+            needs = f"gray or with a palette ('L', 'P', '1') and as large as its image, {size}"
+            found = f"the mode {mode!r} and the size {opened.size}"
+            raise ValueError(f"{name} has {found}: it must be {needs}")
         if ignore is None and (white := numbers == _WHITE).any():
             if (numbers[~white] > 0).any():
-                raise ValueError(f"{name} has 255 and others than 0: pass ignore=255")
+                raise ValueError(
+                    f"{name} has 255 and other values than 0: pass ignore=255 if 255 is no class"
+                )
             numbers = white.astype(np.uint8)
         mask = pillow().fromarray(numbers)
     mask.putpalette(bytes(range(256)) * 3)
@@ -216,7 +223,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
 
 
 def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
-    """Return the mask of shapes, later ones above earlier ones."""
+    """Return the mask of (class, polygons or RLE), drawn in this order."""
     from PIL import ImageDraw
 
     mask = pillow().new("L", size)
@@ -251,7 +258,7 @@ def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
             raise ValueError(f"{str(path / part)!r} has files that differ in their suffix only")
     images, masks = found["images"], found["masks"]
     if alone := sorted(images.keys() ^ masks.keys()):
-        raise ValueError(f"{str(path)!r}: {alone[:5]} have no picture or no mask of the same name")
+        raise ValueError(f"{str(path)!r}: {alone[:5]} have no image or no mask of the same name")
     listed = path / "classes.txt"
     names = listed.read_text("utf-8").splitlines() if listed.is_file() else []
     return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
@@ -275,11 +282,11 @@ def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[
 
 
 def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:
-    """Return the number of classes in masks, and `classes` where that is given.
+    """Return the number of classes: `classes`, or as many as the largest number in masks needs.
 
     Raises:
-        ValueError: pictures that are missing or of another size than their mask, or class numbers
-            that are no classes.
+        ValueError: an image that is missing or of another size than its mask, or a number in a mask
+            that is no class.
     """
     seen: dict[int, Path] = {}
     for pair in pairs:

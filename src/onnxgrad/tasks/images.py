@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_folders import class_folders, parts_of
+from onnxgrad.data.class_folders import class_folders, data_set_folders
 from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
@@ -164,7 +164,7 @@ class Images(RowsTask):
         self._augment: Sequence[Transform] = ()
         if data is not None:
             self._augment = as_transforms(augment)
-            parts = parts_of(Path(data)) if Path(data).is_dir() else {}
+            parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
             if parts and validation is None:
                 validation = parts.get("validation")
             told = [f"{part} images: {folder}" for part, folder in parts.items()]
@@ -181,7 +181,7 @@ class Images(RowsTask):
         Raises:
             DataError: the folder has other parts only.
         """
-        parts = parts_of(folder) if folder.is_dir() else {}
+        parts = data_set_folders(folder) if folder.is_dir() else {}
         if parts and part not in parts:
             raise DataError(
                 f"{str(folder)!r} has no folder {part}/: name one of "

@@ -12,9 +12,9 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError, column_array, fit_shape, is_arrow
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.cells import Rows, is_text
+from onnxgrad.data.cells import RowNumbers, is_text
 from onnxgrad.data.class_numbers import first_names, label_text
-from onnxgrad.data.columns import Names, Part, column_names, is_table
+from onnxgrad.data.columns import ColumnSelection, Names, column_names, is_table
 from onnxgrad.data.field import Field
 from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
@@ -176,7 +176,7 @@ class Table(RowsTask):
             values = {
                 n: column_array(n, c) if is_arrow(c) else np.asarray(c) for n, c in columns.items()
             }
-            return FileTable(values, "the table", Rows())
+            return FileTable(values, "the table", RowNumbers())
         if isinstance(data, (str, os.PathLike)) and _is_read_while_training(Path(data)):
             return self._open_arrow(os.fspath(data))
         if not isinstance(data, (str, os.PathLike)) and not hasattr(data, "read"):
@@ -259,7 +259,7 @@ class Table(RowsTask):
         rest, named = choose_columns(self._columns, rest, inputs, trained)
         lists = [name for name in rest if table[name].ndim > 1]
         columns = named.by_input(rest, inputs, lists)
-        parts = {name: Part(table, group) for name, group in (columns | labels).items()}
+        parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
         arrays = Fields(objective).arrays(parts)
         weights = None
         if weight is not None:
@@ -325,7 +325,7 @@ class Table(RowsTask):
         start = 0
         for (tables,) in source.reader(columns, [], None).batches(size, None, 0):
             values = {n: tables[name][n] for name, group in columns.items() for n in group}
-            table = FileTable(values, source.name, Rows(start + 1))
+            table = FileTable(values, source.name, RowNumbers(start + 1))
             parts = _input_arrays(columns, table, fields)
             count = len(next(iter(parts.values())))
             start += count
@@ -392,7 +392,7 @@ def _input_arrays(
 ) -> Columns:
     """Return the array of each input."""
     return {
-        field.name: field.of_cells(table.cells(columns[field.name], f"input {field.name!r}"))
+        field.name: field.convert_cells(table.cells(columns[field.name], f"input {field.name!r}"))
         for field in fields
     }
 
