@@ -6,9 +6,9 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +87,9 @@ def annotated_images(
     pillow()
     if part not in ("train", "val", None):
         raise unknown("part", part, ["train", "val"])
-    return AnnotatedImages(_read_annotations(Path(path), part), size, transforms, pixels)
+    annotations = _read_annotations(Path(path), part)
+    pair = None if size is None else height_and_width(size)
+    return AnnotatedImages(size=pair, transforms=tuple(transforms), pixels=pixels, **annotations)
 
 
 def letterbox(
@@ -123,18 +125,7 @@ def letterbox(
     return np.ascontiguousarray(array, dtype=np.float32), scale, corner
 
 
-class _Annotations(NamedTuple):
-    """The content of annotation files; see the attributes of `AnnotatedImages`."""
-
-    files: list[Path]
-    boxes: list[np.ndarray]
-    classes: list[str]
-    ids: list[int]
-    sizes: Mapping[Path, tuple[int, int]] = MappingProxyType({})  # width and height as annotated
-    parts: tuple[str, ...] = ("train",)
-    image_ids: Mapping[Path, Any] = MappingProxyType({})  # as annotated
-
-
+@dataclass(eq=False)
 class AnnotatedImages(FileReader):
     """Images and the boxes in them: the reader of `annotated_images`.
 
@@ -150,18 +141,19 @@ class AnnotatedImages(FileReader):
 
     per_row = ("files", "boxes")
 
-    def __init__(
-        self,
-        read: _Annotations,
-        size: int | tuple[int, int] | None,
-        transforms: Sequence[ImageTransform | BoxTransform],
-        pixels: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> None:
-        self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read[:6]
-        self.image_ids = read.image_ids
-        self.size = None if size is None else height_and_width(size)
-        self.transforms, self.pixels = tuple(transforms), pixels
-        self.rows: int = len(self.files)
+    files: list[Path]
+    boxes: list[np.ndarray]
+    classes: list[str]
+    ids: list[int]
+    size: tuple[int, int] | None
+    transforms: tuple[ImageTransform | BoxTransform, ...]
+    pixels: Callable[[np.ndarray], np.ndarray] | None
+    parts: tuple[str, ...] = ("train",)
+    image_ids: Mapping[Path, Any] = field(default_factory=dict)
+    _sizes: Mapping[Path, tuple[int, int]] = field(default_factory=dict)  # as annotated
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.files)
         self._most = max([1, *map(len, self.boxes)])
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> AnnotatedImages:
@@ -229,8 +221,8 @@ def _transform_image_and_boxes(
     return turned, boxes
 
 
-def _read_annotations(path: Path, part: str | None) -> _Annotations:
-    """Return the images and boxes of a COCO file, a data.yaml, or a folder with one of both."""
+def _read_annotations(path: Path, part: str | None) -> dict[str, Any]:
+    """Return the attributes of the reader of a COCO file, a data.yaml, or a folder with one."""
     if path.is_dir():
         found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
         if not found:
@@ -245,8 +237,8 @@ def _read_annotations(path: Path, part: str | None) -> _Annotations:
     return _read_coco(path)
 
 
-def _read_coco(path: Path) -> _Annotations:
-    """Return the images of a COCO file, and their boxes without boxes of crowds."""
+def _read_coco(path: Path) -> dict[str, Any]:
+    """Return the attributes of the reader of a COCO file, without boxes of crowds."""
     coco = read_coco(path, [path.parent, path.parent / "images"])
     numbers = {category: number for number, category in enumerate(coco.categories)}
     rows: dict[Any, list] = {i: [] for i in coco.files}
@@ -259,14 +251,14 @@ def _read_coco(path: Path) -> _Annotations:
         i = annotation["image_id"]
         corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(coco.sizes[i], 2)
         rows[i].append([numbers[annotation["category_id"]], *_clip_to_image(corners, where)])
-    return _Annotations(
-        list(coco.files.values()),
-        [np.array(boxes, np.float32).reshape(-1, 5) for boxes in rows.values()],
-        list(coco.categories.values()),
-        list(coco.categories),
-        {file: coco.sizes[i] for i, file in coco.files.items()},
-        image_ids={file: i for i, file in coco.files.items()},
-    )
+    return {
+        "files": list(coco.files.values()),
+        "boxes": [np.array(boxes, np.float32).reshape(-1, 5) for boxes in rows.values()],
+        "classes": list(coco.categories.values()),
+        "ids": list(coco.categories),
+        "image_ids": {file: i for i, file in coco.files.items()},
+        "_sizes": {file: coco.sizes[i] for i, file in coco.files.items()},
+    }
 
 
 def names_annotations(source: Any) -> bool:
@@ -293,8 +285,8 @@ def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
     return corners
 
 
-def _read_yolo(path: Path, part: str | None) -> _Annotations:
-    """Return the images and boxes that a part of a data.yaml names."""
+def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
+    """Return the attributes of the reader of a part of a data.yaml."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
@@ -315,8 +307,9 @@ def _read_yolo(path: Path, part: str | None) -> _Annotations:
     if not files:
         raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
     boxes = [_read_label_file(_label_path(file), len(named)) for file in files]
-    names = [str(named[i]) for i in sorted(named)]
-    return _Annotations(files, boxes, names, sorted(named), parts=parts)
+    ids = sorted(named)
+    classes = [str(named[i]) for i in ids]
+    return {"files": files, "boxes": boxes, "classes": classes, "ids": ids, "parts": parts}
 
 
 def _label_path(file: Path) -> Path:

@@ -200,14 +200,11 @@ class Names:
         """
         inputs = {x.name for x in proto.graph.input}
         kept = {n: list(c) for n, c in self.columns.items() if n in inputs and list(c) != [n]}
-        for key, value in ((COLUMNS, kept), (TARGET, self.target), (WEIGHT, self.weight)):
-            if value:
-                entry = next((e for e in proto.metadata_props if e.key == key), None)
-                entry = proto.metadata_props.add(key=key) if entry is None else entry
-                entry.value = json.dumps(value)
+        names: dict[str, Any] = {COLUMNS: kept, TARGET: self.target, WEIGHT: self.weight}
         if self.classes and self.classes != class_names(proto):
-            write_note(proto, CLASSES, list(self.classes))
-        for key, note in self.notes.items():
+            names[CLASSES] = list(self.classes)
+        notes = {key: value for key, value in names.items() if value}
+        for key, note in {**notes, **self.notes}.items():
             write_note(proto, key, note)
 
 

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,16 +89,15 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    reader = _open_pairs(Path(path), classes, ignore, images)
-    reader.size, reader.mask_size = map(height_and_width, (size, mask_size or size))
-    reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
-    return reader
+    found = _open_pairs(Path(path), classes, ignore, images)
+    sizes = map(height_and_width, (size, mask_size or size))
+    return MaskedImages(*found, *sizes, tuple(transforms), front, ignore, channels)
 
 
 def _open_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
-) -> MaskedImages:
-    """Return the reader of a folder or a COCO file, with its classes."""
+) -> tuple[list[_Pair], list[str], bool]:
+    """Return the pairs of a folder or a COCO file, their classes, and whether these have names."""
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
         pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
@@ -109,9 +109,7 @@ def _open_pairs(
         raise ValueError(f"classes={given or classes!r}, and {str(path)!r} has the classes {named}")
     number = _check_pairs(pairs, ignore, number or len(named) or None)
     names = given or named
-    reader = MaskedImages(pairs, names or [str(i) for i in range(number)], bool(names))
-    reader.ignore = ignore
-    return reader
+    return pairs, names or [str(i) for i in range(number)], bool(names)
 
 
 class _Pair(NamedTuple):
@@ -122,6 +120,7 @@ class _Pair(NamedTuple):
     size: tuple[int, int] | None = None  # (width, height) as annotated
 
 
+@dataclass(eq=False)
 class MaskedImages(FileReader):
     """Images and the class of each pixel: the reader of `masked_images`.
 
@@ -133,16 +132,19 @@ class MaskedImages(FileReader):
     """
 
     per_row = ("_pairs",)
+    _pairs: list[_Pair]
+    classes: list[str]
+    named: bool
     size: tuple[int, int]
     mask_size: tuple[int, int]
     transforms: tuple[Any, ...]
     front: Callable[[np.ndarray], np.ndarray] | None
     ignore: int | None
     channels: int
+    relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
-    def __init__(self, pairs: list[_Pair], classes: list[str], named: bool) -> None:
-        self._pairs, self.classes, self.named, self.rows = pairs, classes, named, len(pairs)
-        self.relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    def __post_init__(self) -> None:
+        self.rows = len(self._pairs)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the images and labels of a batch."""

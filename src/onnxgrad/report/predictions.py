@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.image_files import is_image, is_path, open_image
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.metric_batch import Batch
-from onnxgrad.report.measures import histogram
-from onnxgrad.report.row_files import describe_row
 from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
 from onnxgrad.training.output_metrics import prediction_info
 
-WORST = 20  # rows
-POINTS = 1000  # of a scatter of predictions
-COLUMNS = 8  # numbers of a row whose residuals are kept
-_MOST_ELEMENTS = 6  # elements of a label or a prediction
+BINS = 40  # intervals of a histogram
+WORST = 20  # rows of largest loss that are shown
+POINTS = 1000  # most points of a scatter of predictions
+COLUMNS = 8  # most numbers of a row for which residuals are kept
+EDGE = 64  # pixels of the longer side of a picture of a row
+_LOSSLESS = 32 * 32  # pixels up to which PNG is as small as JPEG
+_MOST_ELEMENTS = 6  # elements of a label or a prediction that are shown
 _NAME = "report"  # the metric that error messages name
 
 Arrays = Mapping[str, np.ndarray]
@@ -177,7 +184,11 @@ def examine_predictions(
                 "row": first + _row_number(-i, numbers),
                 "loss": loss,
                 "values": shown,
-                **_row_file(-i, source),
+                **(
+                    describe_row(source.reader, _row_number(-i, source.numbers))
+                    if isinstance(source, ReaderSource)
+                    else {}
+                ),
             }
             for loss, i, shown in worst
         ],
@@ -197,11 +208,31 @@ def _row_number(row: int, numbers: np.ndarray | None) -> int:
     return row if numbers is None else int(numbers[row])
 
 
-def _row_file(row: int, source: BatchSource) -> dict[str, str]:
-    """Return the name and the picture of the file of a row, where rows are files."""
-    if not isinstance(source, ReaderSource):
+def describe_row(reader: Any, row: int) -> dict[str, str]:
+    """Return `file`, relative to the folder of the reader, and `picture`, a data URI.
+
+    Empty for a reader without `files`; without `picture` if the file is no readable image.
+    """
+    files = getattr(reader, "files", None)
+    if not isinstance(files, list) or not is_path(files[row]):
         return {}
-    return describe_row(source.reader, _row_number(row, source.numbers))
+    file, folder = Path(files[row]), Path(getattr(reader, "path", "."))
+    name = file.relative_to(folder) if file.is_relative_to(folder) else file
+    shown = {"file": name.as_posix()}
+    if is_image(file):
+        with suppress(OSError, ValueError, ImportError):  # the name says which one it is
+            shown["picture"] = picture(file)
+    return shown
+
+
+def picture(file: str | os.PathLike) -> str:
+    """Return a small copy of an image as a data URI."""
+    image = open_image(file)
+    image.thumbnail((EDGE, EDGE))
+    kind = "png" if image.width * image.height <= _LOSSLESS else "jpeg"
+    out = io.BytesIO()
+    image.save(out, kind, **({"quality": 80} if kind == "jpeg" else {}))
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _has_classes(info: LossInfo) -> bool:
@@ -241,6 +272,20 @@ def _first_elements(array: np.ndarray) -> list[Any]:
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
     return [*flat[:_MOST_ELEMENTS].tolist(), *(["…"] if flat.size > _MOST_ELEMENTS else [])]
+
+
+def histogram(array: np.ndarray) -> dict[str, Any]:
+    """Return a histogram between the smallest and the largest element, as numbers for JSON.
+
+    `low` and `high` are these elements, `counts` the number of elements in each of `BINS` equal
+    intervals between them.
+    """
+    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
+    if not flat.size:
+        return {"low": 0.0, "high": 0.0, "counts": []}
+    low, high = float(flat.min()), float(flat.max())
+    bins = BINS if high > low else 1
+    return {"low": low, "high": high, "counts": np.histogram(flat, bins)[0].tolist()}
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.report.measures import description, histograms
-from onnxgrad.report.recorder import FILE, FORMAT
+from onnxgrad.report.predictions import histogram
+from onnxgrad.report.recorder import FILE, FORMAT, describe_weight
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 
@@ -67,8 +67,8 @@ def _load_folder(folder: Path) -> Run:
     run: Run = {"source": "checkpoint", "history": numbers.get("history", [])}
     run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}
     if weights := arrays.get("weights"):
-        run["after"] = histograms(weights)
-        run["weights"] = {n: description(w) for n, w in weights.items()}
+        run["after"] = {n: histogram(w) for n, w in weights.items()}
+        run["weights"] = {n: describe_weight(w) for n, w in weights.items()}
     for entry in callbacks.values():
         if entry.get("format") == FORMAT:
             run = entry | run
