@@ -26,6 +26,7 @@ _READ_BYTES = 1 << 22  # bytes of a record batch that is decoded at once
 _LISTED = 1000  # files of a folder whose suffixes are compared
 _Y, _WEIGHT = "/y", "/weight"  # keys of labels and sample weights beside names of inputs
 
+BlockGenerator = Generator[RowBlock, None, None]
 Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
@@ -171,9 +172,8 @@ class ArrowReader(Reader):
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         first, start = divmod(skip * size, together)
-        with closing(
-            read_ahead(self._decode_blocks(order, first * together, together), 1)
-        ) as blocks:
+        decoded = self._decode_blocks(order, first * together, together)
+        with closing(read_ahead(decoded, 1)) as blocks:
             for number, block in enumerate(blocks, first):
                 inside = None
                 if seed is not None:
@@ -184,9 +184,7 @@ class ArrowReader(Reader):
                 start = 0
                 del block  # or it would stay in memory while the thread fills another one
 
-    def _decode_blocks(
-        self, order: np.ndarray, start: int, size: int
-    ) -> Generator[RowBlock, None, None]:
+    def _decode_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
         """Yield blocks of `size` rows, from row `start` of the pieces in this order."""
         if start >= self.rows:
             return

@@ -71,9 +71,8 @@ class Resample(WaveformTransform):
             padded = op.Pad(x, [reach, reach + old], None, [1], mode="constant")
             phases = op.Conv(op.Unsqueeze(padded, [1]), kernels, strides=[old])  # (N, new, blocks)
             joined = op.Reshape(op.Transpose(phases, perm=[0, 2, 1]), [0, -1])
-            length = (op.Shape(x, start=1, end=2) * [new] + [old - 1]) / [
-                old
-            ]  # samples * new / old, rounded up
+            # samples * new / old, rounded up
+            length = (op.Shape(x, start=1, end=2) * [new] + [old - 1]) / [old]
             return op.Slice(joined, [0], length, [1])
 
 
@@ -133,9 +132,8 @@ class MelSpectrogram(WaveformTransform):
         """Write the spectrogram: a Conv with windowed sines and cosines, and a matrix product."""
         if self.center:
             x = op.Pad(x, [self.n_fft // 2] * 2, None, [1], mode="reflect")
-        spectrum = op.Conv(
-            op.Unsqueeze(x, [1]), self._write_fourier_filters(op), strides=[self.hop_length]
-        )
+        waves = self._write_fourier_filters(op)
+        spectrum = op.Conv(op.Unsqueeze(x, [1]), waves, strides=[self.hop_length])
         bins = self.n_fft // 2 + 1
         with op:
             real = op.Slice(spectrum, [0], [bins], [1])

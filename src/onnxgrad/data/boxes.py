@@ -335,9 +335,7 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         except ValueError as e:
             raise ValueError(f"{where}: must be class, x, y, width, height: {line!r}") from e
         if number not in range(classes):
-            raise ValueError(
-                f"{where}: class {number:g} is not among the {classes} classes of 'names'"
-            )
+            raise ValueError(f"{where}: class {number:g} must be below {classes}, as in 'names'")
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
         rows.append([number, *_clip_to_image(corners, where)])
     return np.array(rows, np.float32).reshape(-1, 5)

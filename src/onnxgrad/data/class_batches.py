@@ -45,9 +45,7 @@ def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> Cl
     """
     labels = getattr(data, "labels", None) if labels is None else labels
     if labels is None:
-        raise ValueError(
-            f"data of type {type(data).__name__} have no labels: pass {argument('labels')}"
-        )
+        raise ValueError(f"a {type(data).__name__} has no labels: pass {argument('labels')}")
     rows_of_data = data if isinstance(data, IndexedReader) else DiskArrays(data)
     reader = ClassBatches(rows_of_data, np.asarray(labels), classes, rows)
     reader.check()
@@ -74,10 +72,8 @@ class ClassBatches(Reader):
         """Raise `ValueError` if there are too few classes, or rows of a class, for a batch."""
         classes, rows = self.sizes
         if not 2 <= classes <= len(self._members):
-            given = argument("classes", classes)
-            raise ValueError(
-                f"{given} must be from 2 to {len(self._members)}, the classes of the data"
-            )
+            given, most = argument("classes", classes), len(self._members)
+            raise ValueError(f"{given} must be from 2 to {most}, the number in the data")
         names = getattr(self.data, "classes", None)
         for label, own in self._members.items():
             if not 2 <= rows <= len(own):

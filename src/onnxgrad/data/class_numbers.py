@@ -130,9 +130,7 @@ def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> N
     if not names and len(np.unique(labels)) <= count:
         remedy = remedy_outside(labels, count)
     elif names and len(names) < count:
-        remedy += (
-            f"; or pass all {count} classes in the order of its output with {argument('classes')}"
-        )
+        remedy += f"; or pass all {count} in the order of its output with {argument('classes')}"
     raise DataError(
         f"there are {needed} classes{listed}, and the output of the model has {count}: {remedy}"
     )

@@ -38,10 +38,9 @@ def read_coco(path: Path, folders: Sequence[Path]) -> CocoFile:
         images = {image["id"]: image for image in content["images"]}
         sizes = {i: (image["width"], image["height"]) for i, image in images.items()}
         names = {i: image["file_name"] for i, image in images.items()}
-        annotations = [
-            (f"{str(path)!r}, annotation {row} (id {annotation.get('id')})", annotation)
-            for row, annotation in enumerate(content["annotations"])
-        ]
+        where = f"{str(path)!r}, annotation"
+        listed = enumerate(content["annotations"])
+        annotations = [(f"{where} {row} (id {entry.get('id')})", entry) for row, entry in listed]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
     files = {}

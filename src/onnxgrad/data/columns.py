@@ -66,9 +66,8 @@ def _column_labels(X: Any) -> list[Any] | None:
     labels = getattr(X, "columns", None) if labels is None else labels
     if labels is None or callable(labels):
         return None
-    return (
-        labels.tolist() if hasattr(labels, "tolist") else list(labels)
-    )  # iteration of pandas is slow
+    # iteration of an index of pandas is slow
+    return labels.tolist() if hasattr(labels, "tolist") else list(labels)
 
 
 def stack_columns(name: str, table: Any) -> np.ndarray:
@@ -219,10 +218,8 @@ def read_names(proto: ModelProto) -> Names:
         columns = json.loads(entries.get(COLUMNS, "{}"))
         target, weight = (json.loads(entries.get(key, "[]")) for key in (TARGET, WEIGHT))
         groups = (*columns.values(), target, weight) if isinstance(columns, dict) else (columns,)
-        fits = isinstance(columns, dict) and all(
-            isinstance(group, list) and all(isinstance(name, str) for name in group)
-            for group in groups
-        )
+        names = [n for group in groups for n in (group if isinstance(group, list) else [None])]
+        fits = isinstance(columns, dict) and all(isinstance(name, str) for name in names)
     except ValueError:
         fits = False
     if not fits:

@@ -103,9 +103,7 @@ class Field:
             if self.ignores_nan:
                 bad &= ~nan
             elif self.ignores_nan is not None and nan.any():
-                remedy = (
-                    "; the option ignore_nan=True of the loss leaves out rows whose label is NaN"
-                )
+                remedy = "; the option ignore_nan=True of the loss ignores labels that are NaN"
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
         if self.is_weight:
             refuse(values < 0, f"{what} must hold numbers of 0 or more", "; others")

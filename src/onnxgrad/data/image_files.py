@@ -17,7 +17,7 @@ _ORIENTATION, _TURNED = 0x0112, 5  # tag of Exif, and its least value that swaps
 
 
 def pillow() -> Any:
-    """Return the module `PIL.Image`, or raise the `ImportError` that says how to install it."""
+    """Return the module `PIL.Image`; raise an `ImportError` that says how to install Pillow."""
     try:
         from PIL import Image
     except ImportError as e:
@@ -59,12 +59,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
         finally:
             if from_file:
                 opened.close()
-    except (
-        OSError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ) as e:  # Pillow raises these for damaged files
+    except (OSError, SyntaxError, TypeError, ValueError) as e:  # by Pillow, for damaged files
         raise ValueError(f"cannot read the image {image_name(source)}: {e}") from e
 
 

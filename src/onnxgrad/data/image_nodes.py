@@ -33,9 +33,8 @@ def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = 
     With `only_small`, only images with a smaller side are resized.
     """
     least = x.meta.get(marks.LEAST_SIDES, (1, 1))
-    if _static_sides(x) == size or (
-        only_small and all(n >= s for n, s in zip(least, size, strict=True))
-    ):
+    covers = all(n >= s for n, s in zip(least, size, strict=True))
+    if _static_sides(x) == size or (only_small and covers):
         return x
     want = op.const(list(size))
     with op:

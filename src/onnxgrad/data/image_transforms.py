@@ -22,9 +22,7 @@ IMAGES = "onnxgrad.images"  # key of metadata: a list with the dict that `image_
 def check_normalize_is_last(transforms: Sequence[Transform]) -> None:
     """Raise `ValueError` if another transform follows `normalize`."""
     if any(isinstance(transform, Normalize) for transform in transforms[:-1]):
-        raise ValueError(
-            "normalize must be the last transform: other transforms take images, not arrays"
-        )
+        raise ValueError("normalize must be the last transform: other transforms take images")
 
 
 def named_transform(transform: Any) -> str:
@@ -382,9 +380,8 @@ def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
         [[[0.0, 1.0, 1.0]]]
     """
     if len(mean) != len(std):
-        raise ValueError(
-            f"mean has {len(mean)} numbers, and std {len(std)}: pass one number for each channel"
-        )
+        counts = f"mean has {len(mean)} numbers, and std {len(std)}"
+        raise ValueError(f"{counts}: pass one number for each channel")
     if any(s <= 0 for s in std):
         raise ValueError(f"std={list(std)} must be above 0")
     return Normalize(tuple(mean), tuple(std))

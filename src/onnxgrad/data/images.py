@@ -88,13 +88,8 @@ def image_folder(
     pillow()
     _check_options(layout, channels, scale)
     check_normalize_is_last(transforms)
-    read = (
-        height_and_width(size),
-        tuple(map(adapt_transform, transforms)),
-        layout,
-        channels,
-        float(scale),
-    )
+    adapted = tuple(map(adapt_transform, transforms))
+    read = height_and_width(size), adapted, layout, channels, float(scale)
     folder = Path(path)
     found = read_classes(folder, classes) if labels else (find_images(folder), None, [])
     return ImageFolder(folder, *read, *found)
@@ -152,9 +147,7 @@ class ImageFolder(FileReader):
         if new.raw and (self.normalization or self.scale != 1):
             extra = argument("normalize" if self.normalization else "scale")
             name = next(iter(dtypes))
-            raise ValueError(
-                f"input {name!r} is uint8, and takes the values of the files: leave out {extra}"
-            )
+            raise ValueError(f"input {name!r} takes unscaled values, uint8: leave out {extra}")
         return new
 
     @property

@@ -61,9 +61,7 @@ class IndexedTable:
 
         `arrays` has the arrays of all inputs, by name.
         """
-        array = (
-            np.trunc(array) if array.dtype.kind == "f" else array
-        )  # the Cast to integers truncates
+        array = np.trunc(array) if array.dtype.kind == "f" else array  # as a Cast does
         if self.selection is None:
             return self._out_of_range(array, self.lengths[0])
         wrong = np.zeros(array.size, bool)
@@ -115,9 +113,10 @@ class Selection:
             return None
 
 
-def indexed_tables(
-    graph: ir.Graph, inputs: Sequence[ir.Value]
-) -> dict[str, tuple[IndexedTable, ...]]:
+TablesByInput = dict[str, tuple[IndexedTable, ...]]
+
+
+def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput:
     """Return, by input, the tensors of static length into which its elements are indices.
 
     Indices that are computed from elements of an input are left out.
@@ -258,7 +257,5 @@ def _extract_positions(
     for v in (*part.inputs, *part.outputs):
         v.shape = None
         if v.name in (x.name, index.name):
-            v.type = ir.TensorType(
-                ir.DataType.INT64
-            )  # the type is shared with `graph`: do not change it
+            v.type = ir.TensorType(ir.DataType.INT64)  # `v.dtype` would change `graph`, too
     return ir.to_proto(ir.Model(part, ir_version=8))

@@ -164,10 +164,9 @@ class MaskedImages(FileReader):
             else:
                 image, mask = change(image, mask, rng)
             if mask.mode != "P" or mask.size != image.size:
-                raise ValueError(
-                    f"{change!r} returned a mask of size {mask.size} and mode {mask.mode!r}: it "
-                    f"must have the size of the image, {image.size}, and the mode 'P'"
-                )
+                needs = f"the size of the image, {image.size}, and the mode 'P'"
+                found = f"a mask of size {mask.size} and mode {mask.mode!r}"
+                raise ValueError(f"{change!r} returned {found}: it must have {needs}")
         numbers = np.asarray(mask.resize(self.mask_size[::-1], 0)).astype(np.int64)  # nearest
         if self.ignore is not None:
             numbers[numbers == self.ignore] = _IGNORED
@@ -215,9 +214,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
             raise ValueError(f"{name} has {found}: it must be {needs}")
         if ignore is None and (white := numbers == _WHITE).any():
             if (numbers[~white] > 0).any():
-                raise ValueError(
-                    f"{name} has 255 and other values than 0: pass ignore=255 if 255 is no class"
-                )
+                raise ValueError(f"{name} has 255 and values below, except 0: pass ignore=255")
             numbers = white.astype(np.uint8)
         mask = pillow().fromarray(numbers)
     mask.putpalette(bytes(range(256)) * 3)

@@ -200,9 +200,7 @@ def _pad_if_ragged(
             f"only axis {axis} is padded: cut or pad them along axis {others[0]}"
         )
     if value is None and any(np.asarray(row).dtype.kind == "f" for row in rows):
-        raise ValueError(
-            f"{name} holds sequences of floats: pass y_value, the value that pads them"
-        )
+        raise ValueError(f"{name} holds sequences of floats: pass y_value, which pads them")
     return _Padded(rows, axis, -100 if value is None else value, lengths[:, axis])
 
 
@@ -222,9 +220,8 @@ class ByLength(Reader):
     ) -> None:
         self._X, self._y, self._dicts = X, y, dicts
         self._weight = None if weight is None else np.asarray(weight)
-        self._beside: dict[
-            str, tuple[str, np.ndarray]
-        ] = {}  # {input: ("mask" or "lengths", lengths)}
+        # {input: ("mask" or "lengths", lengths)}
+        self._beside: dict[str, tuple[str, np.ndarray]] = {}
         everything = {**X, **y, "sample_weight": self._weight}
         counts = {n: len(column) for n, column in everything.items() if column is not None}
         if len(set(counts.values())) > 1:
@@ -286,9 +283,7 @@ class ByLength(Reader):
                     f"X has the input {beside!r} already: it is computed from the lengths"
                 )
             if self._ragged_columns[name].axis and axes[name] is None:
-                raise ValueError(
-                    f"{kind} of {name!r}: name the axis of different lengths with axis="
-                )
+                raise ValueError(f"{kind} of {name!r}: pass the axis of different lengths as axis=")
             self._beside[beside] = kind, self._ragged_columns[name].lengths
         return self
 

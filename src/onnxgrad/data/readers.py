@@ -236,9 +236,8 @@ class DiskArrays(IndexedReader):
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, dtypes and a digest of some rows."""
-        return describe_arrays(
-            "arrays", {str(i): a for i, a in enumerate(_arrays_of_parts(self.parts))}
-        )
+        arrays = enumerate(_arrays_of_parts(self.parts))
+        return describe_arrays("arrays", {str(i): array for i, array in arrays})
 
 
 def _arrays_of_parts(parts: Sequence[Any]) -> Iterator[np.ndarray]:

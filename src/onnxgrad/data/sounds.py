@@ -168,9 +168,7 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
     if path.is_dir():
         clips = [Clip(f, f.relative_to(path).parts[0]) for f in sound_files(path)]
         if loose := [clip.file for clip in clips if clip.file.parent == path]:
-            raise ValueError(
-                f"{str(loose[0])!r} must be in a folder of {str(path)!r} that names its class"
-            )
+            raise ValueError(f"{str(loose[0])!r} must be in a folder that names its class")
     elif path.suffix in (".csv", ".jsonl"):
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)

@@ -281,9 +281,7 @@ def _read_npz(file: BinaryIO) -> Columns:
     """Return the arrays of an `.npz` file."""
     arrays = np.load(file, allow_pickle=False)
     if isinstance(arrays, np.ndarray):
-        raise DataError(
-            "holds one array without a name: save it with numpy.savez(file, name=array)"
-        )
+        raise DataError("holds one array without a name: use numpy.savez(file, name=array)")
     table = dict(arrays)
     if scalars := [name for name, array in table.items() if not array.ndim]:
         raise DataError(f"{scalars[0]!r} is a single number: an array needs an entry for each row")

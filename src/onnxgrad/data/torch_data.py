@@ -42,9 +42,8 @@ def is_map_style(X: Any) -> bool:
     """Return whether `X` returns rows by number, as a `torch.utils.data.Dataset` does."""
     if isinstance(X, (list, tuple, str, Mapping)) or is_table(X) or hasattr(X, "dtype"):
         return False
-    methods = {
-        name for name in ("__getitem__", "__len__", "__iter__", "__array__") if hasattr(X, name)
-    }
+    names = ("__getitem__", "__len__", "__iter__", "__array__")
+    methods = {name for name in names if hasattr(X, name)}
     return methods == {"__getitem__", "__len__"}
 
 

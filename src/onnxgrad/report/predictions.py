@@ -21,7 +21,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.metric_batch import Batch
-from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
+from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.output_metrics import prediction_info
 
 BINS = 40  # intervals of a histogram
@@ -156,7 +156,8 @@ def examine_predictions(
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
     count = losses = 0
-    numbers = getattr(source, "numbers", None) if numbers is None else numbers
+    reader, order = getattr(source, "reader", None), getattr(source, "numbers", None)
+    numbers = order if numbers is None else numbers
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
@@ -184,11 +185,7 @@ def examine_predictions(
                 "row": first + _row_number(-i, numbers),
                 "loss": loss,
                 "values": shown,
-                **(
-                    describe_row(source.reader, _row_number(-i, source.numbers))
-                    if isinstance(source, ReaderSource)
-                    else {}
-                ),
+                **describe_row(reader, _row_number(-i, order)),
             }
             for loss, i, shown in worst
         ],
@@ -211,7 +208,8 @@ def _row_number(row: int, numbers: np.ndarray | None) -> int:
 def describe_row(reader: Any, row: int) -> dict[str, str]:
     """Return `file`, relative to the folder of the reader, and `picture`, a data URI.
 
-    Empty for a reader without `files`; without `picture` if the file is no readable image.
+    The result is empty for a reader without `files`, and lacks `picture` for other files than
+    readable images.
     """
     files = getattr(reader, "files", None)
     if not isinstance(files, list) or not is_path(files[row]):
@@ -220,7 +218,7 @@ def describe_row(reader: Any, row: int) -> dict[str, str]:
     name = file.relative_to(folder) if file.is_relative_to(folder) else file
     shown = {"file": name.as_posix()}
     if is_image(file):
-        with suppress(OSError, ValueError, ImportError):  # the name says which one it is
+        with suppress(OSError, ValueError, ImportError):  # the name of the file is enough
             shown["picture"] = picture(file)
     return shown
 

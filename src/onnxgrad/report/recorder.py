@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -181,12 +181,7 @@ class Recorder(Callback):
             "step": state.step,
         }
         absent: dict[str, str] = {}
-        parts: dict[str, Callable[[Any], Any]] = {
-            "examined": lambda trainer: examine_predictions(
-                trainer, self.seconds, self.row_numbers, self.first_row
-            ),
-            "operators": self._profile_operators,
-        }
+        parts = {"examined": self._examine_rows, "operators": self._profile_operators}
         if state.stop_reason in (*UNFINISHED, "not finite"):
             absent = dict.fromkeys(parts, f"the training broke off ({state.stop_reason})")
             parts = {}
@@ -217,16 +212,17 @@ class Recorder(Callback):
                 "step": state.step,
                 "since": self._since,
                 "gradient": {n: float(v) for n, v in (gradients or {}).items()},
-                "weight": {n: two_norm(_as_float64(w)) for n, w in new.items()},
-                "update": {
-                    n: two_norm(_as_float64(w) - _as_float64(old[n])) for n, w in new.items()
-                },
+                "weight": {n: two_norm(w) for n, w in new.items()},
+                "update": {n: two_norm(w, old[n]) for n, w in new.items()},
             }
         )
         self._weights, self._since = dict(new), state.step
         if len(records) > MOST_NORMS:
             del records[-2::-2]  # every second record, without the last
             entry["stride"] *= 2
+
+    def _examine_rows(self, trainer: Any) -> Any:
+        return examine_predictions(trainer, self.seconds, self.row_numbers, self.first_row)
 
     def _continue_prompts(self, trainer: Any) -> Any:
         """Return pairs of a prompt and the text with which the trained model continues it."""
@@ -260,13 +256,9 @@ def describe_weight(array: np.ndarray) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
 
 
-def _as_float64(array: np.ndarray) -> np.ndarray:
-    return np.asarray(array).astype(np.float64, copy=False)
-
-
-def two_norm(array: np.ndarray) -> float:
-    """Return the 2-norm of all elements."""
-    return float(np.linalg.norm(array))
+def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
+    """Return the 2-norm of the elements of a difference of arrays, in float64."""
+    return float(np.linalg.norm(np.subtract(array, subtracted, dtype=np.float64)))
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
