@@ -181,7 +181,9 @@ class AnnotatedImages(FileReader):
         if self.size is None:
             raise ValueError(f"the size of images is unknown: pass {argument('size')}")
         corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
-        for change in self.transforms if rng is not None else ():
+        for change in self.transforms:
+            if rng is None:
+                break  # evaluations have no random changes
             image, corners = _transform_image_and_boxes(change, image, corners, rng)
             if len(corners) != len(boxes):
                 raise ValueError(

@@ -139,7 +139,7 @@ class Field:
         """Return `data` as an array of numbers; values of a table get the shape of the input."""
         if self.dtype == object:
             raise ValueError(
-                f"the input {self.name!r} takes strings, and batches are numbers: cut the model "
+                f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
                 "behind the nodes that turn strings into numbers with "
                 "onnxgrad.graph.select_model_inputs_outputs, and train the rest; "
                 "onnxgrad.graph.replace_initializers_into_onnx writes the trained weights into the "

@@ -120,7 +120,7 @@ def list_images(inputs: Any) -> list[tuple[str, Any]]:
 
 
 def is_path(source: Any) -> bool:
-    """Return whether an image is given by a path."""
+    """Return whether an image or a sound is given by a path."""
     return isinstance(source, (str, os.PathLike))
 
 

@@ -90,8 +90,8 @@ def masked_images(
     """
     pillow()
     found = _open_pairs(Path(path), classes, ignore, images)
-    sizes = map(height_and_width, (size, mask_size or size))
-    return MaskedImages(*found, *sizes, tuple(transforms), front, ignore, channels)
+    sides, mask_sides = height_and_width(size), height_and_width(mask_size or size)
+    return MaskedImages(*found, sides, mask_sides, tuple(transforms), front, ignore, channels)
 
 
 def _open_pairs(
@@ -269,11 +269,11 @@ def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[
     numbers = {category: number for number, category in enumerate(coco.categories, 1)}
     pairs = {i: _Pair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
     for where, annotation in coco.annotations:
-        pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation")
+        pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation") or []
         if isinstance(parts, dict):
             fits = _decode_rle(parts).shape[::-1] == pair.size
         else:
-            fits = parts and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
+            fits = bool(parts) and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
         if not fits:
             raise ValueError(f"{where} has no polygons [x, y, x, y, x, y] or RLE of its image")
         pair.mask.append((numbers[annotation["category_id"]], parts))

@@ -338,10 +338,11 @@ class ByLength(Reader):
     def subset(self, numbers: np.ndarray) -> ByLength:
         """Return the reader of some of the rows."""
         part = copy.copy(self)
-        part._X, part._y, part._apart = (
+        part._X, part._y = (
             {name: column.take(numbers, axis=0) for name, column in columns.items()}
-            for columns in (self._X, self._y, self._apart)
+            for columns in (self._X, self._y)
         )
+        part._apart = {name: lengths[numbers] for name, lengths in self._apart.items()}
         part._weight = None if self._weight is None else self._weight[numbers]
         beside = self._beside.items()
         part._beside = {name: (kind, lengths[numbers]) for name, (kind, lengths) in beside}

@@ -16,6 +16,7 @@ import numpy as np
 
 from onnxgrad.data.audio import resample
 from onnxgrad.data.class_folders import number_classes
+from onnxgrad.data.image_files import is_path
 from onnxgrad.data.readers import FileReader, describe_arrays, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
@@ -253,13 +254,9 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
         >>> [name for name, sound in og.data.list_sounds(["a.wav", np.zeros(8)])]
         ['a.wav', '1']
     """
-    if isinstance(inputs, (str, os.PathLike)):
+    if is_path(inputs):
         inputs = sound_files(Path(inputs)) if Path(inputs).is_dir() else [inputs]
-    paths = [isinstance(given, (str, os.PathLike)) for given in inputs]
-    return [
-        (str(given), Path(given)) if path else (str(number), given)
-        for number, (given, path) in enumerate(zip(inputs, paths, strict=True))
-    ]
+    return [(str(x), Path(x)) if is_path(x) else (str(i), x) for i, x in enumerate(inputs)]
 
 
 @dataclass(eq=False)
