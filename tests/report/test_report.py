@@ -396,7 +396,7 @@ def test_damaged_files_are_refused(tmp_path, content):
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     (tmp_path / "a.txt").write_text("")
-    for name, message in (("a.csv", "'step'"), ("a.txt", "no run")):
+    for name, message in (("a.csv", "'step'"), ("a.txt", "Recorder")):
         with pytest.raises(ValueError, match=naming(name, message)):
             og.plot.write_report(tmp_path / name)
     for path in (tmp_path, tmp_path / "nothing"):

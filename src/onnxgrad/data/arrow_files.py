@@ -41,11 +41,11 @@ def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator
         raise ValueError(f"write what was selected or joined to a file first: {e}") from None
     for fragment in fragments:
         try:
-            counts, own = _row_groups(fragment, selected)
+            counts, columns = _row_groups(fragment, selected)
         except (OSError, pa.ArrowException) as e:
             raise _read_error(fragment, e) from e
         partitions = dataset_module.get_partition_keys(fragment.partition_expression)
-        lacking = [n for n in names if n not in (*own, *partitions)]
+        lacking = [n for n in names if n not in (*columns, *partitions)]
         if lacking and any(rows for _, rows in counts):
             file = getattr(fragment, "path", "a part")
             raise DataError(

@@ -75,11 +75,11 @@ class ClassBatches(Reader):
             given, most = argument("classes", classes), len(self._members)
             raise ValueError(f"{given} must be from 2 to {most}, the number in the data")
         names = getattr(self.data, "classes", None)
-        for label, own in self._members.items():
-            if not 2 <= rows <= len(own):
+        for label, members in self._members.items():
+            if not 2 <= rows <= len(members):
                 name = label if names is None else names[label]
                 raise ValueError(
-                    f"{argument('rows', rows)} must be from 2 to {len(own)}, the rows of class "
+                    f"{argument('rows', rows)} must be from 2 to {len(members)}, the rows of class "
                     f"{name!r}: ask for fewer, or leave out this class"
                 )
 
@@ -96,9 +96,9 @@ class ClassBatches(Reader):
         lines: dict[int, list[int]] = {c: [] for c in every}
         for number in range(self.count):
             chosen = _draw_in_turns(line, every, classes, rng)
-            own = [_draw_in_turns(lines[c], self._members[c], rows, rng) for c in chosen]
+            drawn = [_draw_in_turns(lines[c], self._members[c], rows, rng) for c in chosen]
             if number >= skip:
-                yield self._labeled_batch(np.concatenate(own), seed)
+                yield self._labeled_batch(np.concatenate(drawn), seed)
 
     def _labeled_batch(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
         """Return the features of these rows, with the labels of this reader."""

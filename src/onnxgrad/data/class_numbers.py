@@ -148,7 +148,7 @@ def remedy_outside(labels: np.ndarray, count: int) -> str:
     if len(values) > count or not (values == np.trunc(values)).all():
         return remedy
     names = argument("classes", _some_names(values.tolist()))
-    return f"if labels are names of classes, pass all classes as {names}; otherwise {remedy}"
+    return f"if labels are names of classes, pass {names} (all classes); otherwise {remedy}"
 
 
 def _some_names(labels: list[Any]) -> list[str]:

@@ -228,8 +228,8 @@ def read_names(proto: ModelProto) -> Names:
             f"and {WEIGHT!r} as [names]: correct or remove these entries"
         )
     classes = read_note(proto, CLASSES) or stored_labels(proto) or []
-    own = bool(read_note(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
-    return Names(columns, target, weight, classes if own else [])
+    are_names = bool(read_note(proto, CLASSES)) or isinstance((*classes, 0)[0], str)
+    return Names(columns, target, weight, classes if are_names else [])
 
 
 def class_names(proto: ModelProto) -> Labels | None:

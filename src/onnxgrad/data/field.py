@@ -106,7 +106,7 @@ class Field:
                 remedy = "; the option ignore_nan=True of the loss ignores labels that are NaN"
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
         if self.is_weight:
-            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; others")
+            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; other values")
         if self.classes is not None:
             count = self.classes if isinstance(self.classes, int) else None
             wrong = labels_outside(values, count)
@@ -120,7 +120,11 @@ class Field:
         if self.allowed is not None:
             rule = f"{what} must hold labels {self.allowed.text}"
             allowed = self.allowed.test(values)
-            refuse(~(allowed | np.isnan(values) if self.ignores_nan else allowed), rule, "; others")
+            refuse(
+                ~(allowed | np.isnan(values) if self.ignores_nan else allowed),
+                rule,
+                "; other values",
+            )
         return values
 
     def convert_cells(self, cells: Cells) -> np.ndarray:
@@ -201,7 +205,7 @@ class Field:
             outside = table.outside(array, arrays)
             if cells is not None:
                 cells.refuse(outside, array, f"{cells.title} must hold {table}, not")
-            _raise_for_rows(outside, f"{self.name!r} must hold {table}; others", axis)
+            _raise_for_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -122,7 +122,7 @@ def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput
     Indices that are computed from elements of an input are left out.
     """
     by_input = {str(x.name): tuple(_find_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
-    return {name: each for name, each in by_input.items() if each}
+    return {name: found for name, found in by_input.items() if found}
 
 
 def _find_tables(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:

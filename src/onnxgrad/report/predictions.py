@@ -38,13 +38,13 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Output:
-    """An output of the model, as its loss and metrics read it."""
+    """An output of the model with the loss that reads it."""
 
     info: LossInfo
-    axis: int  # of the rows in the output of the model
+    axis: int  # axis of rows in the output
 
     def compare(self, prediction: np.ndarray, label: np.ndarray) -> tuple[PredictionInfo, Batch]:
-        """Return predictions and labels as metrics get them."""
+        """Return predictions and labels in the form that metrics take."""
         about = prediction_info(self.info, prediction, self.axis)
         return about, Batch(_NAME, about, prediction, label)
 
@@ -89,7 +89,7 @@ class _Numbers(_Output):
 
     def result(self) -> dict[str, Any]:
         if self.wide or not self.predictions:
-            reason = f"a row has {self.wide} numbers, and residuals are kept of up to {COLUMNS}"
+            reason = f"a row has {self.wide} numbers, and residuals of up to {COLUMNS} are kept"
             return {"kind": "none", "reason": reason if self.wide else "there is no row"}
         shown, wanted = np.concatenate(self.predictions), np.concatenate(self.labels)
         columns = []
@@ -130,7 +130,7 @@ def examine_predictions(
 ) -> dict[str, Any]:
     """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
 
-    They are of the validation data or, without any, of the training data.
+    The rows are validation data or, without any, training data.
 
     Args:
         trainer: a `Trainer` whose training has ended.
@@ -140,7 +140,9 @@ def examine_predictions(
     """
     call = trainer._call
     if call.sharing is not None:
-        raise ValueError("several processes trained the model, and each has some of the rows")
+        raise ValueError(
+            "several processes trained the model, and each has only a part of the rows"
+        )
     source, name = _examined_data(call)
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
