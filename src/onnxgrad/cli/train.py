@@ -241,7 +241,7 @@ def _write_results(
         return [model_path]
     from matplotlib.figure import Figure  # slow to import; pyplot would start a window system
 
-    from onnxgrad.plot.loss_curves import plot_history
+    from onnxgrad.plot.figure import plot_history
 
     curves = result.curves(model_path)
     try:

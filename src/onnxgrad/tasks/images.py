@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_folders import class_folders, parts_of
+from onnxgrad.data.class_folders import class_folders, data_set_folders
 from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
@@ -127,7 +127,7 @@ class Images(RowsTask):
 
     def _begin_training(self, data: Any, validation: Any) -> None:
         """Read the images to train on; of a folder with train/, also those to validate on."""
-        parts = parts_of(Path(data)) if Path(data).is_dir() else {}
+        parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
         if parts and validation is None:
             validation = parts.get("validation")
         self._transforms = as_transforms(self.augment)
@@ -144,7 +144,7 @@ class Images(RowsTask):
         Raises:
             DataError: the folder has other parts only.
         """
-        parts = parts_of(folder) if folder.is_dir() else {}
+        parts = data_set_folders(folder) if folder.is_dir() else {}
         if parts and part not in parts:
             raise DataError(
                 f"{str(folder)!r} has no folder {part}/: name one of "

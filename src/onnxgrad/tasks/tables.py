@@ -12,9 +12,9 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError, column_array, fit_shape, is_arrow
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.cells import Rows, is_text
+from onnxgrad.data.cells import RowNumbers, is_text
 from onnxgrad.data.class_numbers import first_names, label_text
-from onnxgrad.data.columns import Names, Part, column_names, is_table
+from onnxgrad.data.columns import ColumnSelection, Names, column_names, is_table
 from onnxgrad.data.field import Field
 from onnxgrad.data.tables import FileTable, read_table
 from onnxgrad.errors import argument, named, printable, unknown
@@ -230,7 +230,7 @@ class ArrowColumns:
         start = 0
         for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
             values = {n: arrays[name][n] for name, group in columns.items() for n in group}
-            yield FileTable(values, self.name, Rows(start + 1))
+            yield FileTable(values, self.name, RowNumbers(start + 1))
             start += len(next(iter(values.values())))
 
 
@@ -312,7 +312,7 @@ class Table(RowsTask):
                 name: column_array(name, c) if is_arrow(c := data[name]) else np.asarray(c)
                 for name in names
             }
-            return FileTable(values, "the table", Rows())
+            return FileTable(values, "the table", RowNumbers())
         if isinstance(data, (str, os.PathLike)) and _is_read_while_training(Path(data)):
             return self._open_arrow(os.fspath(data))
         if not isinstance(data, (str, os.PathLike)) and not hasattr(data, "read"):
@@ -439,7 +439,7 @@ class Table(RowsTask):
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
         """Return a table as arrays by input, with labels and weights."""
-        parts = {name: Part(table, group) for name, group in (columns | labels).items()}
+        parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).weights()
@@ -477,7 +477,7 @@ class Table(RowsTask):
             tables = [source] if isinstance(source, FileTable) else source.tables(columns, size)
             for table in tables:
                 arrays = {
-                    field.name: field.of_cells(
+                    field.name: field.convert_cells(
                         table.cells(columns[field.name], f"input {field.name!r}")
                     )
                     for field in fields

@@ -13,14 +13,13 @@ import numpy as np
 
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
 from onnxgrad.data.arrow_blocks import ColumnArrays
-from onnxgrad.data.batch_forms import are_parts, is_batch
-from onnxgrad.data.columns import Part, column_names, is_table
-from onnxgrad.data.readers import Batches, DiskArrays, Reader
+from onnxgrad.data.columns import ColumnSelection, column_names, is_table
+from onnxgrad.data.readers import Batches, DiskArrays, Reader, are_parts, is_batch
 from onnxgrad.data.torch_data import (
     HuggingFaceRows,
     HuggingFaceStream,
-    Samples,
-    Streamed,
+    MapStyleRows,
+    StreamedRows,
     is_hugging_face,
     is_hugging_face_stream,
     is_map_style,
@@ -99,9 +98,9 @@ class Dataset:
         if isinstance(X, Reader):
             own = X
         elif is_stream(X):
-            own = Streamed(X)
+            own = StreamedRows(X)
         elif is_map_style(X):
-            own = Samples(X)
+            own = MapStyleRows(X)
         else:
             return DiskArrays(X, y, weight) if self._on_disk and not isinstance(y, str) else None
         if y is not None:
@@ -252,7 +251,11 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
         if wrong := next((name for name in names if name not in columns), None):
             raise unknown("column", wrong, columns)
-        return ColumnArrays({n: X[n] for n in names}) if isinstance(X, Mapping) else Part(X, names)
+        return (
+            ColumnArrays({n: X[n] for n in names})
+            if isinstance(X, Mapping)
+            else ColumnSelection(X, names)
+        )
 
     parts = named_part("y", y), named_part("sample_weight", sample_weight)
     if not columns_of:
@@ -265,7 +268,9 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             f"{named('sample_weight')} and labels are different columns"
         )
     rest = [name for name in columns or () if name not in taken]
-    return {name: X[name] for name in rest} if isinstance(X, Mapping) else Part(X, rest), *parts
+    return {name: X[name] for name in rest} if isinstance(X, Mapping) else ColumnSelection(
+        X, rest
+    ), *parts
 
 
 def _three_parts(batch: Any) -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.class_numbers import class_numbers
-from onnxgrad.data.columns import Part, column_names, target_names
+from onnxgrad.data.columns import ColumnSelection, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.info import LossInfo
@@ -175,7 +175,7 @@ class Fields:
             raise ValueError(f"the model has no label input: pass {argument('y', None)}")
         names = column_names(y)
         if len(self.labels) > 1 and names and {*names} <= {*self.labels, *self.label_of}:
-            y = {name: Part(y, [name]) for name in names}
+            y = {name: ColumnSelection(y, [name]) for name in names}
         if isinstance(y, Mapping):
             labels = self._values_by_input(y)
             if wrong := next((name for name in labels if name not in self.labels), None):
@@ -261,7 +261,7 @@ class Fields:
                 columns = column_names(value) or []
                 order = names.order(name, columns) if columns else []
             if order != columns and order:
-                settled[name] = Part(value, order)
+                settled[name] = ColumnSelection(value, order)
         if len(self.labels) > 1 and targets:
             names.target = targets
         return settled
@@ -295,7 +295,7 @@ class Fields:
                 return kept
             if not gone.isdisjoint(names):
                 names = [name for name in names if name not in gone]
-                X = Part(X, names)
+                X = ColumnSelection(X, names)
         if len(self.features) == 1 and not columns_of:
             return {self.features[0]: X}
         if names is None:
@@ -312,7 +312,10 @@ class Fields:
             raise ValueError(
                 f"no input of the model takes the columns {unused}: leave out these columns"
             )
-        return {n: X[n] if columns == [n] else Part(X, columns) for n, columns in by_input.items()}
+        return {
+            n: X[n] if columns == [n] else ColumnSelection(X, columns)
+            for n, columns in by_input.items()
+        }
 
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of one batch of an iterable, and its number of rows.
