@@ -37,6 +37,7 @@ from onnxgrad.tasks.detection_heads import (
     class_layers,
     head_of,
     output_shapes,
+    scale_outputs,
 )
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.image_values import as_pixels
@@ -85,8 +86,9 @@ class Detection(Task):
     `confusion_matrix`, of true boxes (rows) and found ones of a score of 0.25 or more (columns)
     that overlap by half. Its last row and column count boxes that are only found or only true.
 
-    Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
+    Models with several outputs ("picodet", "detr", "rtdetr") get a further output, "detections",
+    which joins them for the loss; `finished` takes it away again. Rows for queries ("detr",
+    "rtdetr") are matched to boxes when they
     are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
     more for each row, whose weights are some batches old, with small data an epoch.
 
@@ -151,12 +153,13 @@ class Detection(Task):
             self._replace_classes()
         self.classes = self.classes or [str(i) for i in range(self.head.classes)]
         self.class_layers = class_layers(self.model, self.head)
-        if not self.head.has_anchors:
+        joins = self.head.layout.joins_outputs
+        if joins:
             self.model = _with_joined_output(self.model)
         self.pixels = as_pixels(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
-        only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
+        only = JOINED if joins else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
         self.loss = {only: spec} if only else spec
         self.batch_size = 8
@@ -272,14 +275,14 @@ class Detection(Task):
         Raises:
             ValueError: a picture that cannot be read.
         """
-        predictor, results = Predictor(model_of(model)), []
-        lengths = output_shapes(model_of(model))
-        outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
+        proto, results = model_of(model), []
+        if self.head.layout.joins_outputs:
+            proto = _with_joined_output(proto)
+        predictor, outputs = Predictor(proto), [self._only] if self._only else []
         for _, picture in self._list_pictures(inputs):
             image = og.data.open_image(picture)
             x, scale, corner = og.data.letterbox(image, self.head.size, self.pixels)
-            values = predictor.run(x[None], outputs)
-            [found] = self.decoder(np.concatenate(values, 2), score, overlap)
+            [found] = self.decoder(predictor.run(x[None], outputs)[0], score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
             names = [self.classes[int(i)] for i in found[:, 0]]
@@ -373,7 +376,7 @@ class Detection(Task):
         if not layers:
             raise ValueError(
                 f"the model has {self.head.classes} classes and the data {len(self.classes)}, and "
-                "no layer was found that computes those: pass a model with these classes"
+                "no layer computes the classes alone: pass data with the classes of the model"
             )
         units = [*self.classes, *["no object"] * (self.head.kind == "detr")]
         self.model = og.replace_head(self.model, units, at=layers)
@@ -387,14 +390,17 @@ class Detection(Task):
 
 
 def _with_joined_output(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
-    read, lengths = ir.from_proto(model), output_shapes(model)
+    """Return the model with a further output: boxes or distances, then classes, (N, A, 4 R + C)."""
+    read = ir.from_proto(model)
     by_name = {str(y.name): y for y in read.graph.outputs}
     if JOINED in by_name:
         return model
-    parts = [by_name[name] for name in boxes_first(lengths)]
+    scales: Sequence[Any] = scale_outputs(read.graph)
+    if not scales:
+        scales = [[by_name[name] for name in boxes_first(output_shapes(model))]]
     with og.graph.Emit(read.graph) as op:
-        joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
+        each = [op.emit("Concat", [*parts], {"axis": 2}, fresh=True) for parts in scales]
+        joined = op.emit("Concat", each, {"axis": 1}, fresh=True) if each[1:] else each[0]
     joined.name = JOINED
     read.graph.outputs.append(joined)
     return ir.to_proto(read)

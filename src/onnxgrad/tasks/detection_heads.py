@@ -33,6 +33,7 @@ class Layout(NamedTuple):
         gains: the factors of losses by name, as the sources of `detection_loss` have them.
         pixels: the values of pictures, as of `Detection`.
         has_anchors: whether predictions belong to places of the picture; otherwise they are a set.
+        joins_outputs: whether the file has several outputs, which a further one joins for the loss.
     """
 
     axis: int
@@ -40,6 +41,7 @@ class Layout(NamedTuple):
     gains: dict[str, float]
     pixels: str | None = None
     has_anchors: bool = True
+    joins_outputs: bool = False
 
 
 _YOLO = {"box": 7.5, "classes": 0.5, "distances": 1.5}
@@ -49,8 +51,9 @@ LAYOUTS = {
     "yolov8": Layout(1, 4, _YOLO),
     "yolov8_dfl": Layout(1, 4, _YOLO),
     "yolox": Layout(2, 5, _YOLOX, "bgr255"),
-    "detr": Layout(2, 1, _QUERIES, "imagenet", has_anchors=False),
-    "rtdetr": Layout(2, 0, _QUERIES, has_anchors=False),
+    "picodet": Layout(2, 0, _YOLO, "imagenet", joins_outputs=True),
+    "detr": Layout(2, 1, _QUERIES, "imagenet", has_anchors=False, joins_outputs=True),
+    "rtdetr": Layout(2, 0, _QUERIES, has_anchors=False, joins_outputs=True),
 }
 
 
@@ -62,9 +65,10 @@ class Head:
         kind: "yolov8": (N, 4 + C, A), center, width and height in pixels, then classes;
             "yolov8_dfl": (N, 4 R + C, A), the R logits of each distance from the anchor, in
             strides, to the left, top, right and bottom; "yolox": (N, A, 5 + C), center and size,
-            objectness, classes; "detr": (N, A, 4 + C + 1), center and size as shares of the
-            picture, logits of the classes and of no object (softmax); "rtdetr": (N, A, 4 + C), the
-            same with a sigmoid for each class.
+            objectness, classes; "picodet": two outputs for each scale, (N, A, 4 R), distances as
+            in "yolov8_dfl", and (N, A, C), classes; "detr": (N, A, 4 + C + 1), center and size as
+            shares of the picture, logits of the classes and of no object (softmax); "rtdetr":
+            (N, A, 4 + C), the same with a sigmoid for each class.
         classes: C.
         size: height and width of the pictures, in pixels.
         probabilities: whether a Sigmoid of the file computed objectness and classes.
@@ -87,7 +91,8 @@ class Head:
     strides: tuple[int, ...] = (8, 16, 32)
 
     def __post_init__(self) -> None:
-        strides = self.strides if self.layout.has_anchors else ()
+        padded = self.kind == "picodet"  # its last cells reach beyond the picture
+        strides = self.strides if self.layout.has_anchors and not padded else ()
         if any(n % s for n in self.size for s in strides):
             raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
 
@@ -115,7 +120,7 @@ class Head:
         """
         grids = []
         for s in self.strides:
-            y, x = np.mgrid[: self.size[0] // s, : self.size[1] // s]
+            y, x = np.mgrid[: -(-self.size[0] // s), : -(-self.size[1] // s)]
             grids.append(np.stack([(x + 0.5) * s, (y + 0.5) * s, np.full(x.shape, s)], -1))
         return np.concatenate([g.reshape(-1, 3) for g in grids]).astype(np.float32)
 
@@ -124,17 +129,17 @@ class Head:
 
         Returns:
             "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
-            "yolov8_dfl" also "distances", logits (N, A, 4, R), and without them "raw", the boxes as
-            the model returns them.
+            "yolov8_dfl" and "picodet" also "distances", logits (N, A, 4, R), and without these
+            "raw", the boxes as the model returns them.
         """
         height, width = self.size
         anchors = self.anchors if self.has_anchors else np.zeros((0, 3), np.float32)
         center, stride = anchors[:, :2], anchors[:, 2:]
+        channels = (x.shape or [None] * 3)[2 if self.kind == "picodet" else 1]
+        columns = channels if isinstance(channels, int) else 4 + self.classes
         if self.kind.startswith("yolov8"):
-            channels = (x.shape or [None] * 2)[1]
-            columns = channels if isinstance(channels, int) else 4 + self.classes
             x = op.Transpose(op.Reshape(x, [0, columns, len(anchors)]), perm=[0, 2, 1])
-        if self.kind == "yolov8_dfl":
+        if self.kind in ("yolov8_dfl", "picodet"):
             flat, classes = op.split(x, [columns - self.classes, self.classes], 2)
             logits = op.Reshape(flat, [0, len(anchors), 4, (columns - self.classes) // 4])
             far = op.Softmax(logits, axis=3) * np.arange(logits.shape[3], dtype=np.float32)
@@ -196,8 +201,13 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     if not height or not width or (given and tuple(given) != (height, width)):
         high, wide = lengths[2:]
         raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
-    kind = kind or _kind_of_shapes([*outputs.values()], named, wanted)
+    graph = ir.from_proto(model).graph
+    scales = scale_outputs(graph)
+    kind = kind or ("picodet" if scales else _kind_of_shapes([*outputs.values()], named, wanted))
     layout = Head(kind, 1, (height, width), strides=()).layout
+    if kind == "picodet":
+        strides = _scale_strides(scales, height, width)
+        return Head(kind, scales[0][1].shape[2], (height, width), strides=strides)
     of_boxes = None if layout.has_anchors else boxes_first(outputs)[0]
     shape = next(shape for name, shape in outputs.items() if name != of_boxes)
     columns = (shape[layout.axis] or 0) - layout.others
@@ -207,10 +217,39 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
         raise ValueError(
             f"head={kind!r}: the outputs are {outputs}, which say no number of classes"
         )
-    graph = ir.from_proto(model).graph
     sigmoids = any(has_sigmoid(y) for y in graph.outputs if y.name != of_boxes)
     exponents = any(node.op_type == "Exp" for node in graph)
     return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
+
+
+def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
+    """Return the outputs (distances, classes) of each scale of a PicoDet; [] of other models."""
+    by_anchors: dict[Any, list[ir.Value]] = {}
+    for y in graph.outputs:
+        if y.name != JOINED:
+            lengths = [*(y.shape or ())]
+            if len(lengths) != 3 or not all(isinstance(n, int) for n in lengths[1:]):
+                return []
+            by_anchors.setdefault(lengths[1], []).append(y)
+    pairs = [sorted(values, key=has_sigmoid) for values in by_anchors.values()]
+    if any([*map(has_sigmoid, pair)] != [False, True] for pair in pairs):
+        return []
+    widths = {tuple(ir.Shape(y.shape or ())[-1] for y in pair) for pair in pairs}
+    is_picodet = len(pairs) > 1 and len(widths) == 1 and all(n % 4 == 0 for n, _ in widths)
+    return [(distances, classes) for distances, classes in pairs] if is_picodet else []
+
+
+def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -> tuple[int, ...]:
+    """Return the pixels between anchors of each scale, by its number of anchors."""
+    strides = {-(-height // s) * -(-width // s): s for s in (128, 64, 32, 16, 8, 4)}
+    anchors = [classes.shape[1] for _, classes in scales]
+    if not scales or not {*anchors} <= {*strides}:
+        raise ValueError(
+            f"head='picodet': pictures of {height} x {width} pixels have {sorted(strides)} anchors "
+            f"by scale, and the outputs {anchors}: pass a model with (N, A, 4 R) and a Sigmoid in "
+            "front of (N, A, C) for each scale"
+        )
+    return tuple(strides[n] for n in anchors)
 
 
 def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
