@@ -14,8 +14,7 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.label_checks import require_labels
+from onnxgrad.losses.info import LossInfo, require_labels
 from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
 from onnxgrad.training.job import Job
