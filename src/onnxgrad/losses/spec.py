@@ -212,38 +212,36 @@ class LossSpec:
         """The kind of the labels."""
         return self.labels(self.all_options)
 
-    @property
-    def _formula_options(self) -> Options:
-        own = self.ignore_nan and "ignore_nan" in signature(self.formula).parameters
-        return {**self.options, "ignore_nan": True} if own else self.options
-
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
-        label = shaped_label(op, label, prediction)
-        known, nan = self._split_nan_labels(op, label)
-        losses = self.formula(op, prediction, known, **self._formula_options)
-        if isinstance(losses, Terms):
-            losses = losses.losses if losses.weights is None else losses.losses * losses.weights
-        return losses if nan is None else self._zero_nan_losses(op, losses, label, nan)
+        terms, _ = self._write_terms(self.formula, op, prediction, label)
+        return terms.losses if terms.weights is None else terms.losses * terms.weights
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch."""
-        label = shaped_label(op, label, prediction)
-        known, nan = self._split_nan_labels(op, label)
-        terms = (self.write_terms or self.formula)(op, prediction, known, **self._formula_options)
-        terms = terms if isinstance(terms, Terms) else Terms(terms)
+        terms, nan = self._write_terms(self.write_terms or self.formula, op, prediction, label)
         if nan is None:
             return terms
-        losses = self._zero_nan_losses(op, terms.losses, label, nan)
-        weights = op.const(1.0, losses.dtype) if terms.weights is None else terms.weights
-        return Terms(losses, op.Where(nan, op.const(0.0, losses.dtype), weights))
+        zero = op.const(0.0, terms.losses.dtype)
+        weights = op.const(1.0, zero.dtype) if terms.weights is None else terms.weights
+        return Terms(terms.losses, op.Where(nan, zero, weights))
 
-    def _split_nan_labels(self, op: Any, label: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """Return labels with 0 for NaN, and where they are NaN; None if NaN has no meaning here."""
-        if not self.ignore_nan or "ignore_nan" in self._formula_options:
-            return label, None
-        nan = op.IsNaN(label)
-        return op.set_type_like(op.Where(nan, 0.0, label), label), nan
+    def _write_terms(
+        self, write: Callable[..., Any], op: Any, prediction: ir.Value, label: ir.Value
+    ) -> tuple[Terms, ir.Value | None]:
+        """Write the terms by a formula, and which labels are NaN; None if NaN has no meaning."""
+        label = known = shaped_label(op, label, prediction)
+        options, nan = self.options, None
+        if self.ignore_nan and "ignore_nan" in signature(self.formula).parameters:
+            options = {**options, "ignore_nan": True}
+        elif self.ignore_nan:
+            nan = op.IsNaN(label)
+            known = op.set_type_like(op.Where(nan, 0.0, label), label)
+        terms = write(op, prediction, known, **options)
+        terms = terms if isinstance(terms, Terms) else Terms(terms)
+        if nan is None:
+            return terms, None
+        return replace(terms, losses=self._zero_nan_losses(op, terms.losses, label, nan)), nan
 
     def _zero_nan_losses(
         self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value
