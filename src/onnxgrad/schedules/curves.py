@@ -58,7 +58,7 @@ class Cosine(Schedule):
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
         steps = steps_in(self, "steps")
-        return _cosine(self.peak, self.end, min(step, steps) / steps)
+        return _cosine_between(self.peak, self.end, min(step, steps) / steps)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class CosineRestarts(Schedule):
         while step >= period:
             step -= period
             period *= self.factor
-        return _cosine(self.peak, self.end, step / period)
+        return _cosine_between(self.peak, self.end, step / period)
 
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Up from peak / div_factor to the peak, and down to that / final_div_factor: `one_cycle`."""
+    """Up from peak / div_factor to the peak, and down to the final rate: see `one_cycle`."""
 
     peak: float = argument(check_number)
     steps: int | None = argument(steps_or_none, None)
@@ -120,7 +120,7 @@ class OneCycle(Schedule):
             if step <= end or end == last:
                 done = (step - start) / (end - start) if end > start else 1.0
                 if self.anneal_strategy == "cos":
-                    return _cosine(rate, target, done)
+                    return _cosine_between(rate, target, done)
                 return rate * (1 - done) + target * done
             start, rate = end, target
         raise AssertionError("the last phase ends with the last step")
@@ -144,7 +144,8 @@ class InverseSqrt(Schedule):
         return self.peak * (step / warmup if step < warmup else sqrt(warmup / step))
 
 
-def _cosine(start: float, end: float, done: float) -> float:
+def _cosine_between(start: float, end: float, done: float) -> float:
+    """Return the rate on half a cosine from `start` to `end`, of which a share is `done`."""
     return end + (start - end) * (1 + cos(pi * done)) / 2
 
 
@@ -194,7 +195,7 @@ def linear(start: float, end: float = 0.0, steps: int | None = None) -> Schedule
     Args:
         start: the rate of step 0, of 0 or more.
         end: the rate of step number `steps` and all later ones, of 0 or more.
-        steps: number of steps; None for those of the whole run.
+        steps: number of steps; None: the whole run.
 
     Raises:
         ValueError: an argument outside of its bounds.
@@ -216,7 +217,7 @@ def polynomial(
         rate: the rate of step 0, of 0 or more.
         power: above 0.
         end: the rate of step number `steps` and all later ones, of 0 or more.
-        steps: number of steps; None for those of the whole run.
+        steps: number of steps; None: the whole run.
 
     Raises:
         ValueError: an argument outside of its bounds.
@@ -245,12 +246,12 @@ def cosine(
 
     Args:
         peak: the highest rate, of 0 or more.
-        steps: number of steps including the warm-up, after which the rate is `end`; None for those
-            of the whole run.
+        steps: number of steps including the warm-up, after which the rate is `end`; None: the whole
+            run.
         warmup: number of steps of the warm-up, or its share of the steps, between 0 and 1.
         end: the lowest rate, of 0 or more.
         period: number of steps from one restart to the next, or their share of the steps after the
-            warm-up. Restarts do not end, and so `steps` is then only what shares refer to.
+            warm-up. Restarts do not end: `steps` only says how many steps shares refer to.
         factor: how many times longer each period is than the last.
 
     Raises:
@@ -287,12 +288,12 @@ def one_cycle(
 ) -> Schedule:
     """Up from peak / div_factor to the peak, then down to peak / (div_factor final_div_factor).
 
-    Arguments and values are those of `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
+    Arguments and values are as in `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
     momentum; here only the rate changes. Smith and Topin 2018, "Super-Convergence".
 
     Args:
         peak: the highest rate, of 0 or more; PyTorch's `max_lr`.
-        steps: number of steps, after which the rate stays; None for those of the whole run.
+        steps: number of steps, after which the rate is constant; None: the whole run.
         pct_start: share of the steps on the way up, from 0 to 1.
         anneal_strategy: "cos" or "linear".
         div_factor: the peak divided by the rate of step 0.
@@ -320,7 +321,7 @@ def inverse_sqrt(peak: float, warmup: int | float) -> Schedule:
     The schedule of Vaswani et al. 2017, "Attention is all you need", by its peak.
 
     Args:
-        peak: the highest rate, that of step number `warmup`, of 0 or more.
+        peak: the highest rate, in step number `warmup`, of 0 or more.
         warmup: number of steps of the linear warm-up, or its share of the run, between 0 and 1.
 
     Raises:
