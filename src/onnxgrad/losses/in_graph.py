@@ -82,31 +82,19 @@ def add_loss_output(
     if weight_per not in ("row", "element"):
         raise unknown("weight_per", weight_per, ["row", "element"])
     spec = loss_spec(score_name, reduction, kwargs)
-    names, by_element = (loss_name, label_name, weight_name), weight_per == "element"
-    return _write_loss_model(read(onx), output_index, spec, names, penalty or {}, by_element)
-
-
-def _write_loss_model(
-    proto: ModelProto,
-    output_index: int | str | None,
-    spec: LossSpec,
-    names: tuple[str, str, str | None],
-    penalties: Mapping[str, Any],
-    by_element: bool,
-) -> ModelProto:
-    """Return the model with a loss; `names` of the loss, of the labels, and of sample weights."""
-    loss_name, label_name, weight_name = names
+    proto, penalties = read(onx), penalty or {}
     chosen = choose_output(proto, output_index, inside=True)
     _check_penalized(proto, penalties)
     model, values = _cut_to_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
-    rename_unused_results(graph, set(names))
+    rename_unused_results(graph, {loss_name, label_name, weight_name})
     op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
         losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
+            by_element = weight_per == "element"
             losses = _weight_losses(op, model, losses, prediction, weight_name, by_element)
         loss = _reduce_losses(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)

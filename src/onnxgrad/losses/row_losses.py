@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import onnx_ir as ir
@@ -64,25 +64,19 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     label = loss_info(proto).label
     data = [x for x in graph.inputs if x.name not in graph.initializers]
     depends = dependents(graph, [x for x in data if x.name == label] or data)
-    with op:
-        score = _first_row_losses(op, graph.outputs, depends, data)
-        score = op.name_output(score, output_name, score, set(graph.inputs))
-        graph.outputs[:] = [score]
-    model.metadata_props.pop(METADATA, None)
-    tidy(model)
-    return to_proto(model)
-
-
-def _first_row_losses(
-    op: Any, outputs: Iterable[ir.Value], depends: Collection[ir.Value], data: list[ir.Value]
-) -> ir.Value:
-    """Write the losses of the rows of the first output that is their sum or mean."""
     refusals: list[str] = []
-    for output in outputs:
+    for output in graph.outputs:
         try:
-            return op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
+            with op:
+                score = op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
+                score = op.name_output(score, output_name, score, set(graph.inputs))
         except _NotASum as e:
             refusals.append(f"{output.name!r}: {e}")
+            continue
+        graph.outputs[:] = [score]
+        model.metadata_props.pop(METADATA, None)
+        tidy(model)
+        return to_proto(model)
     raise ValueError(
         f"no output is the sum or the mean of losses of the rows ({'; '.join(refusals)}); "
         "cut the model where the losses are: "

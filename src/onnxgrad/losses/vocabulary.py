@@ -128,7 +128,14 @@ def _write_by_positions(
     wanted: Sequence[ir.Value],
     smoothing: float,
 ) -> tuple[ir.Value, Pairs]:
-    """Write the sum of the losses, and the gradients of `shared` and of the leaves `wanted`."""
+    """Write a Scan over chunks of positions: the losses, and the gradients w.r.t. some values.
+
+    The loss and the gradients w.r.t. `shared` are added up over chunks; the gradients w.r.t. the
+    leaves `wanted` are one for each chunk.
+
+    Returns:
+        The sum of the losses, and pairs of a value and the gradient w.r.t. it.
+    """
     dtype = positions.weights.dtype
     leaves = {x: positions.gather_chunks(x) for x in head.leaves}
     stacks = [*leaves.values(), positions.target, positions.weights]
@@ -146,32 +153,9 @@ def _write_by_positions(
         )
         for stack in stacks
     )
-    gate = next(iter(leaves.values()))
-    inner.give(_write_chunk(inner, head, (shared, wanted), gate, smoothing))
-    attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
-    outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
-    like = [*sums, *(leaves[x] for x in wanted)]
-    total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
-    of = [*shared, *(leaves[x] for x in wanted)]
-    return total, list(zip(of, gradients, strict=True))
-
-
-def _write_chunk(
-    inner: Emit,
-    head: Head,
-    of: tuple[Sequence[ir.Value], Sequence[ir.Value]],
-    gate: ir.Value,
-    smoothing: float,
-) -> list[ir.Value]:
-    """Write the loss and the gradients of a chunk of positions; return the outputs of the body.
-
-    The loss and the gradients of shared values are added up over chunks; the gradients of leaves
-    are one for each chunk.
-    """
-    shared, wanted = of
-    before = inner.graph.inputs[: 1 + len(shared)]
-    *given, target, weights = inner.graph.inputs[len(before) :]
-    rows, dtype = dict(zip(head.leaves, given, strict=True)), before[0].dtype
+    before = inner.graph.inputs[: len(sums)]
+    *given, target, weights = inner.graph.inputs[len(sums) :]
+    rows, gate = dict(zip(head.leaves, given, strict=True)), next(iter(leaves.values()))
     with inner:
         z = head.write_logits(inner, rows, gate=gate)
         index = inner.Unsqueeze(target, [1])
@@ -180,13 +164,19 @@ def _write_chunk(
         if smoothing:
             mean = inner.ReduceMean(log_p, [1], keepdims=0)
             chosen = (1.0 - smoothing) * chosen + smoothing * mean
-        loss = before[0] - weighted_sum(inner, chosen, weights)
-        if not wanted and not shared:
-            return [loss]
-        hit = inner.Expand(inner.const(smoothing - 1.0, dtype), inner.Shape(index))
-        column = inner.Unsqueeze(weights, [1])
-        share = smoothing / head.width if isinstance(head.width, int) else 0.0
-        dz = logit_gradient(inner, inner.Exp(log_p), (index, hit), column, share)
-        found = head.write_gradients(inner, z, dz, [*shared, *(rows[x] for x in wanted)])
-        sums = [b + g for b, g in zip(before[1:], found, strict=False)]
-        return [loss, *sums, *found[len(shared) :]]
+        results = [before[0] - weighted_sum(inner, chosen, weights)]
+        if wanted or shared:
+            hit = inner.Expand(inner.const(smoothing - 1.0, dtype), inner.Shape(index))
+            column = inner.Unsqueeze(weights, [1])
+            share = smoothing / head.width if isinstance(head.width, int) else 0.0
+            dz = logit_gradient(inner, inner.Exp(log_p), (index, hit), column, share)
+            found = head.write_gradients(inner, z, dz, [*shared, *(rows[x] for x in wanted)])
+            results += [b + g for b, g in zip(before[1:], found, strict=False)]
+            results += found[len(shared) :]
+        inner.give(results)
+    attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
+    outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
+    like = [*sums, *(leaves[x] for x in wanted)]
+    total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
+    of = [*shared, *(leaves[x] for x in wanted)]
+    return total, list(zip(of, gradients, strict=True))

@@ -86,7 +86,8 @@ class ByWords:
         inner, operands, sliced = self._begin_body(starts)
         most, total, chosen, *sums = inner.graph.inputs[: len(starts)]
         with inner:
-            z = wide(inner, self._write_logits(inner, sliced))
+            z = self.head.write_logits(inner, self.leaves | sliced, self.block)
+            z = wide(inner, z)
             new = inner.Max(most, inner.ReduceMax(z, [1], keepdims=1))
             total = total * inner.Exp(most - new)
             total = total + inner.ReduceSum(inner.Exp(z - new), [1], keepdims=1)
@@ -113,7 +114,7 @@ class ByWords:
         inner, operands, sliced = self._begin_body([op.zeros_like(x) for x in summed])
         before = inner.graph.inputs[: len(summed)]
         with inner:
-            z = self._write_logits(inner, sliced)
+            z = self.head.write_logits(inner, self.leaves | sliced, self.block)
             p = inner.Exp(wide(inner, z) - self.lse)
             index, inside = self._index_in_block(inner)
             hit = choose(inner, inside, self.smoothing - 1.0, 0.0, self.weights)
@@ -167,9 +168,6 @@ class ByWords:
                     sliced[x] = inner.emit("Slice", [x, *bounds], {}, fresh=True)
                     sliced[x].type, sliced[x].shape = x.type, ir.Shape(shape)
         return inner, operands, sliced
-
-    def _write_logits(self, inner: Emit, sliced: dict[ir.Value, ir.Value]) -> ir.Value:
-        return self.head.write_logits(inner, self.leaves | sliced, self.block)
 
     def _index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
         """Write the label as an index into the block, or 0, and whether it is inside."""
