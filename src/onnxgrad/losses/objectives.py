@@ -19,8 +19,8 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.logits import keep_opposite
 from onnxgrad.losses.output_terms import MixedRows, OutputTerms, check_mixable, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
-from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
-from onnxgrad.losses.vocabulary import OwnGradients, in_chunks, scaled
+from onnxgrad.losses.sums import scaled_rows, sum_and_count, sum_without_label
+from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients, write_in_chunks
 from onnxgrad.operators.shapes import dims, rank
 
 ALIASES = {
@@ -50,7 +50,7 @@ Loss = LossSpec | LossObject
 
 
 @dataclass
-class Written:
+class WrittenLoss:
     """The losses of a batch, as nodes in a graph: total = sum_k factors_k sums_k / counts_k.
 
     Attributes:
@@ -96,7 +96,7 @@ class Written:
 
     def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
         """Add losses of rows or elements, of known rank, that do not come from one label."""
-        total, count = totals(op, losses, self.weight, self.labels)
+        total, count = sum_without_label(op, losses, self.weight, self.labels)
         self.add(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
@@ -169,7 +169,7 @@ class TrainingLoss:
         remedy = f"name it, as {named('loss={output: loss}')}"
         return [choose_output(proto, None, remedy, inside=True)]
 
-    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
@@ -185,7 +185,7 @@ class TrainingLoss:
             ValueError: a prediction that its loss does not take, or an option that the graph does
                 not decide.
         """
-        written, predictions = Written(), keep_opposite(op, predictions)
+        written, predictions = WrittenLoss(), keep_opposite(op, predictions)
         labels = {
             name: LABEL if len(predictions) == 1 else f"{LABEL}_{name}" for name in predictions
         }
@@ -211,7 +211,7 @@ class TrainingLoss:
                 self._add_terms(op, written, name, one)
         return written
 
-    def _add_terms(self, op: Emit, written: Written, name: str, one: OutputTerms) -> None:
+    def _add_terms(self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms) -> None:
         """Write the sum of the terms of one output, and add it to `written`."""
         weight, own = written.weight, None
         wrt = self.wrt if self.in_chunks and self.mixed is None else None
@@ -226,11 +226,11 @@ class TrainingLoss:
             total = self.mixed.blend(op, total, partners_total)
         if one.gradient is not None:
             value, g = one.gradient
-            own = scaled([(value, g if weight is None else scaled_rows(op, g, weight))])
+            own = scale_gradients([(value, g if weight is None else scaled_rows(op, g, weight))])
         elif one.of_words is not None and wrt is not None:
             logits, words = one.of_words
             words = replace(words, weight=written.weight)
-            total, count, own = in_chunks(op, logits, words, wrt, (total, count))
+            total, count, own = write_in_chunks(op, logits, words, wrt, (total, count))
         written.add(total, count, float(self.factors.get(name, 1.0)), own)
         if one.label.producer() is None and one.label not in op.graph.inputs:
             written.add_label(one.label, name, one.info)

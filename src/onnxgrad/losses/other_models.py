@@ -15,9 +15,9 @@ from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Values, Written, sample_weight, training_loss
+from onnxgrad.losses.objectives import Values, WrittenLoss, sample_weight, training_loss
 from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
-from onnxgrad.losses.sums import number_of
+from onnxgrad.losses.sums import element_count
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims, static
@@ -99,7 +99,7 @@ class LossModel:
             )
         return list(dict.fromkeys(joined))
 
-    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the loss model into the graph.
 
         Raises:
@@ -118,7 +118,7 @@ class LossModel:
                 "of the loss model"
             )
         size = static(shape)
-        written = Written(weight=row_weight(op, rows, loss) if weighted else None)
+        written = WrittenLoss(weight=row_weight(op, rows, loss) if weighted else None)
         for label in labels:
             written.add_label(label, None, LossInfo())
         with op:
@@ -126,7 +126,7 @@ class LossModel:
                 written.add_losses(op, loss)
             else:
                 loss = wide(op, op.Reshape(loss, []))
-                count = number_of(op, rows, [0], loss, labels)
+                count = element_count(op, rows, [0], loss, labels)
                 mean = self.reduction == "mean"
                 written.add(loss * count if mean else loss, count)
                 written.batch_loss = loss if mean else None
@@ -176,7 +176,7 @@ class Distillation:
             )
         return names
 
-    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the loss, and the teacher, into the graph.
 
         Raises:
@@ -184,7 +184,7 @@ class Distillation:
                 axis of the classes.
             ModelError: the teacher cannot be written in the opset of the graph.
         """
-        written = Written() if self.hard is None else self.hard.write(op, predictions, weighted)
+        written = WrittenLoss() if self.hard is None else self.hard.write(op, predictions, weighted)
         written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
         [student] = [predictions[self.output]] if self.output else predictions.values()
         if weighted and written.weight is None:
@@ -199,7 +199,7 @@ class Distillation:
             written.add_losses(op, losses, self.alpha * self.temperature**2)
         return written
 
-    def _teacher_logits(self, op: Any, written: Written, student: ir.Value) -> ir.Value:
+    def _teacher_logits(self, op: Any, written: WrittenLoss, student: ir.Value) -> ir.Value:
         """Return the logits of the teacher: the output of its model, or a new label."""
         if self.teacher is None:
             label = ir.Value(name=op.name(TEACHER), type=student.type, shape=student.shape)

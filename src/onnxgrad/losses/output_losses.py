@@ -13,7 +13,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Values, Written
+from onnxgrad.losses.objectives import Values, WrittenLoss
 from onnxgrad.losses.other_models import row_weight
 from onnxgrad.operators.shapes import dims, rank
 
@@ -77,7 +77,7 @@ class OutputLoss:
             return [choose_output(proto, None, "name them by outputs=")]
         return [choose_output(proto, name) for name in self.names]
 
-    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the loss into the graph.
 
         Raises:
@@ -96,7 +96,7 @@ class OutputLoss:
                     f"the loss has the shape {dims(losses)}: it must have one number for every row "
                     "or element"
                 )
-            written = Written(weight=row_weight(op, values[0], losses) if weighted else None)
+            written = WrittenLoss(weight=row_weight(op, values[0], losses) if weighted else None)
             written.add_losses(op, losses)
         return written
 

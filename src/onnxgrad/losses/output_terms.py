@@ -14,7 +14,7 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.logits import logits_of_two, refuse_other_columns, scores_of_votes
-from onnxgrad.losses.positions import Labels
+from onnxgrad.losses.positions import WeightedLabels
 from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.vocabulary import labels_of_words
 from onnxgrad.operators.shapes import dims, rank
@@ -98,7 +98,7 @@ class OutputTerms:
     info: LossInfo
     gradient: OwnGradient = None
     of_partners: tuple[ir.Value, Terms] | None = None
-    of_words: tuple[ir.Value, Labels] | None = None
+    of_words: tuple[ir.Value, WeightedLabels] | None = None
 
 
 def formula_terms(

@@ -16,7 +16,7 @@ _END = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Labels:
+class WeightedLabels:
     """The labels and weights of a cross entropy over a large vocabulary.
 
     - `label`: class indices, of the shape of the logits without the last axis.
@@ -35,7 +35,7 @@ class Labels:
     class_weight: Any = None
 
 
-class Positions:
+class LabelPositions:
     """The positions whose labels have a loss, in chunks that are filled up with weights of 0.
 
     A chunk has at most `most` positions; None: all positions are one chunk.
@@ -46,7 +46,7 @@ class Positions:
     """
 
     def __init__(
-        self, op: Emit, labels: Labels, words: Any, dtype: ir.DataType, most: int | None
+        self, op: Emit, labels: WeightedLabels, words: Any, dtype: ir.DataType, most: int | None
     ) -> None:
         self.op, label, last = op, labels.label, None
         ignored = np.int64(labels.ignore_index)

@@ -75,7 +75,7 @@ def sum_and_count(
     return op.ReduceSum(losses * w, keepdims=0), count
 
 
-def totals(
+def sum_without_label(
     op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
@@ -85,7 +85,7 @@ def totals(
     """
     losses, axes = wide(op, losses), range(len(dims(losses) or ()))
     if weight is None:
-        return op.ReduceSum(losses, keepdims=0), number_of(op, losses, axes, losses, labels)
+        return op.ReduceSum(losses, keepdims=0), element_count(op, losses, axes, losses, labels)
     weight = op.Cast(weight, to=losses.dtype)
     shape, rows = dims(losses) or (), (dims(weight) or (None,))[0]
     at = shape.index(rows) if rows is not None and rows in shape else 0
@@ -93,11 +93,11 @@ def totals(
     column = op.Reshape(weight, [-1 if i == at else 1 for i in axes])
     count = op.ReduceSum(weight, keepdims=0)
     if others:
-        count = count * number_of(op, losses, others, losses, labels)
+        count = count * element_count(op, losses, others, losses, labels)
     return op.ReduceSum(losses * column, keepdims=0), count
 
 
-def number_of(
+def element_count(
     op: Any, x: ir.Value, axes: Iterable[int], like: ir.Value, labels: Iterable[ir.Value]
 ) -> ir.Value:
     """Write the product of the lengths of `x` along `axes`, in the dtype of `like`.

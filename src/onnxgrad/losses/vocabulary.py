@@ -23,9 +23,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.causal import CAUSAL
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
-from onnxgrad.losses.positions import Labels, Positions, logit_gradient, weighted_sum
+from onnxgrad.losses.positions import LabelPositions, WeightedLabels, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.word_blocks import ByWords, sizes_of
+from onnxgrad.losses.word_blocks import BlockwiseLoss, sizes_of
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank
 
@@ -39,14 +39,14 @@ Pairs = list[tuple[ir.Value, ir.Value]]
 OwnGradients = Callable[[Emit, ir.Value], Pairs]  # writes gradients times a scalar, by value
 
 
-def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> Labels | None:
+def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> WeightedLabels | None:
     """Return the labels, without sample weights, of a cross entropy to be computed in chunks.
 
     None: it is another loss, or has too few classes.
     """
     shape, options = dims(logits), spec.all_options
     if spec.name == CAUSAL:
-        return Labels(label, None, int(options["ignore_index"]), shift=True)
+        return WeightedLabels(label, None, int(options["ignore_index"]), shift=True)
     if spec.name != "cross_entropy" or options["soft_labels"] or not options["from_logits"]:
         return None
     if shape is None or len(shape) not in (2, 3) or options["axis"] != len(shape) - 1:
@@ -57,15 +57,15 @@ def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> Labels
         return None
     if smoothing and weight is not None:
         return None
-    return Labels(
+    return WeightedLabels(
         label, None, int(options["ignore_index"]), bool(options["shift"]), smoothing, weight
     )
 
 
-def in_chunks(
+def write_in_chunks(
     op: Emit,
     logits: ir.Value,
-    labels: Labels,
+    labels: WeightedLabels,
     wrt: Sequence[ir.Value],
     plain: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ir.Value, OwnGradients]:
@@ -92,19 +92,19 @@ def in_chunks(
     axes, most = head.vocabulary_axes() if many else None, 128
     if isinstance(words, int):
         most = min(max(2 ** round(log2(MOST_LOGITS / words)), 16), 4096)
-    positions = Positions(op, labels, words, dtype, most if axes is None else None)
+    positions = LabelPositions(op, labels, words, dtype, most if axes is None else None)
     own: OwnGradients
     if axes is not None and sizes is not None:
-        by_words = ByWords(op, head, positions, axes, sizes, labels.smoothing)
+        by_words = BlockwiseLoss(op, head, positions, axes, sizes, labels.smoothing)
         total, own = by_words.total, partial(by_words.write_gradients, shared, wanted)
     else:
         total, pairs = _write_by_positions(op, head, positions, shared, wanted, labels.smoothing)
-        own = scaled(pairs)
+        own = scale_gradients(pairs)
     total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
 
 
-def scaled(pairs: Pairs) -> OwnGradients:
+def scale_gradients(pairs: Pairs) -> OwnGradients:
     """Return the function that writes these gradients times a scalar."""
 
     def write(op: Emit, scale: ir.Value) -> Pairs:
@@ -123,7 +123,7 @@ def scaled(pairs: Pairs) -> OwnGradients:
 def _write_by_positions(
     op: Emit,
     head: Head,
-    positions: Positions,
+    positions: LabelPositions,
     shared: Sequence[ir.Value],
     wanted: Sequence[ir.Value],
     smoothing: float,

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.formula_nodes import choose, wide
 from onnxgrad.losses.head import Head
-from onnxgrad.losses.positions import Positions, logit_gradient, weighted_sum
+from onnxgrad.losses.positions import LabelPositions, logit_gradient, weighted_sum
 from onnxgrad.operators.shapes import dims
 
 BLOCK = 1024  # approximate number of words in a block
@@ -38,7 +38,7 @@ def sizes_of(words: Any) -> tuple[int, int] | None:
     return None if block is None else (words, block)
 
 
-class ByWords:
+class BlockwiseLoss:
     """The loss by blocks of words; `total` is the sum of the losses.
 
     Args:
@@ -54,7 +54,7 @@ class ByWords:
         self,
         op: Emit,
         head: Head,
-        positions: Positions,
+        positions: LabelPositions,
         axes: dict[ir.Value, int],
         sizes: tuple[int, int],
         smoothing: float,

@@ -128,7 +128,7 @@ class Metric:
 
 
 @dataclass
-class Mean:
+class RunningMean:
     """A weighted mean of values that come in batches."""
 
     total: float | np.ndarray = 0.0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxgrad.data.class_numbers import labels_outside
-from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
+from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
 
 
 class Rows(NamedTuple):
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class Batch:
+class MetricBatch:
     """A batch of a metric; errors have the `name` of the metric.
 
     Raises:
@@ -208,7 +208,7 @@ class ClassMetric(Metric):
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Add a batch."""
-        self.add(Batch(self.name, self.info, prediction, label, weight).class_rows())
+        self.add(MetricBatch(self.name, self.info, prediction, label, weight).class_rows())
 
     def add(self, rows: Rows) -> None:
         """Add the rows of a batch."""
@@ -221,7 +221,7 @@ class MeanMetric(ClassMetric):
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._mean = Mean()
+        self._mean = RunningMean()
 
     def add(self, rows: Rows) -> None:
         """Add the values of a batch."""

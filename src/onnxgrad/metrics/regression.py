@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
-from onnxgrad.metrics.metric_batch import Batch
+from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
+from onnxgrad.metrics.metric_batch import MetricBatch
 
 
 @dataclass
@@ -39,13 +39,13 @@ class MAE(Metric):
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._mean, self._outputs = Mean(), None
+        self._mean, self._outputs = RunningMean(), None
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Add a batch."""
-        f, y, weight = Batch(self.name, self.info, prediction, label, weight).number_rows()
+        f, y, weight = MetricBatch(self.name, self.info, prediction, label, weight).number_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
                 f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "

@@ -15,8 +15,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
     power,
+    to_float64,
 )
 
 
@@ -71,7 +71,7 @@ class ScaleByAdam(_Moments):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and their quotient."""
-        t, unit = double(op, inputs.step), sqrt(1 - self.b2)
+        t, unit = to_float64(op, inputs.step), sqrt(1 - self.b2)
         root = op.Sqrt(1.0 - power(op, self.b2, t))
         # sqrt(v') = unit / root sqrt(slot), so that all corrections are scalars
         scale = root * ((1 - self.b1) / unit) / (1.0 - power(op, self.b1, t))
@@ -125,7 +125,7 @@ class ScaleByAdamax(_Moments):
         """Write the mean and the norm."""
         m = self._new_m(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
-        first = (1 - self.b1) / (1.0 - power(op, self.b1, double(op, inputs.step)))
+        first = (1 - self.b1) / (1.0 - power(op, self.b1, to_float64(op, inputs.step)))
         return m / norm * _cast_like(op, first, u), {"m": m, "norm": norm}
 
 
@@ -156,12 +156,12 @@ class ScaleByNadam(_Moments):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the look-ahead."""
-        t = double(op, inputs.step)
+        t = to_float64(op, inputs.step)
         root = op.Sqrt(self._slot_factors(op, t)[1])
         mu, mu_next = (
             self.b1 * (1.0 - 0.5 * power(op, 0.96, self.momentum_decay * s)) for s in (t, t + 1.0)
         )
-        product = double(op, slots["mu_product"]) * mu
+        product = to_float64(op, slots["mu_product"]) * mu
         of_u = (1.0 - mu) / (1.0 - product) / root
         of_m = (1 - self.b1) * mu_next / (1.0 - product * mu_next) / root
         m, v = self._new_m(slots, u), self._new_v(slots, u)
@@ -190,7 +190,7 @@ class ScaleByRadam(_Moments):
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the rectified quotient."""
         m, v = self._new_m(slots, u), self._new_v(slots, u)
-        t = double(op, inputs.step)
+        t = to_float64(op, inputs.step)
         first, second = self._slot_factors(op, t)
         longest = 2 / (1 - self.b2) - 1
         mean = m * _cast_like(op, first, u)

@@ -18,7 +18,7 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
+    to_float64,
 )
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
@@ -136,7 +136,7 @@ class Swa(Around):
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the average; its share of the new weights is zero at other steps."""
-        since = double(op, inputs.step) - float(self.start)
+        since = to_float64(op, inputs.step) - float(self.start)
         counts = op.And(
             op.GreaterOrEqual(since, 0.0), op.Equal(op.Mod(since, float(self.every), fmod=1), 0.0)
         )
@@ -164,7 +164,7 @@ class Lookahead(Around):
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the slow weights; both factors are zero between the synchronizations."""
-        t = double(op, inputs.step)
+        t = to_float64(op, inputs.step)
         syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
         ahead = inputs.weight + u - slots["slow"]
         slow = slots["slow"] + ahead * (syncs * self.alpha)
@@ -203,8 +203,8 @@ class ScheduleFree(Around):
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write z, and w without x: w <- w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
-        weight = op.Pow(double(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
-        total = double(op, slots["weight_sum"]) + weight
+        weight = op.Pow(to_float64(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
+        total = to_float64(op, slots["weight_sum"]) + weight
         share = op.Where(op.Greater(total, 0.0), weight / total, 0.0)
         c, of_u = (op.Cast(s, to=u.dtype) for s in (share, 1 - self.b1 + self.b1 * share))
         step = (slots["z"] - inputs.weight) * c + u * of_u

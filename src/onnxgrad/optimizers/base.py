@@ -296,7 +296,7 @@ class Excluding(Optimizer):
         return matches(name, self.exclude)
 
 
-def double(op: Any, scalar: ir.Value) -> ir.Value:
+def to_float64(op: Any, scalar: ir.Value) -> ir.Value:
     """Return a scalar as float64, in which 1 - b^t keeps its digits."""
     return op.Cast(scalar, to=ir.DataType.DOUBLE)
 

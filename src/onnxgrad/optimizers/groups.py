@@ -132,7 +132,7 @@ class Starting(Around):
         return self.optimizer.evaluated(weight, slots, max(steps - self.start, 0))
 
 
-class Choice(Composite):
+class OptimizerChoice(Composite):
     """Base of the choice of an optimizer for each weight, which `for_weight` returns."""
 
     def check_members(self) -> None:
@@ -153,7 +153,7 @@ class Choice(Composite):
 
 
 @dataclass(frozen=True)
-class ParamGroups(Choice):
+class ParamGroups(OptimizerChoice):
     """The optimizer of the first pattern that matches the name of the weight; else the default."""
 
     groups: tuple[tuple[str, Optimizer], ...]
@@ -203,7 +203,7 @@ class ParamGroups(Choice):
 
 
 @dataclass(frozen=True)
-class ByRank(Excluding, Choice):
+class ByRank(Excluding, OptimizerChoice):
     """One optimizer for matrices, another for all other weights and those with excluded names."""
 
     matrices: Optimizer

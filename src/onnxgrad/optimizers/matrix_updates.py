@@ -19,8 +19,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
     norm,
+    to_float64,
 )
 
 
@@ -79,7 +79,7 @@ class Adafactor(Excluding):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the means, the scaled step and its limit."""
-        t, w, shape = double(op, inputs.step), inputs.weight, _static_shape(u)
+        t, w, shape = to_float64(op, inputs.step), inputs.weight, _static_shape(u)
         eps1 = self.eps[0] or float(np.finfo(u.dtype.numpy()).eps)
         share = op.Cast(op.Pow(t, op.const(self.beta2_decay, t.dtype)), to=u.dtype)
 

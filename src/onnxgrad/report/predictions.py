@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
-from onnxgrad.metrics.metric_batch import Batch
+from onnxgrad.metrics.metric_batch import MetricBatch
 from onnxgrad.report.measures import histogram
 from onnxgrad.report.row_files import describe_row
 from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
@@ -36,10 +36,12 @@ class _Output:
     info: LossInfo
     axis: int  # of the rows in the output of the model
 
-    def compare(self, prediction: np.ndarray, label: np.ndarray) -> tuple[PredictionInfo, Batch]:
+    def compare(
+        self, prediction: np.ndarray, label: np.ndarray
+    ) -> tuple[PredictionInfo, MetricBatch]:
         """Return predictions and labels as metrics get them."""
         about = prediction_info(self.info, prediction, self.axis)
-        return about, Batch(_NAME, about, prediction, label)
+        return about, MetricBatch(_NAME, about, prediction, label)
 
 
 @dataclass

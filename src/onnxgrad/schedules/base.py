@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Check = Callable[[str, Any], Any]
 
 
-def argument(check: Check, default: Any = MISSING, called: str = "") -> Any:
+def checked_field(check: Check, default: Any = MISSING, called: str = "") -> Any:
     """Return a field of a schedule, which `check(name, value)` validates and converts.
 
     `called`: name of the argument of the function that returns the schedule, if it is another name.
@@ -90,7 +90,7 @@ class Schedule(LearningRate):
         steps, own = check_count("steps", steps), vars(self)
         arguments: Any = fields(self) if is_dataclass(type(self)) else ()  # type: ignore[arg-type]
         shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
-        filled: dict[str, Any] = {name: resolve(own[name], steps) for name in shares}
+        filled: dict[str, Any] = {name: resolve_share(own[name], steps) for name in shares}
         if own.get("steps", steps) is None:
             filled["steps"] = steps
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
@@ -111,10 +111,10 @@ class Schedule(LearningRate):
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
         """Return the rates of a training, whose `state` keeps the observations of the schedule."""
-        from onnxgrad.schedules.rates import ByStep  # it brings numpy
+        from onnxgrad.schedules.rates import ScheduleRates  # it brings numpy
 
         schedule = self if steps is None else self.over(steps)
-        rates = ByStep(schedule, state, member)
+        rates = ScheduleRates(schedule, state, member)
         rates.at(0, 1)  # raises if it needs the number of steps
         return rates
 
@@ -169,7 +169,7 @@ def count_or_share(name: str, value: Any) -> int | float:
         ) from None
 
 
-def resolve(value: int | float, steps: int) -> int:
+def resolve_share(value: int | float, steps: int) -> int:
     """Return a `count_or_share` as a number of steps, at least 1 for a share."""
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
@@ -194,7 +194,7 @@ def steps_in(schedule: Schedule, name: str) -> int:
 class Constant(Schedule):
     """The same rate in every step: see `constant`."""
 
-    value: float = argument(check_number, called="rate")
+    value: float = checked_field(check_number, called="rate")
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""

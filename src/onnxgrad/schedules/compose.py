@@ -9,16 +9,23 @@ from itertools import pairwise
 from typing import Any, Self
 
 from onnxgrad.checks import check_count, check_number
-from onnxgrad.schedules.base import Schedule, argument, count_or_share, resolve, select, steps_in
+from onnxgrad.schedules.base import (
+    Schedule,
+    checked_field,
+    count_or_share,
+    resolve_share,
+    select,
+    steps_in,
+)
 
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
     """A line from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
 
-    schedule: Schedule = argument(lambda name, value: select(value))  # noqa: RUF009 (a field)
-    warmup: int | float = argument(count_or_share)
-    start: float = argument(check_number, 0.0)
+    schedule: Schedule = checked_field(lambda name, value: select(value))  # noqa: RUF009 (a field)
+    warmup: int | float = checked_field(count_or_share)
+    start: float = checked_field(check_number, 0.0)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -40,7 +47,7 @@ class Warmup(Schedule):
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, the warm-up included."""
-        warmup = resolve(self.warmup, check_count("steps", steps))
+        warmup = resolve_share(self.warmup, check_count("steps", steps))
         return replace(self, schedule=self.schedule.over(max(steps - warmup, 1)), warmup=warmup)
 
     @property
@@ -80,8 +87,8 @@ class Join(Schedule):
     The state has the state of each schedule under its index, as a string.
     """
 
-    schedules: tuple[Schedule, ...] = argument(_check_schedules)
-    boundaries: tuple[int | float, ...] = argument(_check_boundaries)
+    schedules: tuple[Schedule, ...] = checked_field(_check_schedules)
+    boundaries: tuple[int | float, ...] = checked_field(_check_boundaries)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +119,7 @@ class Join(Schedule):
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, which ends with the last schedule."""
-        boundaries = tuple(resolve(b, check_count("steps", steps)) for b in self.boundaries)
+        boundaries = tuple(resolve_share(b, check_count("steps", steps)) for b in self.boundaries)
         edges = [0, *boundaries, max(steps, (boundaries or (0,))[-1] + 1)]
         lengths = [end - start for start, end in pairwise(edges)]
         filled = (s.over(max(n, 1)) for s, n in zip(self.schedules, lengths, strict=True))

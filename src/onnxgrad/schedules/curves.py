@@ -8,9 +8,9 @@ from math import cos, pi, sqrt
 from onnxgrad.checks import check_choice, check_count, check_number, check_positive, check_share
 from onnxgrad.schedules.base import (
     Schedule,
-    argument,
+    checked_field,
     count_or_share,
-    resolve,
+    resolve_share,
     steps_in,
     steps_or_none,
 )
@@ -21,9 +21,9 @@ from onnxgrad.schedules.compose import Warmup
 class Exponential(Schedule):
     """start * factor^(step / every), the exponent rounded down if `staircase`."""
 
-    start: float = argument(check_number, called="rate")
-    factor: float = argument(check_positive)
-    every: int = argument(check_count, 1)
+    start: float = checked_field(check_number, called="rate")
+    factor: float = checked_field(check_positive)
+    every: int = checked_field(check_count, 1)
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
@@ -36,10 +36,10 @@ class Exponential(Schedule):
 class Polynomial(Schedule):
     """end + (start - end) (1 - step / steps)^power, then `end`."""
 
-    start: float = argument(check_number)
-    end: float = argument(check_number, 0.0)
-    power: float = argument(check_positive, 1.0)
-    steps: int | None = argument(steps_or_none, None)
+    start: float = checked_field(check_number)
+    end: float = checked_field(check_number, 0.0)
+    power: float = checked_field(check_positive, 1.0)
+    steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -51,9 +51,9 @@ class Polynomial(Schedule):
 class Cosine(Schedule):
     """end + (peak - end) (1 + cos(pi step / steps)) / 2, then `end`."""
 
-    peak: float = argument(check_number)
-    end: float = argument(check_number, 0.0)
-    steps: int | None = argument(steps_or_none, None)
+    peak: float = checked_field(check_number)
+    end: float = checked_field(check_number, 0.0)
+    steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -65,10 +65,10 @@ class Cosine(Schedule):
 class CosineRestarts(Schedule):
     """Half cosines from `peak` to `end`, one after the other, each `factor` times as long."""
 
-    peak: float = argument(check_number)
-    period: int | float = argument(count_or_share)
-    factor: int = argument(check_count, 1)
-    end: float = argument(check_number, 0.0)
+    peak: float = checked_field(check_number)
+    period: int | float = checked_field(count_or_share)
+    factor: int = checked_field(check_count, 1)
+    end: float = checked_field(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,12 +90,12 @@ class CosineRestarts(Schedule):
 class OneCycle(Schedule):
     """Up from peak / div_factor to the peak, and down to the final rate: see `one_cycle`."""
 
-    peak: float = argument(check_number)
-    steps: int | None = argument(steps_or_none, None)
-    pct_start: float = argument(check_share, 0.3)
+    peak: float = checked_field(check_number)
+    steps: int | None = checked_field(steps_or_none, None)
+    pct_start: float = checked_field(check_share, 0.3)
     anneal_strategy: str = "cos"
-    div_factor: float = argument(check_positive, 25.0)
-    final_div_factor: float = argument(check_positive, 1e4)
+    div_factor: float = checked_field(check_positive, 25.0)
+    final_div_factor: float = checked_field(check_positive, 1e4)
     three_phase: bool = False
 
     def __post_init__(self) -> None:
@@ -130,8 +130,8 @@ class OneCycle(Schedule):
 class InverseSqrt(Schedule):
     """peak * min(step / warmup, sqrt(warmup / step))."""
 
-    peak: float = argument(check_number)
-    warmup: int | float = argument(count_or_share)
+    peak: float = checked_field(check_number)
+    warmup: int | float = checked_field(count_or_share)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,7 +272,7 @@ def cosine(
     if steps is None:
         return schedule
     steps = check_count("steps of cosine", steps)
-    if isinstance(schedule, Warmup) and resolve(schedule.warmup, steps) >= steps:
+    if isinstance(schedule, Warmup) and resolve_share(schedule.warmup, steps) >= steps:
         raise ValueError(f"warmup of cosine, {warmup}, leaves none of its {steps} steps")
     return schedule.over(steps)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from onnxgrad.checks import check_choice, check_count, check_number
-from onnxgrad.schedules.base import Schedule, argument
+from onnxgrad.schedules.base import Schedule, checked_field
 
 _zero_or_more = partial(check_count, least=0)
 
@@ -21,14 +21,14 @@ class Plateau(Schedule):
     of entries since then that count as bad; and `cooldown`, the number of entries not to count.
     """
 
-    initial: float = argument(check_number, called="rate")
-    factor: float = argument(check_number, 0.1)
-    patience: int = argument(_zero_or_more, 10)
+    initial: float = checked_field(check_number, called="rate")
+    factor: float = checked_field(check_number, 0.1)
+    patience: int = checked_field(_zero_or_more, 10)
     monitor: str = "validation_loss"
     mode: str = "min"
-    threshold: float = argument(check_number, 1e-4)
-    cooldown: int = argument(_zero_or_more, 0)
-    min_rate: float = argument(check_number, 0.0)
+    threshold: float = checked_field(check_number, 1e-4)
+    cooldown: int = checked_field(_zero_or_more, 0)
+    min_rate: float = checked_field(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ class Rates(Protocol):
         """Observe an entry of the history, on which later rates may depend."""
 
 
-class ByStep:
+class ScheduleRates:
     """The rates of a `Schedule`, whose state is in the `TrainState` of the training.
 
     `member` is the index of the model in a stack; None: there is one model.
@@ -55,7 +55,7 @@ class ByStep:
         return every if self.member is None else every.get(self.member, {})
 
 
-class OfMembers:
+class MemberRates:
     """The rates of the members of a stack, (steps, members)."""
 
     def __init__(self, members: list[Rates], state: Any) -> None:
