@@ -41,7 +41,7 @@ from onnxgrad.reporting import logger
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
-    """Return the loss with options that are None decided by the graph that computes `prediction`.
+    """Return the loss with values for its options that are None, decided by the graph.
 
     The logger "onnxgrad" reports the decisions.
 
@@ -187,7 +187,7 @@ def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int |
 
 
 def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
-    """Return whether a prediction is a score, or a log-probability, whose softmax is itself.
+    """Return whether a prediction is a score; log-probabilities are scores of their own softmax.
 
     Raises:
         ValueError: the prediction is neither a score nor a probability of the kind that the loss

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.losses.formula_nodes import choose, dims_of, softplus
+from onnxgrad.losses.formula_nodes import choose, class_numbers, dims_of, positions, softplus
 from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
 from onnxgrad.operators.shapes import rank
 
@@ -98,7 +98,7 @@ def cross_entropy(
         minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
     else:
         index = op.Unsqueeze(label, [classes.axis])
-        hit = op.Equal(index, classes.along(classes.indices()))
+        hit = op.Equal(index, class_numbers(op, classes.prediction, classes.axis))
         minus_t = choose(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
         if label_smoothing or 0 <= ignore_index < (classes.count or _END):  # else t is 0
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
@@ -181,10 +181,6 @@ class _Classes:
             return length
         return self.op.Cast(self.op.Squeeze(length, [0]), to=self.prediction.dtype)
 
-    def indices(self) -> ir.Value:
-        """Write the class indices 0, 1, ..., (C,)."""
-        return self.op.arange(self.op.dim(self.prediction, self.axis))
-
     def along(self, vector: ir.Value) -> ir.Value:
         """Write a vector (C,) in a shape that is broadcast to the prediction."""
         behind = len(dims_of(self.prediction)) - 1 - self.axis
@@ -201,7 +197,8 @@ class _Classes:
         op, array = self.op, weight_array(class_weight, self.count)
         dtype: Any = self.prediction.dtype
         if self.count is None and isinstance(class_weight, Mapping):  # a chain of comparisons
-            weight, index = op.const(1.0, dtype), self.indices() if index is None else index
+            weight = op.const(1.0, dtype)
+            index = positions(op, self.prediction, self.axis) if index is None else index
             for c in class_weight:
                 chosen = op.const(float(array[int(c)]), dtype)
                 weight = op.Where(op.Equal(index, int(c)), chosen, weight)

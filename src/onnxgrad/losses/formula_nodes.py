@@ -55,6 +55,11 @@ def positions(op: Any, x: ir.Value, axis: int) -> ir.Value:
     return y
 
 
+def class_numbers(op: Any, x: ir.Value, axis: int = 1) -> ir.Value:
+    """Write the class indices along an axis of `x`, in a shape that is broadcast to `x`."""
+    return op.Reshape(positions(op, x, axis), [-1] + [1] * (len(dims_of(x)) - 1 - axis))
+
+
 def at_index(op: Any, x: ir.Value, i: int) -> ir.Value:
     """Write the elements at index `i` of axis 1: (N, ...) of (N, k, ...)."""
     y = op.Gather(x, np.int64(i), axis=1)

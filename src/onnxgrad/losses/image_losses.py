@@ -11,10 +11,10 @@ from onnxgrad.errors import argument, unknown
 from onnxgrad.losses.classification import binary_cross_entropy
 from onnxgrad.losses.formula_nodes import (
     choose,
+    class_numbers,
     classes_second,
     dims_of,
     lowest,
-    positions,
     softplus,
 )
 from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction, register
@@ -62,7 +62,7 @@ def softmax_focal(
     """
     prediction = classes_second(op, prediction, axis)
     index = op.Unsqueeze(label, [1])
-    hit = op.Equal(index, _class_indices(op, prediction))
+    hit = op.Equal(index, class_numbers(op, prediction))
     if from_logits:  # 1 - p is a sum over the other classes: p near 1 loses no digits
         log_all = op.LogSoftmax(prediction, axis=1)
         log_p = op.ReduceSum(op.Where(hit, log_all, 0.0), [1], keepdims=0)
@@ -130,7 +130,7 @@ def softmax_dice(op, prediction, label, smooth=1.0, from_logits=True, ignore_ind
     p = op.Softmax(prediction, axis=1) if from_logits else prediction
     index = op.Unsqueeze(label, [1])
     kept = op.Not(op.Equal(index, ignore_index))
-    hit = op.And(op.Equal(index, _class_indices(op, prediction)), kept)
+    hit = op.And(op.Equal(index, class_numbers(op, prediction)), kept)
     t = op.Cast(hit, to=p.dtype)
     per_class = _dice_losses(op, op.Where(kept, p, 0.0), t, smooth, 2)
     axes = list(range(1, len(dims_of(prediction))))
@@ -144,11 +144,6 @@ def _dice_losses(op, p, t, smooth, first):
     both = op.ReduceSum(p * t, axes, keepdims=0)
     total = op.ReduceSum(p, axes, keepdims=0) + op.ReduceSum(t, axes, keepdims=0)
     return 1.0 - (2.0 * both + smooth) / (total + smooth)
-
-
-def _class_indices(op, prediction):
-    """Write the class indices, (C, 1, ...), to be compared with labels (N, 1, ...)."""
-    return op.Reshape(positions(op, prediction, 1), [-1] + [1] * (len(dims_of(prediction)) - 2))
 
 
 def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1e-7) -> ir.Value:

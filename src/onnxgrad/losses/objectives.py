@@ -334,7 +334,7 @@ def takes_class_weight(loss: Any) -> bool:
 
 
 def _loss_of_output(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
-    """Return the loss of one output, with None for the options that the graph is to decide."""
+    """Return the loss of one output, with None for options that the graph will decide."""
     chosen = dict(options or {})
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:

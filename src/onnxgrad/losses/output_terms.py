@@ -65,7 +65,7 @@ class MixedRows:
 
 
 def check_mixable(losses: Mapping[str | None, Any]) -> None:
-    """Raise `ValueError` for a loss that is not a mean over rows which have labels each."""
+    """Raise `ValueError` for a loss that is not a mean over rows with a label each."""
     for loss in losses.values():
         if not isinstance(loss, LossSpec):
             raise ValueError(

@@ -130,7 +130,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss, with all that trainers and exporters know of it.
+    """A loss: its formula, its labels and its options, with the facts that trainers need.
 
     Attributes:
         formula: function `(op, prediction, label, **options)` that writes the loss of every element

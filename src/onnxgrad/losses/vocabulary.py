@@ -25,7 +25,7 @@ from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import LabelPositions, WeightedLabels, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.word_blocks import BlockwiseLoss, sizes_of
+from onnxgrad.losses.word_blocks import BlockwiseLoss, block_sizes
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank
 
@@ -87,7 +87,7 @@ def write_in_chunks(
     active, _ = dependent(list(op.graph), wrt)
     shared = [x for x in head.shared if x in active and is_real(x)]
     wanted = [x for x in head.leaves if x in active]
-    sizes = sizes_of(words) if shared else None
+    sizes = block_sizes(words) if shared else None
     many = sizes is not None and sizes[0] >= MANY_WORDS
     axes, most = head.vocabulary_axes() if many else None, 128
     if isinstance(words, int):

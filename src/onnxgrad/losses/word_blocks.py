@@ -25,7 +25,7 @@ _LEAST = {ir.DataType.FLOAT: np.finfo(np.float32).min, ir.DataType.DOUBLE: np.fi
 Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-def sizes_of(words: Any) -> tuple[int, int] | None:
+def block_sizes(words: Any) -> tuple[int, int] | None:
     """Return the numbers of all words and of the words in a block, a divisor near `BLOCK`.
 
     None: the number of words is not static, or has no such divisor.

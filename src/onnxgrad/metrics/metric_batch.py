@@ -12,7 +12,7 @@ from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
 
 
 class Rows(NamedTuple):
-    """Labeled predictions, one a row; rows with the ignored label are left out.
+    """Predictions and labels, one of each in a row, without rows whose label is ignored.
 
     Attributes:
         scores: (rows, classes), or (rows,) for scores of one of two classes.
