@@ -107,7 +107,7 @@ class _AxisSearch:
         if node.op_type == "Where":
             return inputs[1:]
         if node.op_type == "Concat" or node.op_type in ELEMENTWISE - UNARY:
-            return [v for v in inputs if dims(v) != ()] or inputs  # a scale has no axis
+            return [v for v in inputs if dims(v) != ()] or inputs  # a scalar has no axis
         return inputs[:1] if operator.axes or "aligned" in operator.traits else []
 
     def _written_axis(self, node: ir.Node, x: ir.Value) -> Answer:
@@ -157,7 +157,7 @@ def _axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
         return place
     traits, named = operator_of(node).traits, named_axes(node) or ()
     if len(before) == len(after) and not traits.isdisjoint(("aligned", "unary")):
-        return axis  # also where it mixes or selects classes
+        return axis  # also where the node mixes or selects classes
     if axis in named and (len(after) < len(before) or after[axis] == 1):
         return f"{node_text(node)} removes it"
     if "view" not in traits:

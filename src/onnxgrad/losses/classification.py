@@ -57,7 +57,7 @@ def cross_entropy_terms(
                 )
             rest = rest / weight
         loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss
+    # a masked class may have an infinite loss, and 0 times it is NaN
     loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
     return Terms(loss, weight)
 
@@ -100,7 +100,9 @@ def cross_entropy(
         index = op.Unsqueeze(label, [classes.axis])
         hit = op.Equal(index, class_numbers(op, classes.prediction, classes.axis))
         minus_t = choose(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
-        if label_smoothing or 0 <= ignore_index < (classes.count or _END):  # else t is 0
+        if label_smoothing or 0 <= ignore_index < (
+            classes.count or _END
+        ):  # other ignored labels hit no class
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
         if classes.count is None:
             op.set_type_like(minus_t, classes.prediction)
@@ -196,7 +198,9 @@ class _Classes:
         """Write the weight of each class, (C,), or of each class index in `index`."""
         op, array = self.op, weight_array(class_weight, self.count)
         dtype: Any = self.prediction.dtype
-        if self.count is None and isinstance(class_weight, Mapping):  # a chain of comparisons
+        if self.count is None and isinstance(
+            class_weight, Mapping
+        ):  # comparisons, for there is no table
             weight = op.const(1.0, dtype)
             index = positions(op, self.prediction, self.axis) if index is None else index
             for c in class_weight:

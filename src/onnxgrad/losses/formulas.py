@@ -115,7 +115,9 @@ def _log_terms(op, prediction, label, eps=1e-6):
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
     if (shapes.dims(prediction) or (None,))[-1] is None:
-        prediction = op.Reshape(prediction, [0, 2])  # or a single column would be broadcast
+        prediction = op.Reshape(
+            prediction, [0, 2]
+        )  # fails for one column, which would be broadcast
     hit = op.Equal(label, op.const(np.arange(2)))
     return choose(op, hit, -1.0, 0.0, prediction) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
@@ -134,7 +136,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
     if log_input:
         return op.Exp(prediction) + (-label) * prediction
     if prediction.dtype == ir.DataType.FLOAT16:
-        eps = max(eps, 1e-4)  # 1 / eps must be finite
+        eps = max(eps, 1e-4)  # 1 / eps must be finite in float16
     return prediction + (-label) * op.Log(prediction + eps)
 
 

@@ -67,7 +67,7 @@ class Head:
             kept = [x for x in data[:1] if (dims(x) or (None,))[-1] == shape[-1]]
             return [x for x in kept if len(data) == 1 and rank(x) in (2, 3)]
         if kind in ELEMENTWISE:
-            # broadcast along positions
+            # the other operands are broadcast along positions
             fits = all((s := dims(x)) is not None and set(s[:-1]) <= {1} for x in rest)
         elif kind == "MatMul":
             fits = data == [node.inputs[0]] and rank(node.inputs[1]) == 2

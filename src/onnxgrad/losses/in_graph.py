@@ -133,7 +133,7 @@ def _weight_losses(
     op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, by_element: bool
 ) -> ir.Value:
     """Write losses times a new input of sample weights, of elements or else of rows."""
-    # without a shape, as (N,) and (N, 1) are both accepted
+    # the input has no shape, because (N,) and (N, 1) are both accepted
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
     if shapes.rank(losses) is None:

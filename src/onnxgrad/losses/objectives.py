@@ -219,7 +219,7 @@ class TrainingLoss:
             every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
             weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
         total, count = sum_and_count(op, one.terms, one.label, weight)
-        if self.mixed is not None and one.of_partners is not None:  # whose count is equal
+        if self.mixed is not None and one.of_partners is not None:  # both labels have one count
             label, terms = one.of_partners
             other = None if weight is None else self.mixed.take_partners(op, weight)
             partners_total, _ = sum_and_count(op, terms, label, other)

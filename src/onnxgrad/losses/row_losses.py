@@ -119,7 +119,7 @@ def _losses_of_operator(op: Any, node: Any) -> ir.Value:
     if reduction == "none":
         raise _NotASum(f"{node_text(node)} does not reduce: its reduction is 'none'")
     losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
-    losses.shape = node.inputs[1].shape  # of the labels
+    losses.shape = node.inputs[1].shape  # the shape of the labels
     return _sum_columns(op, losses, reduction == "mean")
 
 

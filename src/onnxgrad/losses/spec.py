@@ -293,9 +293,10 @@ def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
     """
     declared, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
     if declared is None:
-        return op.Reshape(label, wanted)  # or (N,) would meet (N, 1), and become (N, N)
+        return op.Reshape(label, wanted)  # or (N,) and (N, 1) would be broadcast to (N, N)
     shape_of_kind = label.meta.get(marks.LABEL_SHAPE)
     if None not in declared or shape_of_kind is None or shape_of_kind(known) != known:
         return label
-    both = op.Reshape(op.Expand(label, wanted), op.Shape(label))  # fails for a shorter label
-    return op.set_type_like(op.Reshape(both, wanted), prediction)  # and for a shorter prediction
+    # the first Reshape fails for a shorter label, the second one for a shorter prediction
+    both = op.Reshape(op.Expand(label, wanted), op.Shape(label))
+    return op.set_type_like(op.Reshape(both, wanted), prediction)

@@ -46,15 +46,16 @@ def sum_and_count(
     assert shape is not None
     assert dtype is not None
     if not shape and dims(label) == () and w is None and weight is None:
-        return losses, op.const(1.0, dtype)  # the only term of a prediction of rank 0
+        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one term
     if not shape:
         raise ValueError("a loss must have one number for every element or row, not one for all")
-    own = None if w is None else dims(w)
-    covers = own is not None and len(own) == len(shape)
-    covers = covers and all(a != 1 or d == 1 for a, d in zip(own or (), shape, strict=True))
+    # whether the weights are not broadcast to the losses
+    of_weights = None if w is None else dims(w)
+    covers = of_weights is not None and len(of_weights) == len(shape)
+    covers = covers and all(a != 1 or d == 1 for a, d in zip(of_weights or (), shape, strict=True))
     if not covers:
         losses, extents, every = _shape_by_label(op, losses, label)
-        if every and w is None and weight is None:  # in fewer nodes than by the shape
+        if every and w is None and weight is None:  # Size is fewer nodes than the shape
             return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
         target = op.vector(*extents)
     else:
@@ -118,7 +119,9 @@ def element_count(
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
     """Write weights in the shape of `like`; the Reshape fails if there are more of them."""
-    every = op.emit("Expand", [weight, shape], {}, fresh=True)  # also if symbols are equal
+    every = op.emit(
+        "Expand", [weight, shape], {}, fresh=True
+    )  # Expand is not left out if symbols are equal
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
 
 

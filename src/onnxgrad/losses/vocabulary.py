@@ -117,7 +117,7 @@ def scale_gradients(pairs: Pairs) -> OwnGradients:
     return write
 
 
-# -- chunks of positions ---------------------------------------------------------------------
+# -- chunks of positions ---------------------------------------------------------------------------
 
 
 def _write_by_positions(

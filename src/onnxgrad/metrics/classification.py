@@ -84,7 +84,7 @@ class TopK(Accuracy):
 
     def values(self, rows: Rows) -> np.ndarray:
         """Return whether the class of each label is among the k classes of the highest scores."""
-        if rows.scores.ndim == 1:  # then k is 1
+        if rows.scores.ndim == 1:  # of two classes, so that k is 1
             return super().values(rows)
         true = rows.true[:, None]
         score = np.take_along_axis(rows.scores, true, axis=1)

@@ -141,7 +141,7 @@ class TorchMetric(Metric):
             )
         if info.classes is not None:
             prediction = np.moveaxis(prediction, info.axis, 1)
-        if not len(prediction):  # torchmetrics fails on it
+        if not len(prediction):  # torchmetrics fails for an empty batch
             return
         self._rows += len(prediction)
         arrays = (prediction, self._shape_label(prediction, label))

@@ -139,7 +139,7 @@ class MetricBatch:
     def _check_numbers(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
         """Return an array of numbers with rows; raise `ValueError` for NaN unless `nan`."""
         array = np.asarray(array)
-        if array.dtype.kind == "V":  # bfloat16 and the like of ml_dtypes
+        if array.dtype.kind == "V":  # dtypes of ml_dtypes, such as bfloat16
             array = array.astype(np.float32)
         if array.dtype.kind not in "biuf" or array.ndim == 0:
             raise ValueError(

@@ -98,7 +98,7 @@ class AUC(ClassMetric):
         if self.n_classes > 2:
             logits = self.info.from_logits
             scores = np.exp(_log_softmax(scores)) if logits else _check_sums(self.name, scores)
-        elif scores.ndim == 2:  # logits rank by their difference
+        elif scores.ndim == 2:  # rows rank by the difference of their logits
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
         weight = np.ones(len(scores)) if weight is None else weight
@@ -122,7 +122,9 @@ class AUC(ClassMetric):
         """Return the area of class `k` against the rest."""
         order = np.argsort(scores, kind="stable")[::-1]
         scores, hit, weight = scores[order], (true == k)[order], weight[order]
-        ends = np.r_[np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1]  # of equal scores
+        ends = np.r_[
+            np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1
+        ]  # last of equal ones
         right = np.r_[0.0, np.cumsum(weight * hit)[ends]]
         wrong = np.r_[0.0, np.cumsum(weight * ~hit)[ends]]
         if not (right[-1] and wrong[-1]):

@@ -142,7 +142,7 @@ class R2(MSE):
         super()._add_rows(f, y, weight)
         if not len(y):
             return
-        if self._first is None:  # differences from it are exactly zero for constant labels
+        if self._first is None:  # constant labels minus the first are exactly zero
             self._first = y[0].copy()
             self._weight, self._center, self._spread = np.zeros((3, len(y[0])))
         y = y - self._first

@@ -311,7 +311,7 @@ class Rprop(Optimizer):
             raise ValueError(
                 f"etas must be a factor between 0 and 1 and one above 1, not {self.etas!r}"
             )
-        if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0: not started
+        if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0 means not started
             raise ValueError(
                 f"step_sizes must be positive, the least one first, not {self.step_sizes!r}"
             )

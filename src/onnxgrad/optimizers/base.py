@@ -90,7 +90,7 @@ class Optimizer:
         super().__init_subclass__(**options)
         own = vars(cls)
         if isinstance(own.get("members"), property):
-            return  # see `Composite`
+            return  # a `Composite` has the properties of its members
         # the claims of a base class are about its `update`
         for claim in ("elementwise", "rate_first"):
             if "update" in own and claim not in own:

@@ -111,11 +111,11 @@ class Schedule(LearningRate):
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
         """Return the rates of a training, whose `state` keeps the observations of the schedule."""
-        from onnxgrad.schedules.rates import ScheduleRates  # it brings numpy
+        from onnxgrad.schedules.rates import ScheduleRates  # which imports numpy
 
         schedule = self if steps is None else self.over(steps)
         rates = ScheduleRates(schedule, state, member)
-        rates.at(0, 1)  # raises if it needs the number of steps
+        rates.at(0, 1)  # raises if the schedule needs the number of steps
         return rates
 
     @property

@@ -111,7 +111,10 @@ class OneCycle(Schedule):
         """Return the rate of a step."""
         steps = steps_in(self, "steps")
         first = self.peak / self.div_factor
-        up, last = self.pct_start * steps - 1, steps - 1  # where phases end, not always integers
+        up, last = (
+            self.pct_start * steps - 1,
+            steps - 1,
+        )  # last steps of phases, not always integers
         phases = [(up, self.peak), (last, first / self.final_div_factor)]
         if self.three_phase:
             phases.insert(1, (2 * up, first))
