@@ -24,7 +24,7 @@ from onnxgrad.compat.learning_penalties import weight_names
 from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
 from onnxgrad.compat.small_models import build_model
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.losses.penalties import weight_penalty
+from onnxgrad.losses.in_graph import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
 
 Values = dict[str, ir.Value]

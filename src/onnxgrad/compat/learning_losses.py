@@ -27,8 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
-from onnxgrad.losses.classification import softplus
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.formula_nodes import softplus, wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label

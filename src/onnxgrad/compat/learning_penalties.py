@@ -19,7 +19,7 @@ from onnxgrad.compat.small_models import SmallFunctions, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.penalties import coefficients, weight_penalty
+from onnxgrad.losses.in_graph import penalty_coefficients, weight_penalty
 from onnxgrad.model.draft import Draft
 from onnxgrad.runtime.values import owned, to_numpy
 
@@ -318,7 +318,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
         for name, setting in self.penalties.items():
             penalty = setting
             if not isinstance(setting, BaseLearningPenalty):
-                penalty = ElasticLearningPenalty(**coefficients(name, setting))
+                penalty = ElasticLearningPenalty(**penalty_coefficients(name, setting))
                 if not penalty.l1 and not penalty.l2:
                     raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
             penalties[name] = penalty

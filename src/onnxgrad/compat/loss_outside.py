@@ -23,8 +23,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.vocabulary import OwnGradients, scaled
+from onnxgrad.losses.objectives import WrittenLoss
+from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
@@ -368,7 +368,7 @@ class RowsAndPenalty:
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    ) -> WrittenLoss:
         """Write the loss, whose gradient starts at the prediction and at the penalty."""
         ((name, prediction),) = predictions.items()
         prediction = wide(op, prediction)
@@ -386,12 +386,12 @@ class RowsAndPenalty:
             for name in self.weights
             if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
         ]
-        own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
+        own: list[OwnGradients | None] = [scale_gradients([(prediction, gradient)])]
         if penalties:
             sums, own = [*sums, op.total(penalties)], [*own, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)
         counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
-        return Written(sums, counts, factors, [label], infos, weight, own)
+        return WrittenLoss(sums, counts, factors, [label], infos, weight, own)
 
     def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
         """Raise if the loss is one number, which sample weights cannot weigh by row."""

@@ -19,7 +19,7 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.checks import check_choice, check_count
 from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import ModelError, argument, printable, unknown
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import external
 from onnxgrad.model.draft import Draft
 from onnxgrad.model.read import ModelLike, read
@@ -211,7 +211,7 @@ def calibration_feeds(
     model = prepare(proto, batch=BATCH)  # tells symbols of one name apart
     graph, inputs = model.graph, list(model.graph.inputs)
     objective = Objective(
-        Job(proto), model, inputs, [], Written(), {}, indexed_tables(graph, inputs)
+        Job(proto), model, inputs, [], WrittenLoss(), {}, indexed_tables(graph, inputs)
     )
     fields = Fields(objective)
     fields.left_out = _LABELS

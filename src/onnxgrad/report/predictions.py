@@ -20,7 +20,7 @@ from onnxgrad.data.image_files import is_image, is_path, open_image
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
-from onnxgrad.metrics.metric_batch import Batch
+from onnxgrad.metrics.metric_batch import MetricBatch
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.output_metrics import prediction_info
 
@@ -43,10 +43,12 @@ class _Output:
     info: LossInfo
     axis: int  # axis of rows in the output
 
-    def compare(self, prediction: np.ndarray, label: np.ndarray) -> tuple[PredictionInfo, Batch]:
+    def compare(
+        self, prediction: np.ndarray, label: np.ndarray
+    ) -> tuple[PredictionInfo, MetricBatch]:
         """Return predictions and labels in the form that metrics take."""
         about = prediction_info(self.info, prediction, self.axis)
-        return about, Batch(_NAME, about, prediction, label)
+        return about, MetricBatch(_NAME, about, prediction, label)
 
 
 @dataclass
