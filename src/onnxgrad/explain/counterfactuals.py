@@ -71,7 +71,7 @@ def counterfactual(
         target: class to reach, for all rows or one a row; the output is (rows, classes).
         wrt: name of the value that is changed; see `ScoreFunction`.
         norm: "L1" or "L2", the distance.
-        margin: by how much the score of the class shall exceed the others.
+        margin: least difference of the score of the class and the scores of other classes.
         bounds: the least and the greatest value of an element.
         mask: see `fgsm`; zero for features that cannot change.
         learning_rate: length of a step, in units of the value.

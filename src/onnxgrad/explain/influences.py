@@ -93,12 +93,12 @@ def influence(
             f"{rates.size} learning_rates for {len(states)} checkpoints: give one for each"
         )
     explained, rows = losses.check_rows(test, test_labels), losses.check_rows(train, train_labels)
-    products = [losses.gradient_products(s, rows, losses.gradients(s, explained)) for s in states]
+    products = [losses.row_products(s, rows, losses.gradients(s, explained)) for s in states]
     return np.tensordot(np.broadcast_to(rates, len(states)), products, 1)
 
 
 @dataclass
-class _LabeledRows:
+class _DataRows:
     """Inputs and labels; `with_rows` are the names of the arrays whose first axis is the rows."""
 
     feed: Arrays
@@ -161,7 +161,7 @@ class _RowLosses:
                 )
         return {name: weights[name] for name in self.names}
 
-    def check_rows(self, data: Inputs, labels: Any) -> _LabeledRows:
+    def check_rows(self, data: Inputs, labels: Any) -> _DataRows:
         """Return rows with their labels, as arrays of the dtypes of the model."""
         names = [str(x.name) for x in self._inputs]
         feed = input_arrays(data, self._inputs, names, self._unused)
@@ -172,9 +172,9 @@ class _RowLosses:
                 f"the labels have the shape {list(feed[self._label].shape)}, and there are {count} "
                 "rows"
             )
-        return _LabeledRows(feed, {*with_rows, self._label}, count)
+        return _DataRows(feed, {*with_rows, self._label}, count)
 
-    def gradients(self, state: Arrays, rows: _LabeledRows) -> list[Arrays]:
+    def gradients(self, state: Arrays, rows: _DataRows) -> list[Arrays]:
         """Return the gradient of the loss of each row."""
         # raises an error if the model takes a fixed number of rows
         self._piece.rows_per_call(rows.part(0, 1), rows.with_rows, 1)
@@ -187,9 +187,7 @@ class _RowLosses:
             gradients.append(dict(zip(self.names, results[1:], strict=True)))
         return gradients
 
-    def gradient_products(
-        self, state: Arrays, rows: _LabeledRows, gradients: list[Arrays]
-    ) -> np.ndarray:
+    def row_products(self, state: Arrays, rows: _DataRows, gradients: list[Arrays]) -> np.ndarray:
         """Return the product of each gradient with the gradient of each row, (gradients, rows)."""
         result = np.zeros((len(gradients), rows.count))
         size = self._piece.rows_per_call(rows.feed, rows.with_rows, rows.count)

@@ -125,10 +125,12 @@ class Piece:
 
     @cached_property
     def _multiply_adds(self) -> float:
+        """The multiply-adds of a call with the most rows."""
         return work(self.graph) * self._batch_size
 
     @cached_property
     def _output_predictor(self) -> Predictor:
+        """The predictor of the outputs."""
         return Predictor(self._proto, self.outputs, self._device, 0, self._multiply_adds)
 
     def _gradient_predictor(self, wrt: tuple[str, ...]) -> _GradientPredictor:

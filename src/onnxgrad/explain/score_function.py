@@ -24,7 +24,7 @@ from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import RANDOM
-from onnxgrad.operators.shapes import is_real
+from onnxgrad.operators.shapes import is_real, static
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
@@ -193,8 +193,11 @@ class ScoreFunction:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_wrt(self) -> None:
-        """Raise `ValueError` if `wrt` names the output, values that it does not depend on, or
-        values that depend on each other."""
+        """Raise `ValueError` if the values `wrt` cannot be explained together.
+
+        These are the output, values that it does not depend on, and values that depend on others
+        of them.
+        """
         if self.output in self.wrt:
             raise ValueError(f"{self.output!r} is the output: name values in front of it as `wrt`")
         graph = self.piece([self.output, *self.inner]).graph
@@ -310,13 +313,13 @@ class Point:
 
     @cached_property
     def _row_shape(self) -> tuple[int, ...]:
+        """The shape of a row of the output, known from the graph or from running it."""
         shape = self.function.behind.shape(self.function.output)
-        known = [d for d in (shape or ())[1:] if isinstance(d, int)]
-        if shape is None or len(known) != len(shape) - 1:
-            return self.output.shape[1:]
-        return tuple(known)
+        known = None if shape is None else static(shape[1:])
+        return self.output.shape[1:] if known is None else known
 
     def _copies_of_rows(self, values: Mapping[str, np.ndarray]) -> int:
+        """Return how many rows the values have for each row of this point."""
         return len(next(iter(values.values()))) // self.rows
 
     def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:

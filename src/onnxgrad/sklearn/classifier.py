@@ -258,6 +258,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
 
     def _loss_or_default(self, head: Head) -> Any:
+        """Return the argument `loss`, or the cross entropy for the columns of the head."""
         binary = self._is_multilabel or head.width == 1 or head.one_vs_rest
         default = "binary_cross_entropy" if binary else "cross_entropy"
         return default if self.loss is None else self.loss

@@ -126,8 +126,11 @@ def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
 
 
 def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
-    """Return the names of the tensors that depend on data and not on weights, and that a node with
-    weights, or behind weights, reads."""
+    """Return the names of the tensors that the trained layers read from the layers in front.
+
+    They depend on data and not on trained weights; a node that has such weights, or depends on
+    them, reads them.
+    """
     refs = [ref for ref in constant_refs(proto) if ref.name in trained]
     behind = {ref.graph_name or ref.name for ref in refs if ref.node is None}
     holders = {y for ref in refs if ref.node is not None for y in ref.node.output}
