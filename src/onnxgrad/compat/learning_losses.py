@@ -94,10 +94,10 @@ class BaseLearningLoss(SmallFunctions):
         value, expected = wide(op, prediction), label
         if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
             expected = op.Reshape(label, op.Shape(value))
-        terms, own = Terms(self.loss(op, value, expected)), None
+        terms, written = Terms(self.loss(op, value, expected)), None
         if type(self).gradient is not BaseLearningLoss.gradient:
-            own = value, self.gradient(op, value, expected)
-        return OutputTerms(label, terms, self.info(prediction), own)
+            written = value, self.gradient(op, value, expected)
+        return OutputTerms(label, terms, self.info(prediction), written)
 
     def rows_and_gradient(
         self, op: Any, prediction: ir.Value, label: ir.Value, weight: ir.Value | None = None

@@ -270,8 +270,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             w = weights[name]
-            own = optimizer.for_weight(name, w.shape)
-            shapes = {slot: own.slot_shape(slot, w.shape) for slot in own.slots}
+            of_weight = optimizer.for_weight(name, w.shape)
+            shapes = {slot: of_weight.slot_shape(slot, w.shape) for slot in of_weight.slots}
             if zero:
                 checked[name] = {slot: np.zeros(shape, w.dtype) for slot, shape in shapes.items()}
             elif slots:
@@ -397,12 +397,12 @@ class RowsAndPenalty:
             for name in self.weights
             if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
         ]
-        own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
+        gradients: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
         if penalties:
-            sums, own = [*sums, op.total(penalties)], [*own, None]
+            sums, gradients = [*sums, op.total(penalties)], [*gradients, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)
         counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
-        return Written(sums, counts, factors, [label], infos, weight, own)
+        return Written(sums, counts, factors, [label], infos, weight, gradients)
 
     def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
         """Raise `ValueError` if the loss is one number, which sample weights cannot weight."""

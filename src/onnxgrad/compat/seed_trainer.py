@@ -363,8 +363,8 @@ class SeedTrainer(Arguments):
         return cache.get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
-        return vars(self) | own | {"_cache": BuildCache()}
+        state = {"_state": self._state.copy()} if "_state" in vars(self) else {}
+        return vars(self) | state | {"_cache": BuildCache()}
 
 
 def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

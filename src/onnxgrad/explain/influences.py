@@ -49,8 +49,8 @@ def influence(
 ) -> np.ndarray:
     """Return how much a step on each training row lowers the loss of each test row: TracIn.
 
-    The sum over checkpoints of the learning rate times the product of two gradients with respect to
-    the weights: of the loss of a training row, and of a test row (Pruthi et al. 2020,
+    The sum over checkpoints of the learning rate times the product of two gradients w.r.t. the
+    weights: of the loss of a training row, and of the loss of a test row (Pruthi et al. 2020,
     arXiv:2002.08484).
 
     Args:

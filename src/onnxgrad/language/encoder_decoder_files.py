@@ -120,7 +120,10 @@ def split_encoder_decoder(
     for i, file in list(enumerate(files))[2:]:
         changes.check_known(file, _file_description(i))
         used = _constants_used_with_cache(files[1], file)
-        if lost := {name for own, (name, _) in found[1].items() if own in used} - names[i]:
+        if (
+            lost := {name for constant, (name, _) in found[1].items() if constant in used}
+            - names[i]
+        ):
             remedy = "export it from the trained decoder"
             if read_adapters(files[1]):
                 remedy = "it has no adapters; leave it out, the trained decoder works without it"
@@ -128,7 +131,7 @@ def split_encoder_decoder(
                 f"{_file_description(i)} lacks the trained {_quoted_names(lost)}: {remedy}"
             )
     return [
-        replace(file, {own: value for own, (_, value) in each.items()})
+        replace(file, {constant: value for constant, (_, value) in each.items()})
         for file, each in zip(files, found, strict=True)
     ]
 
@@ -152,11 +155,11 @@ def _write_by_name(
     places = _places_by_name(mapping, new, before)
     matched = [("the trained model", new, {*places.values()}, before)]
     for i, constants in enumerate(before):
-        own = {name for index, name in places if index == i}
-        matched.append((_file_description(i), constants, own, [new]))
-    for where, constants, own, others in matched:
+        placed = {name for index, name in places if index == i}
+        matched.append((_file_description(i), constants, placed, [new]))
+    for where, constants, placed, others in matched:
         kept = {_array_key(array) for other in others for _, array in other.values()}
-        weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in own}
+        weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in placed}
         if lost := [name for name, array in weights.items() if _array_key(array) not in kept]:
             raise ValueError(
                 f"{where} has {_quoted_names(lost)}, which no weight of this name corresponds to: "
@@ -183,19 +186,19 @@ def _places_by_name(
         if name not in new:
             raise unknown(f"trained weight ({argument('mapping')})", name, new)
         for place in [given] if isinstance(given, (str, tuple)) else given:
-            index, own = (None, place) if isinstance(place, str) else place
+            index, constant = (None, place) if isinstance(place, str) else place
             chosen = [(i, n) for i, n in every if index in (None, i)]
-            if own not in (known := [n for _, n in chosen]):
-                raise unknown(f"constant ({argument('mapping')})", own, known)
-            places |= {place: name for place in chosen if place[1] == own}
-    former = {name: before[i][own][1] for (i, own), name in places.items()}
-    for i, own in every:
-        array = before[i][own][1]
-        named = PREFIX + own if i and PREFIX + own in new else own
-        if (i, own) in places or named not in new or new[named][1].shape != array.shape:
+            if constant not in (known := [n for _, n in chosen]):
+                raise unknown(f"constant ({argument('mapping')})", constant, known)
+            places |= {place: name for place in chosen if place[1] == constant}
+    former = {name: before[i][constant][1] for (i, constant), name in places.items()}
+    for i, constant in every:
+        array = before[i][constant][1]
+        named = PREFIX + constant if i and PREFIX + constant in new else constant
+        if (i, constant) in places or named not in new or new[named][1].shape != array.shape:
             continue
         if np.array_equal(former.setdefault(named, array), array):  # else two weights share a name
-            places[i, own] = named
+            places[i, constant] = named
     return places
 
 
@@ -235,20 +238,20 @@ class _ChangedWeights:
             ValueError: values before the training do not say which weight a constant is.
         """
         found = {}
-        for own, (row, array) in _float_constants(file).items():
+        for constant, (row, array) in _float_constants(file).items():
             options = self._by_values.get(_array_key(array), [])
-            plain = _MERGED_NAME.sub("", own)
+            plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
                 continue  # a constant that has the same numbers by chance
             joined, value = options[0] if named is None else named
             if named is None and any(not np.array_equal(value, other) for _, other in options):
                 raise ValueError(
-                    f"{own!r} of {where} may be one of {_quoted_names(n for n, _ in options)}, "
-                    "which were equal before the training: export this file again, or name its "
-                    f"weight by {argument('mapping')}"
+                    f"{constant!r} of {where} may be one of "
+                    f"{_quoted_names(n for n, _ in options)}, which were equal before training: "
+                    f"export this file again, or name its weight by {argument('mapping')}"
                 )
-            found[own] = joined, value
+            found[constant] = joined, value
         return found
 
     def check_known(self, file: ModelProto, where: str) -> None:

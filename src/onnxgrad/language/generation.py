@@ -179,8 +179,8 @@ def generate(
             f"the model is in no folder with a tokenizer: pass {argument('tokenizer')}, as its "
             "folder"
         )
-    own = as_tokenizer(folder if tokenizer is None else tokenizer)
-    ids = [_encode_prompt(own, prompt) for prompt in given]
+    loaded = as_tokenizer(folder if tokenizer is None else tokenizer)
+    ids = [_encode_prompt(loaded, prompt) for prompt in given]
     running = None if folder is None else _genai_model(folder)
     if folder is not None and running is not None:
         tokens = _generate_by_genai(running, folder, ids, max_new_tokens, choice, adapter)
@@ -189,8 +189,8 @@ def generate(
         if adapter is not None:
             proto = load_adapter(proto, _find_adapter(folder, adapter))
         about = _model_folder(tokenizer) if folder is None else folder
-        tokens = _generate_by_session(proto, own, about, ids, max_new_tokens, choice)
-    found = [own.decode(each) for each in tokens]
+        tokens = _generate_by_session(proto, loaded, about, ids, max_new_tokens, choice)
+    found = [loaded.decode(each) for each in tokens]
     return found if several else found[0]
 
 

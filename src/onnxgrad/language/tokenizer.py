@@ -127,8 +127,8 @@ def as_tokenizer(source: Any) -> Tokenizer:
     """
     if isinstance(source, Tokenizer):
         return source
-    if isinstance(own := getattr(source, "tokenizer", None), Tokenizer):
-        return own
+    if isinstance(known := getattr(source, "tokenizer", None), Tokenizer):
+        return known
     if hasattr(source, "backend_tokenizer"):
         backend, template = source.backend_tokenizer, source.chat_template
         special = {

@@ -177,13 +177,13 @@ class _WordEncoder:
             for first, stop, begin, end in self._split_into_rows(
                 each, text.labels or () if learned else ()
             ):
-                ids, types, own = _encode_words(text.text, spans[begin:end], self._cutting)
-                own = np.where(own >= 0, own + begin, -1)
-                counted = (first <= own) & (own < stop)
-                heads = counted & np.append(True, own[1:] != own[:-1])
-                row = np.where(heads, labels[own], inside[own])
+                ids, types, words = _encode_words(text.text, spans[begin:end], self._cutting)
+                words = np.where(words >= 0, words + begin, -1)
+                counted = (first <= words) & (words < stop)
+                heads = counted & np.append(True, words[1:] != words[:-1])
+                row = np.where(heads, labels[words], inside[words])
                 row[~(counted if self.label_all else heads)] = IGNORED
-                rows.append(_Row(number, ids, types, np.where(heads, own, -1), row))
+                rows.append(_Row(number, ids, types, np.where(heads, words, -1), row))
                 seen += int(heads.sum())
             long = len(owners) > self.max_length
             counts[f"texts have more than {self.max_length} tokens and become several rows"] += long

@@ -251,11 +251,11 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 raise other_head(what, len(new))
             self.classes_ = np.arange(units)
         elif self.model is not None:
-            own, text = head.classes, head.classes.dtype.kind == "U"
-            if text != (new.dtype.kind in "UO") or not np.isin(new, own).all():
-                what = f"the classes {own.tolist()}, and y {new.tolist()}"
+            stored, text = head.classes, head.classes.dtype.kind == "U"
+            if text != (new.dtype.kind in "UO") or not np.isin(new, stored).all():
+                what = f"the classes {stored.tolist()}, and y {new.tolist()}"
                 raise other_head(what, len(new))
-            self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
+            self.classes_ = stored.astype(new.dtype if new.dtype.kind != "U" else stored.dtype)
 
     def _loss_or_default(self, head: Head) -> Any:
         """Return the argument `loss`, or the cross entropy for the columns of the head."""

@@ -108,8 +108,8 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _allows_nan(self) -> bool:
         losses = self.loss.values() if isinstance(self.loss, Mapping) else [self.loss]
         options = dict(self.loss_options or {})
-        each = [options, *(own for own in options.values() if isinstance(own, Mapping))]
-        return any(own.get("ignore_nan") for own in each) or any(
+        each = [options, *(given for given in options.values() if isinstance(given, Mapping))]
+        return any(given.get("ignore_nan") for given in each) or any(
             getattr(loss, "ignore_nan", False) for loss in losses
         )
 
