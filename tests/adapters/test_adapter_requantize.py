@@ -257,5 +257,5 @@ def test_scales_of_several_steps_get_no_adapter():
     text = """f (float[N,3] x) => (float[N,2] y) {
         a, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(a, q, z) c = Cast<to = 1>(i)
         d = Mul(c, s) y = Mul(d, t) }"""
-    with pytest.raises(ValueError, match=naming("'q'", "factors")):
+    with pytest.raises(ValueError, match=naming("'q'", "two nodes")):
         og.add_lora(random_model(text, q=INTEGERS, t=np.float32([0.1])), "q", rank=2)

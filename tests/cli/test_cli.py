@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onnxgrad import add_loss_output
-from onnxgrad.tasks.model_with_loss import with_loss
+from onnxgrad.tasks.rows_task import with_loss
 from tests.support.commands import (
     LAYERS,
     LINEAR,
@@ -186,7 +186,7 @@ def test_ids_beyond_a_table_and_axes_that_differ(here, values, parts):
         (("train", "linear.onnx", "none", *REGRESSION), ["'none'", "No such file"]),
         ((*LINE, "--target", "yy"), ["column 'yy'", "'y'"]),
         ((*LINE, "--target", "y"), ["target", "twice"]),
-        ((*LINE, "--weights", "w"), ["weight 'w'", "'W', 'b'"]),
+        ((*LINE, "--weights", "w"), ["weight", "'w'", "'W', 'b'"]),
         ((*LINE, "--loss", "squarederror"), ["'squared_error'"]),
         ((*LINE, "--loss-option", "delta=1"), ["'squared_error'", "'delta'"]),
         ((*LINE, "--loss-option", "delta"), ["'delta'", "NAME=VALUE"]),

@@ -9,9 +9,6 @@ import onnxruntime as ort
 import pytest
 from pyarrow import csv as arrow_csv, parquet
 
-from onnxgrad.cli.data_options import IMAGES, TABLES, TEXTS
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.train_options import TrainOptions
 from tests.support.commands import (
     LINEAR,
     as_json,
@@ -33,51 +30,49 @@ NUMBERS = ("train", "linear.onnx", "rows.csv", "--target", "y")
 
 # -- options without effect ---------------------------------------------------------------------
 
-VALUES = {  # of options that have an effect on some kinds of data only
-    "columns": ("a,b",),
-    "ignore": ("a",),
-    "drop_missing": (),
-    "target": ("y",),
-    "sample_weight": ("a",),
-    "classes": ("a,b",),
-    "image_size": (8,),
-    "scale": (255,),
-    "normalize": ("imagenet",),
-    "max_length": (8,),
-    "completion_only": (),
-    "packing": (),
-    "tokenizer": (".",),
+TABLE, IMAGES, TEXTS = "table", "images", "texts"
+VALUES = {  # of options that have an effect on some kinds of data only, and these kinds
+    "--columns": (("a,b",), (TABLE,)),
+    "--ignore": (("a",), (TABLE,)),
+    "--drop-missing": ((), (TABLE,)),
+    "--target": (("y",), (TABLE,)),
+    "--sample-weight": (("a",), (TABLE,)),
+    "--classes": (("a,b",), (TABLE, IMAGES)),
+    "--image-size": ((8,), (IMAGES,)),
+    "--scale": ((255,), (IMAGES,)),
+    "--normalize": (("imagenet",), (IMAGES,)),
+    "--max-length": ((8,), (TEXTS,)),
+    "--completion-only": ((), (TEXTS,)),
+    "--packing": ((), (TEXTS,)),
+    "--tokenizer": ((".",), (TEXTS,)),
 }
-LIMITED = {n: o for n, o in Described.fields_of(TrainOptions).items() if o.data}
 
 
-def test_the_options_of_some_kinds_are_these():
-    assert {*VALUES} == {*LIMITED}
-
-
-@pytest.mark.parametrize("kind", [TABLES, IMAGES, TEXTS])
-@pytest.mark.parametrize("name", VALUES)
-def test_options_of_other_kinds_of_data(here, name, kind):
-    if kind in LIMITED[name].data:
+@pytest.mark.parametrize("kind", [TABLE, IMAGES, TEXTS])
+@pytest.mark.parametrize("flag", VALUES)
+def test_options_of_other_kinds_of_data(here, flag, kind):
+    values, kinds = VALUES[flag]
+    if kind in kinds:
         return
     if kind == IMAGES:
         image = pytest.importorskip("PIL.Image")
         (here / "photos" / "a").mkdir(parents=True)
         image.new("RGB", (8, 8)).save("photos/a/0.png")
     Path("texts.txt").write_text("a\n")
-    data = {TABLES: "rows.csv", IMAGES: "photos", TEXTS: "texts.txt"}[kind]
+    data = {TABLE: "rows.csv", IMAGES: "photos", TEXTS: "texts.txt"}[kind]
     before = sorted(here.rglob("*"))
-    flag = LIMITED[name].flag
-    line = refusal("train", "layers.onnx", data, "--loss", "cross_entropy", flag, *VALUES[name])
-    assert_names(line, f"{flag} ... {kind} ... {data!r}")
+    line = refusal("train", "layers.onnx", data, "--loss", "cross_entropy", flag, *values)
+    assert_names(line, f"--task {kind} ... {data!r} ... {flag}")
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", [name for name in VALUES if TABLES not in LIMITED[name].data])
-def test_options_of_other_data_than_tables_in_eval(here, name):
+@pytest.mark.parametrize(
+    "flag", [flag for flag, (_, kinds) in VALUES.items() if TABLE not in kinds]
+)
+def test_options_of_other_data_than_tables_in_eval(here, flag):
     line = ("eval", "layers.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
-    message = refusal(*line, LIMITED[name].flag, *VALUES[name])
-    assert_names(message, f"{LIMITED[name].flag} ... tables ... 'kinds.csv'")
+    message = refusal(*line, flag, *VALUES[flag][0])
+    assert_names(message, f"--task table ... 'kinds.csv' ... {flag}")
 
 
 def test_options_of_eval(here):

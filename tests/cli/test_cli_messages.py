@@ -12,7 +12,7 @@ from onnxgrad.cli.face import Shell
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import argument, named, speaking
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.rows_task import RowsTask
 from tests.support.commands import (
     as_json,
     assert_names,
@@ -176,7 +176,7 @@ def test_the_validation_file_is_named(here):
     [
         (("--target", "y"), ["'loss'", "y", "--loss"]),
         (("--loss", "l2"), ["labels", "--target"]),
-        ((*REGRESSION[:4], "--train", "w"), ["weight 'w'"]),
+        ((*REGRESSION[:4], "--train", "w"), ["weight", "'w'"]),
         ((*REGRESSION[:4], "--freeze", "*"), ["no --train, --freeze '*'"]),
         ((*REGRESSION[:3], "cross_entropy"), ["binary_cross_entropy"]),
         ((*REGRESSION[:4], "--optimizer", "adams"), ["'adam'"]),
@@ -280,10 +280,10 @@ def test_python_says_what_messages_write():
     ],
 )
 def test_what_only_the_type_of_an_error_says(here, monkeypatch, error, part):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(ModelWithLoss, "evaluate", fail)
+    monkeypatch.setattr(RowsTask, "evaluate", fail)
     made = run_command("eval", "linear.onnx", "rows.csv", *REGRESSION[:4])
     assert made.exit_code == 1
     assert_names(made.stderr, part)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import onnxgrad as og
-from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.train import Watch
 from tests.support.commands import (
     as_json,
     assert_names,

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import onnx
 import pytest
 
-from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.train import Watch
 from tests.support.commands import as_json, assert_names, run_command, succeed, weights_of_file
 from tests.support.running import in_sweep
 
@@ -62,7 +62,7 @@ def test_before_the_first_step_has_ended(here, send_in, moment, number):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_the_first_epoch(here, send_in, monkeypatch, number):
     monkeypatch.setattr(Watch, "every_steps", 1)
-    send_in("onnxgrad.cli.watch.Watch.on_step_end", number, call=2)
+    send_in("onnxgrad.cli.train.Watch.on_step_end", number, call=2)
     made = run_command("train", *LINE, "--batch-size", 4, "--lr", 0.1, "--epochs", 3)
     assert made.exit_code == 128 + number
     assert_names(made.stderr, "trained.onnx ... of epoch 1 ")
@@ -101,7 +101,7 @@ def test_while_predictions_are_written(here, send_in):
 
 @pytest.mark.parametrize("command", ["grad", "check", "trainable", "show", "eval"])
 def test_in_other_commands(here, send_in, command):
-    module = {"grad": "transform", "eval": "evaluate"}.get(command, "inspect")
+    module = {"grad": "transform", "eval": "predict"}.get(command, "inspect")
     send_in(f"onnxgrad.cli.{module}.read_model")
     before = sorted(os.listdir())
     more = {"grad": ("-o", "g.onnx"), "eval": LINE[1:-1]}.get(command, ())

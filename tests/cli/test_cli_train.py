@@ -13,7 +13,7 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from onnxgrad import Trainer
-from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.train import Watch
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
 from onnxgrad.optimizers import adamw as adamw_of_python
 from tests.support.commands import (
@@ -159,7 +159,7 @@ def test_adapters_of_a_quantized_model_are_merged_in_its_form(here):
     options = ("--lora", "V", "--lora-rank", 2, "--lr", 0.05, "-o", "adapted.onnx")
     succeed("train", "integers.onnx", *KINDS[1:], *FAST, *options)
     assert "(--requantize)" in refusal("merge", "adapted.onnx", "-o", "no.onnx")
-    assert "of adapters" in refusal("merge", ".", "-o", "no.onnx", "--requantize")
+    assert "--requantize is for adapters" in refusal("merge", ".", "-o", "no.onnx", "--requantize")
     merged = succeed("merge", "adapted.onnx", "-o", "plain.onnx", "--requantize")
     assert re.search(r"'V\S*' \S+ \(\S+ on average, \S+% of its size\)", merged.stderr)
     x = features()
@@ -178,7 +178,7 @@ def test_train_and_freeze(here):
     result = as_json("train", *KINDS, *FAST, "--train", "?", "--freeze", "V")
     assert result["trained"] == ["W", "b"]
     for options, message in (
-        (("--train", "w"), "weight 'w'"),
+        (("--train", "w"), "weight (--train) 'w'"),
         (("--freeze", "U*"), "weight (--freeze) 'U*'"),
         (("--freeze", "*"), "no --train, --freeze '*'"),
     ):

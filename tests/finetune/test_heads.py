@@ -9,7 +9,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.finetune.heads import CLASSES
-from onnxgrad.finetune.new_weights import fresh
+from onnxgrad.finetune.new_weights import fresh_weights
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
@@ -435,10 +435,10 @@ def test_a_regressor_tells_the_number_of_features(node):
 
 def test_initial_weights():
     """Glorot's bounds, and the variance of He et al., which are reached by large layers."""
-    w = fresh((300, 500), "linear", 0)
+    w = fresh_weights((300, 500), "linear", 0)
     limit = np.sqrt(6 / 800)
     assert limit * 0.99 < np.abs(w).max() < limit
-    k = fresh((200, 30, 3, 3), "convolution", 0)
+    k = fresh_weights((200, 30, 3, 3), "convolution", 0)
     np.testing.assert_allclose(k.var(), 2 / (30 * 9), rtol=0.02)
     models = [og.replace_head(head_case(CASES["gemm"][0]), 5, seed=s) for s in (1, 1, 2)]
     a, b, c = (head_tensors(m)[0] for m in models)

@@ -274,7 +274,7 @@ REFUSED = {
     "units cut": ("j = Concat<axis=1>(b, s) y, d = Split<axis=1>(j, sizes)", "w", "Split.*selects"),
     "labels": (
         "j = Concat<axis=1>(b, s) k = ArgMax<axis=1>(j) y = Cast<to=1>(k)", "w",
-        "ArgMax.*others beside"),
+        "ArgMax.*other values beside"),
     "one scale of two": (
         "h = MatMul(x, v) y = Concat<axis=0>(s, h)", "w", "Concat.*'h': name the layers of these"),
     "units of two along one axis": (
@@ -308,10 +308,10 @@ def test_activation_of_units_that_share_their_axis(activation):
     wanted = e / e.sum(1, keepdims=True) if activation else s
     np.testing.assert_allclose(run(new, x=X)[0], np.hstack([X @ U, wanted]), rtol=1e-4, atol=1e-5)
     together = boxes_and_scores("j = Concat<axis=1>(b, s) y = Sigmoid(j)")
-    with pytest.raises(ValueError, match=r"activation=.*others"):
+    with pytest.raises(ValueError, match=r"activation=.*other values"):
         og.replace_head(together, 4, "w", activation=activation)
     if activation:
-        with pytest.raises(ValueError, match=naming("others", "units")):
+        with pytest.raises(ValueError, match=naming("other values", "units")):
             og.replace_head(
                 boxes_and_scores("y = Concat<axis=1>(b, s)"), 4, "w", activation=activation
             )

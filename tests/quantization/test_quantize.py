@@ -19,8 +19,8 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import onnxgrad as og
-from onnxgrad.quantization import overflow
-from onnxgrad.quantization.calibration import feeds
+from onnxgrad.quantization import quantize as quantize_module
+from onnxgrad.quantization.quantize import calibration_feeds, integer_products_overflow
 from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.quantized_models import dynamic_model, static_model, weight_only_model
@@ -184,9 +184,9 @@ def test_products_that_overflow_are_those_of_processors_without_vnni():
     if not flags.is_file() or "avx2" not in (words := flags.read_text().split()):
         pytest.skip("not a processor of x86 under Linux")
     knows = not {"avx_vnni", "avx512_vnni"}.isdisjoint(words)
-    assert overflow.integer_products_overflow("uint8", "int8") == (not knows)
-    assert not overflow.integer_products_overflow("uint8", "uint8")
-    assert not overflow.integer_products_overflow("uint16", "int8")
+    assert integer_products_overflow("uint8", "int8") == (not knows)
+    assert not integer_products_overflow("uint8", "uint8")
+    assert not integer_products_overflow("uint16", "int8")
 
 
 def test_a_warning_where_products_overflow(monkeypatch):
@@ -195,8 +195,8 @@ def test_a_warning_where_products_overflow(monkeypatch):
     def saturating(*_, **options):
         return SimpleNamespace(run=lambda outputs, feed: [np.int32([[32767 * 32]])])
 
-    monkeypatch.setattr(overflow, "loaded", saturating)
-    overflow.integer_products_overflow.cache_clear()
+    monkeypatch.setattr(quantize_module, "loaded", saturating)
+    integer_products_overflow.cache_clear()
     try:
         model = image_classifier()
         with pytest.warns(
@@ -210,7 +210,7 @@ def test_a_warning_where_products_overflow(monkeypatch):
             og.quantize(model, activations=None)
             og.quantize(model, IMAGES, activations="uint16")
     finally:
-        overflow.integer_products_overflow.cache_clear()
+        integer_products_overflow.cache_clear()
 
 
 def test_batch_normalization_becomes_a_part_of_convolutions(tmp_path):
@@ -700,8 +700,10 @@ def test_calibration_cuts_rows_along_their_axes():
     )  # fmt: skip
     data = {"x": RNG.normal(size=(6, 2)), "state": RNG.normal(size=(2, 6, 3)), "bias": np.ones(4)}
     data = {name: array.astype(F) for name, array in data.items()}
-    found = list(feeds(model, [(data,)], 6, 4))  # one batch, of which four rows are wanted
-    found += feeds(model, data, 3, 6)
+    found = list(
+        calibration_feeds(model, [(data,)], 6, 4)
+    )  # one batch, of which four rows are wanted
+    found += calibration_feeds(model, data, 3, 6)
     for batch, rows in zip(found, [slice(0, 4), slice(0, 3), slice(3, 6)], strict=True):
         np.testing.assert_array_equal(batch["x"], data["x"][rows])
         np.testing.assert_array_equal(batch["state"], data["state"][:, rows])

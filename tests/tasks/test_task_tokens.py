@@ -183,7 +183,7 @@ def test_what_cannot_be_read(tmp_path):
         ([{"text": "a"}], {"classes": NAMES}, "row 0 .*labels"),
         ([{"text": "a", "entities": [entity, entity]}], {}, "row 0: .* overlaps"),
         ([{"text": " a", "entities": [entity]}], {}, "no word"),
-        (ROWS, {"classes": ["O", "B-LOC"]}, "none of.* classes"),
+        (ROWS, {"classes": ["O", "B-LOC"]}, "I-LOC.* classes"),
         (ROWS, {"at": None}, r"\['wide', 'hidden'\]"),
         (ROWS, {"tokenizer": None}, "tokenizer.json or vocab.txt"),
         (ROWS, {"scheme": "IOB9"}, "IOB1"),

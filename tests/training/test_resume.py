@@ -10,7 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.cli.signals import StopRequests
-from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.train import Watch
 from tests.support.commands import refusal, run_command, succeed, write_all
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays

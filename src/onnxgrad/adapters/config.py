@@ -1,8 +1,9 @@
-"""`adapter_config.json`: the settings of adapters in the form of PEFT."""
+"""The settings of adapters: as a model notes them, and in `adapter_config.json` of PEFT."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections import Counter
@@ -12,13 +13,42 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from onnxgrad.reporting import frames_inside
+
 CONFIG = "adapter_config.json"
-# initial values that leave the frozen weights as they are
+# values of init_lora_weights with which PEFT does not change the frozen weights
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
-    """Return the settings of adapters as a `LoraConfig` of PEFT has them."""
+def adapter_options(
+    rank: int,
+    alpha: float | None = None,
+    scaling: float = 1.0,
+    *,
+    dropout: float = 0.0,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+) -> dict[str, Any]:
+    """Return the settings of an adapter, as its note in the model has them.
+
+    Without `alpha`, `scaling` is the factor of A B, and alpha follows from it.
+    """
+    if alpha is None:
+        alpha = scaling * rank
+    else:
+        scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
+    return {
+        "rank": rank,
+        "alpha": float(alpha),
+        "dropout": float(dropout),
+        "use_rslora": bool(use_rslora),
+        "use_dora": bool(use_dora),
+        "scaling": float(scaling),
+    }
+
+
+def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
+    """Return the settings of adapters as a `LoraConfig` of PEFT, for `adapter_config.json`."""
     if len({note["use_dora"] for note in notes}) > 1:
         raise ValueError("adapters with and without use_dora cannot be in one file")
     rank, alpha, dropout = (
@@ -30,7 +60,7 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
         warnings.warn(
             "adapter_config.json has one dropout and one use_rslora for all adapters, and these "
             "differ: the file states the most frequent dropout, and alpha for alpha / rank",
-            stacklevel=3,
+            stacklevel=frames_inside() + 1,
         )
     rslora = all(note["use_rslora"] for note in notes)
     alphas = {n["module"]: n["alpha"] if rslora else n["scaling"] * n["rank"] for n in notes}
@@ -40,7 +70,7 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": _plain(alpha),
+        "lora_alpha": _int_if_whole(alpha),
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "use_dora": notes[0]["use_dora"],
@@ -53,22 +83,27 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
             f"^{re.escape(n['module'])}": n["rank"] for n in notes if n["rank"] != rank
         },
         "alpha_pattern": {
-            f"^{re.escape(module)}": _plain(a) for module, a in alphas.items() if a != alpha
+            f"^{re.escape(module)}": _int_if_whole(a) for module, a in alphas.items() if a != alpha
         },
     }
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the settings of the adapters in a folder, or in the metadata of a file of tensors.
+    """Return the settings of the adapters in a folder, or in the metadata of a `.safetensors` file.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: they are damaged, or of adapters of another kind.
+        FileNotFoundError: the folder or the metadata has no `adapter_config.json`.
+        ValueError: the settings are damaged, or describe adapters of another kind.
     """
     path = source if source.is_file() else source / CONFIG
     try:
-        config = json.loads(_text(path))
-    except FileNotFoundError:
+        if path.name == CONFIG:
+            text = path.read_text(encoding="utf-8")
+        else:
+            with safe_open(path, framework="numpy") as file:
+                text = (file.metadata() or {})[CONFIG]
+        config = json.loads(text)
+    except (FileNotFoundError, KeyError):
         raise FileNotFoundError(f"{source} holds no adapter: it has no {CONFIG}") from None
     except (ValueError, SafetensorError) as e:
         raise ValueError(f"{path} is damaged: {e}") from None
@@ -86,37 +121,22 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def _text(path: Path) -> str:
-    if path.name == CONFIG:
-        return path.read_text(encoding="utf-8")
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
-    if CONFIG not in metadata:
-        raise FileNotFoundError(path)
-    return metadata[CONFIG]
+def options_of_module(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
+    """Return the settings of the adapter of one module, whose tensors have this rank.
+
+    Alpha is the value of the first entry of alpha_pattern that matches the module, or the end of
+    its path.
+    """
+    patterns = config.get("alpha_pattern") or {}
+    matched = [a for p, a in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{p})", module)]
+    return adapter_options(
+        rank,
+        float(matched[0] if matched else config.get("lora_alpha", 8)),
+        dropout=config.get("lora_dropout") or 0.0,
+        use_rslora=config.get("use_rslora", False),
+        use_dora=config.get("use_dora", False),
+    )
 
 
-def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
-    """Return the settings of the adapter of one module, with the rank that its tensors have."""
-    alpha = float(_first_match(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
-    rslora = bool(config.get("use_rslora", False))
-    return {
-        "rank": rank,
-        "alpha": alpha,
-        "dropout": float(config.get("lora_dropout") or 0.0),
-        "use_rslora": rslora,
-        "use_dora": bool(config.get("use_dora", False)),
-        "scaling": alpha / (rank**0.5 if rslora else rank),
-    }
-
-
-def _first_match(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that is the module, or the end of its path."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-            return value
-    return default
-
-
-def _plain(number: float) -> float | int:
+def _int_if_whole(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.adapters.graph import Additions, adapter_dtype, product
-from onnxgrad.adapters.uses import LINEAR, Target, Use, attributes
+from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, write_product
+from onnxgrad.adapters.uses import LINEAR, Target, Use, attribute_values
 
 
-def unfit(target: Target) -> str:
-    """Return why a weight, which can have an adapter, cannot have one with lengths; or ""."""
+def reason_without_dora(target: Target) -> str:
+    """Return why a weight that can have an adapter cannot have one with `use_dora`; or ""."""
     uses = target.uses
     plain = all(use.form == LINEAR and len(use.shape) == 2 and not use.node.domain for use in uses)
     if target.quantized or not plain or any(use.perm != uses[0].perm for use in uses):
@@ -20,55 +20,63 @@ def unfit(target: Target) -> str:
     return ""
 
 
-def lengths(weight: np.ndarray) -> np.ndarray:
-    """Return the 2-norm of each column of a weight, [inputs, outputs]."""
+def column_lengths(weight: np.ndarray) -> np.ndarray:
+    """Return the 2-norm of each column of a weight of shape (inputs, outputs)."""
     return np.sqrt(np.square(weight.astype(np.float64)).sum(0))
 
 
-def write(
-    add: Additions,
+def write_layer(
+    writer: AdapterWriter,
     use: Use,
     base: ir.Value,
     data: tuple[ir.Value, bool],
     factors: tuple[ir.Value, ir.Value, ir.Value],
 ) -> tuple[ir.Value, str]:
-    """Write the product of the data and m / n (W + P Q); return it, and the name of n.
+    """Return y = x m / n (W + P Q) + b, and the name of n.
 
     n are the 2-norms of the columns of W + P Q (Liu et al. 2024, "DoRA: Weight-Decomposed
-    Low-Rank Adaptation", equation 5). With data (x, True), x is behind a dropout, which acts on all
-    but the product of the layer itself, as in PEFT.
+    Low-Rank Adaptation", equation 5).
+
+    Args:
+        writer: writes the nodes.
+        use: the use of the weight W.
+        base: the output of the layer without adapter, x W + b.
+        data: x, and whether it is behind a Dropout, which does not act on `base`, as in PEFT.
+        factors: P, Q and m.
     """
     (x, dropped), (p, q, magnitude), dtype = data, factors, adapter_dtype(use)
-    weight = add.cast(add.value(use.node.input[1], use.dtype), dtype)
-    options = attributes(use.node)
+    weight = writer.cast(ir.val(use.node.input[1], use.dtype), dtype)
+    options = attribute_values(use.node)
     if options.get("transB"):
-        weight = add.emit("Transpose", weight, perm=[1, 0])
-    total = add.emit("Add", weight, add.emit("MatMul", p, q))
-    size = add.emit("Constant", value=ir.tensor(np.array([use.shape[0]], np.int64)))
-    ones = add.emit("ConstantOfShape", size, value=ir.tensor(np.ones(1, dtype.numpy())))
-    squares = add.emit("MatMul", ones, add.emit("Mul", total, total))
-    norm = add.emit("Sqrt", squares)
-    norm.name = add.name(f"{use.node.output[0]}.norm")
-    ratio = add.emit("Div", magnitude, norm)
+        weight = writer.emit("Transpose", weight, perm=[1, 0])
+    total = writer.emit("Add", weight, writer.emit("MatMul", p, q))
+    size = writer.emit("Constant", value=ir.tensor(np.array([use.shape[0]], np.int64)))
+    ones = writer.emit("ConstantOfShape", size, value=ir.tensor(np.ones(1, dtype.numpy())))
+    squares = writer.emit("MatMul", ones, writer.emit("Mul", total, total))
+    norm = writer.emit("Sqrt", squares)
+    norm.name = writer.free_name(f"{use.node.output[0]}.norm")
+    ratio = writer.emit("Div", magnitude, norm)
     if not dropped:
-        plain = _without_bias(add, use, add.cast(base, dtype), options)
+        plain = _without_bias(writer, use, writer.cast(base, dtype), options)
     else:
-        plain = add.emit("MatMul", x, weight)
+        plain = writer.emit("MatMul", x, weight)
         if use.factor != 1:
-            plain = add.emit("Mul", plain, add.number(use.factor, dtype))
-    more = add.emit("Mul", plain, add.emit("Sub", ratio, add.number(1.0, dtype)))
-    low = add.emit("Mul", product(add, use, x, (p, q)), ratio)
-    added = add.cast(add.emit("Add", more, low), use.dtype)
-    return add.emit("Add", base, added), str(norm.name)
+            plain = writer.emit("Mul", plain, writer.scalar(use.factor, dtype))
+    more = writer.emit("Mul", plain, writer.emit("Sub", ratio, writer.scalar(1.0, dtype)))
+    low = writer.emit("Mul", write_product(writer, use, x, (p, q)), ratio)
+    added = writer.cast(writer.emit("Add", more, low), use.dtype)
+    return writer.emit("Add", base, added), str(norm.name)
 
 
-def _without_bias(add: Additions, use: Use, y: ir.Value, options: dict[str, Any]) -> ir.Value:
-    """Return the output of a layer without the bias that a Gemm adds."""
+def _without_bias(
+    writer: AdapterWriter, use: Use, y: ir.Value, options: dict[str, Any]
+) -> ir.Value:
+    """Return the output `y` of a layer, less the bias that a Gemm adds in it."""
     if use.node.op_type != "Gemm" or len(use.node.input) < 3 or not use.node.input[2]:
         return y
     assert y.dtype is not None
-    bias = add.cast(add.value(use.node.input[2], use.dtype), y.dtype)
+    bias = writer.cast(ir.val(use.node.input[2], use.dtype), y.dtype)
     beta = float(options.get("beta", 1.0))
     if beta != 1:
-        bias = add.emit("Mul", bias, add.number(beta, y.dtype))
-    return add.emit("Sub", y, bias)
+        bias = writer.emit("Mul", bias, writer.scalar(beta, y.dtype))
+    return writer.emit("Sub", y, bias)

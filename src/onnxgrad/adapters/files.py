@@ -1,4 +1,4 @@
-"""Adapters in files: of PEFT, and of onnxruntime."""
+"""`save_adapter` and `load_adapter`: adapters in files of PEFT and of onnxruntime."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from onnx import ModelProto
 
 from onnxgrad.adapters import peft_files, session_files
-from onnxgrad.adapters.insertion import adopted
-from onnxgrad.errors import escaping
+from onnxgrad.adapters.insertion import adopt_adapters
+from onnxgrad.errors import escaping, named
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
 from onnxgrad.model.read import ModelLike
 from onnxgrad.training.parameters.choice import matching_weights
@@ -29,15 +29,15 @@ def save_adapter(
     A folder is in the form of PEFT: `adapter_model.safetensors` with the keys and shapes of PEFT,
     `base_model.model.<module>.lora_A.weight`, and `adapter_config.json`. PEFT loads it into the
     PyTorch model whose modules have these paths; a path is the name of the weight without
-    ".weight", or what the exporter recorded for a weight whose name it chose.
+    ".weight", or the path that the exporter recorded for a weight that it renamed.
 
     A path that ends in ".onnx_adapter" is the file that sessions of onnxruntime and
     onnxruntime-genai take for the base of `adapter_inputs`. It has the tensors as the model does,
     but for B, which is multiplied by alpha / rank.
 
     Args:
-        model: model with adapters, serialized model or path; or a trainer, of which all that it
-            trained is written.
+        model: model with adapters, serialized model or path; or a trainer, whose trained tensors
+            are all written.
         path: folder, created if missing; the two files in it are replaced. A path that ends in
             ".safetensors" is one file, with the settings in its metadata.
         weights: names and patterns of other tensors to write, such as "*norm*".
@@ -61,20 +61,20 @@ def save_adapter(
     target = Path(path)
     proto, notes, others = _trained_tensors(model, weights)
     if target.suffix == session_files.SUFFIX and not target.is_dir():
-        return session_files.write(proto, notes, others, target)
+        return session_files.write_file(proto, notes, others, target)
     if not notes:
-        raise ValueError("the model has no adapters to save: add_lora adds them")
-    peft_files.write(proto, notes, others, target)
+        raise ValueError(f"the model has no adapters to save: {named('add_lora')} adds them")
+    peft_files.write_adapters(proto, notes, others, target)
 
 
 def _trained_tensors(
     model: ModelLike | Trainer, weights: str | Iterable[str]
 ) -> tuple[ModelProto, list[dict[str, Any]], list[str]]:
-    """Return the model, its adapters, and the names of other tensors that belong to them."""
+    """Return the model, the notes about its adapters, and the names of other tensors to save."""
     from onnxgrad.training.trainer import Trainer
 
     trained = model.trained if isinstance(model, Trainer) else []
-    proto, _ = adopted(model.model if isinstance(model, Trainer) else model)
+    proto, _ = adopt_adapters(model.model if isinstance(model, Trainer) else model)
     notes = read_adapters(proto)
     own = {name for note in notes for name in note["tensors"]}
     others = [*read_note(proto, HEAD), *trained]
@@ -118,5 +118,5 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
     """
     source = Path(path)
     if source.suffix == session_files.SUFFIX and not source.is_dir():
-        return session_files.load(model, source)
-    return peft_files.load(model, source)
+        return session_files.load_file(model, source)
+    return peft_files.load_adapters(model, source)

@@ -1,6 +1,6 @@
 """The nodes of adapters beside the nodes of a model: written, and removed again.
 
-All other nodes stay as they are in the file. The output of the node with the weight gets a new
+All other nodes of the file stay. The output of the node with the weight gets a new
 name, and a sum takes over the old one.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attributes
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, LINEAR, Use, attribute_values
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -30,20 +30,28 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def adapter_dtype(use: Use) -> ir.DataType:
-    """Return the dtype of an adapter: that of the product, float32 for half precision."""
+    """Return the dtype of an adapter: the dtype of the product, but float32 for 16 bits."""
     return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
 
 
 def factor_shapes(use: Use, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the factors of an adapter: `p @ q`, or the two convolutions."""
+    """Return the shapes of the factors P and Q of an adapter, matrices or kernels of Conv."""
     shape = use.shape
     if use.form == CONV:
         return (rank, *shape[1:]), (shape[0], rank // use.group, *(1 for _ in shape[2:]))
     return (*shape[:-1], rank), (*shape[:-2], rank, shape[-1])
 
 
-class Additions:
-    """Writes adapters into a model, in place."""
+def tensor_names(form: str, use_dora: bool) -> tuple[str, ...]:
+    """Return PEFT's names of the tensors of an adapter: A, which reads the data, B, and lengths."""
+    pair = ("lora_A.weight", "lora_B.weight")
+    if form == EMBEDDING:
+        pair = ("lora_embedding_A", "lora_embedding_B")
+    return (*pair, "lora_magnitude_vector") if use_dora else pair
+
+
+class AdapterWriter:
+    """Writes the nodes and tensors of adapters into a model, in place."""
 
     def __init__(self, model: ModelProto) -> None:
         self.model = model
@@ -55,56 +63,50 @@ class Additions:
 
     @cached_property
     def ranks(self) -> dict[str, int | None]:
-        """The ranks of the values of the main graph, as it was."""
+        """The ranks of the values of the main graph, before nodes are written."""
         model = to_ir(external.without_data(self.model))
         infer(model)
         values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
         return {str(value.name): rank(value) for value in values}
 
-    def name(self, wanted: str) -> str:
+    def free_name(self, wanted: str) -> str:
         """Return `wanted`, with a numeric suffix if the model has that name, and reserve it."""
         name = self.op.name(wanted)
         self.taken.add(name)
         return name
 
-    def tensor(self, name: str, array: np.ndarray) -> ir.Value:
-        """Add an initializer; return it as an operand."""
+    def add_tensor(self, name: str, array: np.ndarray) -> ir.Value:
+        """Add an initializer to the model; return it as an operand of new nodes."""
         proto = ir.to_proto(ir.tensor(array, name=name))
         self.model.graph.initializer.append(proto)
         self.model.ir_version = max(self.model.ir_version, 4)  # before, they had to be inputs too
-        return self.value(name, ir.DataType.from_numpy(array.dtype), array.shape)
+        return ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape)
 
-    def value(
-        self, name: str, dtype: ir.DataType, shape: tuple[int, ...] | None = None
-    ) -> ir.Value:
-        """Return a value of the model as an operand."""
-        typed = ir.TensorType(dtype)
-        return ir.Value(name=name, type=typed, shape=None if shape is None else ir.Shape(shape))
+    def write_beside(self, use: Use, write: Callable[[ir.Value], ir.Value]) -> str:
+        """Put nodes behind `use.node`; return the new name of the output of `use.node`.
 
-    def beside(self, use: Use, write: Callable[[ir.Value], ir.Value]) -> str:
-        """Put nodes behind `use.node`; return the new name of its output.
-
-        `write` gets that output and returns what replaces it.
+        `write` writes the nodes: it gets that output, and returns the value that takes its name.
         """
         output = use.node.output[0]
-        base = self.name(f"{output}.base")
+        base = self.free_name(f"{output}.base")
         before = len(self.op.written)
         with self.op:
-            result = write(self.value(base, use.dtype))
+            result = write(ir.val(base, use.dtype))
         use.node.output[0] = base
         result.name = output
         position = next(i for i, n in enumerate(use.graph.node, 1) if base in n.output)
         for node in reversed(self.op.written[before:]):
             proto = ir.to_proto(node)
-            proto.ClearField("name")  # onnx_ir's own, which the model may have, too
+            proto.ClearField("name")  # by onnx_ir; a node of the model may have the same name
             use.graph.node.insert(position, proto)
         return base
 
-    def behind_bias(self, use: Use) -> Use:
-        """Return a use with its node behind the bias, which is added to a matrix alone.
+    def use_behind_bias(self, use: Use) -> Use:
+        """Return the use whose node is the Add of a bias behind `use`, if the product is a matrix.
 
-        So a session still makes a Gemm of these two, and a base without adapter computes the same
-        bits. Of other ranks it fuses the bias with what follows, such as Gelu.
+        An adapter behind the bias lets a session make one Gemm of MatMul and Add, as in the model
+        without adapter, so that both compute the same bits. If the product has another rank, `use`
+        is returned: sessions fuse the bias with the nodes behind it, such as Gelu.
         """
         output, graph = use.node.output[0], use.graph
         if use.form != LINEAR or output in names_in(graph.output):
@@ -119,99 +121,102 @@ class Additions:
         return replace(use, node=readers[0])
 
     def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
-        """Return the output of a new node, which is never shared."""
+        """Return the output of a new node, also if an equal node exists."""
         return self.op.emit(op_type, inputs, dict(options), fresh=True)
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return `x` as `dtype`, by a node if it is of another one."""
+        """Return `x` in the dtype `dtype`, behind a Cast if it has another one."""
         return x if x.dtype == dtype else self.emit("Cast", x, to=dtype)
 
-    def number(self, value: float, dtype: ir.DataType) -> ir.Value:
-        """Return a scalar: a Constant node, as initializers are taken for weights."""
+    def scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
+        """Return the output of a Constant node; an initializer would be taken for a weight."""
         y = self.emit("Constant", value=ir.tensor(np.asarray(value, dtype.numpy())))
         y.type, y.shape = ir.TensorType(dtype), ir.Shape([])
         return y
 
-    def data(self, use: Use, dropout: bool) -> tuple[ir.Value, str]:
-        """Return the data that an adapter reads, and the name of the output of its dropout."""
+    def adapter_data(self, use: Use, dropout: bool) -> tuple[ir.Value, str]:
+        """Return the data that an adapter reads, and the name of the output of its Dropout."""
         dtype = adapter_dtype(use)
         if use.form == EMBEDDING:
-            return self.value(use.x, ir.DataType.INT64), ""
-        x = self.value(use.x, use.dtype)
+            return ir.val(use.x, ir.DataType.INT64), ""
+        x = ir.val(use.x, use.dtype)
         if use.flips:
             x = self.emit("Transpose", x, perm=[1, 0])
         x = self.cast(x, dtype)
         if not dropout:
             return x, ""
         y = self.emit("Dropout", x)
-        y.name = self.name(f"{use.x}.lora_dropout")
+        y.name = self.free_name(f"{use.x}.lora_dropout")
         return self.op.set_type_like(y, x), str(y.name)
 
 
-def scaled(
-    add: Additions, form: str, pair: tuple[ir.Value, ir.Value], scaling: float
+def scale_factor_b(
+    writer: AdapterWriter, form: str, pair: tuple[ir.Value, ir.Value], scaling: float
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the factors of an adapter with B, that does not read the data, times `scaling`.
+    """Return the factors P and Q of an adapter, with B multiplied by `scaling`.
 
-    So sessions multiply once, when they fold constants; and a session whose adapter is an input
-    computes the same bits, as its file of adapters holds this product.
+    B is the factor that does not read the data. Sessions multiply two constants once, when they
+    load the model; and a session whose adapter is an input computes the same bits, as an
+    ".onnx_adapter" file holds this product.
     """
     if scaling == 1:
         return pair
     p, q = pair
     b = p if form == LEFT else q
     assert b.dtype is not None
-    b = add.emit("Mul", b, add.number(scaling, b.dtype))
+    b = writer.emit("Mul", b, writer.scalar(scaling, b.dtype))
     return (b, q) if form == LEFT else (p, b)
 
 
-def product(add: Additions, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Write the product of the data and the two factors of an adapter.
+def write_product(
+    writer: AdapterWriter, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value]
+) -> ir.Value:
+    """Return the product of the data and the factors P and Q of an adapter.
 
-    The factors are those of the weight as it is used: `p @ q`, or the two convolutions.
+    P Q has the axes of the weight as `use` reads it; for Conv, P and Q are two kernels.
     """
     p, q = pair
     if use.form == CONV:
-        narrow = add.emit("Conv", x, p, **attributes(use.node))
+        narrow = writer.emit("Conv", x, p, **attribute_values(use.node))
     elif use.form == EMBEDDING:
-        narrow = add.emit("Gather", p, x, axis=0)
+        narrow = writer.emit("Gather", p, x, axis=0)
     else:
-        narrow = add.emit("MatMul", *((q, x) if use.form == LEFT else (x, p)))
+        narrow = writer.emit("MatMul", *((q, x) if use.form == LEFT else (x, p)))
     if use.factor != 1:
-        narrow = add.emit("Mul", narrow, add.number(use.factor, adapter_dtype(use)))
+        narrow = writer.emit("Mul", narrow, writer.scalar(use.factor, adapter_dtype(use)))
     if use.form == CONV:
-        return add.emit("Conv", narrow, q, group=use.group)
-    return add.emit("MatMul", *((p, narrow) if use.form == LEFT else (narrow, q)))
+        return writer.emit("Conv", narrow, q, group=use.group)
+    return writer.emit("MatMul", *((p, narrow) if use.form == LEFT else (narrow, q)))
 
 
 # -- removal -------------------------------------------------------------------------------------
 
 
-def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> None:
+def remove_adapters(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> None:
     """Remove the nodes and the tensors of adapters from `model`, in place.
 
     Args:
         model: the model.
-        bases: the new names of the outputs beside which the adapters are.
+        bases: the outputs to which adapters are added, by the names that `write_beside` returned.
         tensors: the initializers of the adapters.
 
     Raises:
-        ModelError: the nodes are not those that `Additions` wrote.
+        ModelError: another tool modified the nodes that `AdapterWriter` wrote.
     """
     graphs, reads = graphs_of(model), Counter[str]()
     producers: dict[str, tuple[GraphProto, NodeProto]] = {}
-    last: dict[str, tuple[GraphProto, NodeProto]] = {}  # of the nodes that read a value
+    last: dict[str, tuple[GraphProto, NodeProto]] = {}  # the last node that reads a value
     for graph in graphs:
         reads.update(names_in(graph.output))
         for node in graph.node:
             producers.update((y, (graph, node)) for y in node.output if y)
             last.update((x, (graph, node)) for x in node.input)
             reads.update(node.input)
-    gone: set[str] = set()  # values
+    gone: set[str] = set()  # names of removed values
     for base in bases:
         dead = [last[base]] if base in producers and base in last else []
         output = dead[0][1].output[0] if dead else ""
-        if dead and dead[0][1].op_type != "Add":  # the last node of an adapter
+        if dead and dead[0][1].op_type != "Add":  # an Add is the last node of each adapter
             dead = []
         for holder, node in dead:  # the loop appends to it
             inputs = [name for name in node.input if name]
@@ -222,8 +227,8 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
             dead += [producers[name] for name in free if name in producers]
         if not dead or reads[base]:
             raise ModelError(
-                f"the adapter beside {base!r} is not as it was written: a tool modified the "
-                "file. Merge adapters before other tools modify it"
+                f"the nodes of the adapter beside {base!r} have changed: a tool modified the "
+                "file. Merge adapters (merge_lora) before other tools modify the file"
             )
         holder, node = producers[output] = producers[base]
         node.output[list(node.output).index(base)] = output

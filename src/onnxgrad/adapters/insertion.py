@@ -1,4 +1,4 @@
-"""An adapter is written beside all uses of a weight."""
+"""Adapters written beside all uses of a weight, with a note about each in the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.adapters import dora
-from onnxgrad.adapters.graph import Additions, adapter_dtype, product, scaled
-from onnxgrad.adapters.names import module_names, tensor_names
-from onnxgrad.adapters.slots import Slot, taken_slots
-from onnxgrad.adapters.torch_modules import FAMILIES
-from onnxgrad.adapters.uses import LEFT, Target, Use, targets
+from onnxgrad.adapters.config import adapter_options
+from onnxgrad.adapters.graph import (
+    AdapterWriter,
+    adapter_dtype,
+    scale_factor_b,
+    tensor_names,
+    write_product,
+)
+from onnxgrad.adapters.places import AdapterPlace, take_places, transpose_pair
+from onnxgrad.adapters.torch_modules import FAMILIES, module_names
+from onnxgrad.adapters.uses import LEFT, Target, Use, find_targets
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.model.notes import ADAPTERS, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
@@ -27,39 +33,39 @@ Arrays = tuple[np.ndarray, ...]
 _FAMILY = "onnxgrad.genai_family"  # a list of one name
 
 
-def writable(model: ModelLike) -> ModelProto:
+def copy_inlined(model: ModelLike) -> ModelProto:
     """Return a copy of `model` without local functions."""
     proto = read(model)
     return inlined(proto) if proto.functions else deepcopy(proto)
 
 
-def adopted(model: ModelLike) -> tuple[ModelProto, dict[str, Slot]]:
-    """Return a copy of `model` without inputs for adapters, and these by the weight.
+def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace]]:
+    """Return a copy of `model` without inputs for adapters, and their places by weight.
 
-    Adapters that another tool wrote, and which have values, are those of the copy.
+    Adapters of another tool that have values in the file are written as adapters of this package.
     """
-    proto, slots = taken_slots(writable(model))
-    _note_family(proto, model)
-    held = {name: slot for name, slot in slots.items() if slot.values}
+    proto = copy_inlined(model)
+    places = take_places(proto)
+    _note_genai_family(proto, model)
+    held = {name: place for name, place in places.items() if place.values}
     if not held:
-        return proto, slots
-    every, notes = targets(proto), read_adapters(proto)
-    modules, add = module_names(proto, every), Additions(proto)
-    for name, slot in held.items():
-        assert slot.values is not None
-        dtype, scale = adapter_dtype(every[name].uses[0]).numpy(), slot.layout["scale"]
-        flips = zip(slot.values, slot.layout["transposed"], strict=True)
-        arrays = tuple((v.T if flip else v).astype(dtype) for v, flip in flips)
-        options = plain_options(arrays[0].shape[-1], scale)
-        notes.append(insert(add, name, modules[name], every[name], arrays, options, slot))
+        return proto, places
+    targets, notes = find_targets(proto), read_adapters(proto)
+    modules, writer = module_names(proto, targets), AdapterWriter(proto)
+    for name, place in held.items():
+        assert place.values is not None
+        target, dtype = targets[name], adapter_dtype(targets[name].uses[0]).numpy()
+        arrays = tuple(v.astype(dtype) for v in transpose_pair(place.values, place.layout))
+        options = adapter_options(arrays[0].shape[-1], scaling=place.layout["scale"])
+        notes.append(insert_adapter(writer, name, modules[name], target, arrays, options, place))
     write_note(proto, ADAPTERS, notes)
-    return proto, slots
+    return proto, places
 
 
-def _note_family(proto: ModelProto, model: ModelLike) -> None:
-    """Note of a path in a folder of genai the family of the network, if its modules have own names.
+def _note_genai_family(proto: ModelProto, model: ModelLike) -> None:
+    """Note the family of the network in `proto`, if its modules are called unlike Llama's.
 
-    What the folder says is not in the file.
+    `genai_config.json` in the folder of a path `model` states the family, which the file does not.
     """
     if not isinstance(model, (str, os.PathLike)):
         return
@@ -72,43 +78,40 @@ def _note_family(proto: ModelProto, model: ModelLike) -> None:
         write_note(proto, _FAMILY, [family])
 
 
-def read_family(proto: ModelProto) -> str:
-    """Return the noted family of the network that a model was built of, or ""."""
+def read_genai_family(proto: ModelProto) -> str:
+    """Return the family of the network that `_note_genai_family` noted, or ""."""
     return next(iter(read_note(proto, _FAMILY)), "")
 
 
-def plain_options(rank: int, scaling: float = 1.0) -> dict[str, Any]:
-    """Return the settings of an adapter of which only the product is known."""
-    return {
-        "rank": rank,
-        "alpha": scaling * rank,
-        "dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
-        "scaling": scaling,
-    }
-
-
-def insert(
-    add: Additions,
+def insert_adapter(
+    writer: AdapterWriter,
     name: str,
     module: str,
     target: Target,
     arrays: Arrays,
     options: Mapping[str, Any],
-    slot: Slot | None = None,
+    place: AdapterPlace | None = None,
 ) -> dict[str, Any]:
-    """Write the adapter of one weight beside all its uses; return the note about it.
+    """Write the adapter of one weight beside all its uses; return the note about the adapter.
 
-    Its tensors are called after the module, as PEFT does, or as the inputs of `slot`.
+    Args:
+        writer: writes into the model.
+        name: the weight.
+        module: path of the module of the weight, from which PEFT's names of the tensors follow.
+        target: the uses of the weight.
+        arrays: the factors P and Q, and for DoRA the lengths of the columns.
+        options: the settings, see `adapter_options`.
+        place: where the file had an adapter for the weight: it gives the names of the tensors.
     """
-    target = slot.place(target) if slot else target
+    target = place.target_at_sum(target) if place else target
     first = target.uses[0]
-    uses = target.uses if options["use_dora"] else list(map(add.behind_bias, target.uses))
+    uses = target.uses if options["use_dora"] else list(map(writer.use_behind_bias, target.uses))
     order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]  # A reads the data
     parts = tensor_names(first.form, options["use_dora"])
-    names = list(slot.tensors) if slot else [add.name(f"{module}.{part}") for part in parts]
-    values = {i: add.tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
+    names = (
+        list(place.tensors) if place else [writer.free_name(f"{module}.{part}") for part in parts]
+    )
+    values = {i: writer.add_tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
     note: dict[str, Any] = {
         "form": first.form,
         "weight": name,
@@ -119,29 +122,37 @@ def insert(
         "quantized": target.quantized,
         **options,
     }
-    if slot is not None and slot.inputs and slot.layout:
-        note["inputs"] = slot.layout
+    if place is not None and place.inputs and place.layout:
+        note["inputs"] = place.layout
     factors = tuple(values[i] for i in range(len(arrays)))
-    note["uses"] = [_write_use(add, use, first, factors, options) for use in uses]
+    note["uses"] = [_write_use(writer, use, first, factors, options) for use in uses]
     return note
 
 
 def _write_use(
-    add: Additions, use: Use, first: Use, factors: tuple[ir.Value, ...], options: Mapping[str, Any]
+    writer: AdapterWriter,
+    use: Use,
+    first: Use,
+    factors: tuple[ir.Value, ...],
+    options: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Write the adapter beside one use; return the names of its values that others need."""
+    """Write the adapter beside one use; return names of values that merging and training need.
+
+    "base" is the output without adapter, "dropout" the output of a Dropout, "norm" the lengths of
+    the columns in DoRA.
+    """
     noted = {"dropout": "", "norm": ""}
 
     def write(base: ir.Value) -> ir.Value:
-        x, noted["dropout"] = add.data(use, dropout=bool(options["dropout"]))
-        p, q = scaled(add, first.form, (factors[0], factors[1]), options["scaling"])
+        x, noted["dropout"] = writer.adapter_data(use, dropout=bool(options["dropout"]))
+        p, q = scale_factor_b(writer, first.form, (factors[0], factors[1]), options["scaling"])
         if options["use_dora"]:
             data, triple = (x, bool(noted["dropout"])), (p, q, factors[2])
-            result, noted["norm"] = dora.write(add, use, base, data, triple)
+            result, noted["norm"] = dora.write_layer(writer, use, base, data, triple)
             return result
         if use.perm != first.perm:  # tied: this use reads the transposed weight
-            p, q = add.op.mT(q), add.op.mT(p)
-        change = product(add, use, x, (p, q))
-        return add.emit("Add", base, add.cast(change, use.dtype))
+            p, q = writer.op.mT(q), writer.op.mT(p)
+        change = write_product(writer, use, x, (p, q))
+        return writer.emit("Add", base, writer.cast(change, use.dtype))
 
-    return {"base": add.beside(use, write), **noted}
+    return {"base": writer.write_beside(use, write), **noted}

@@ -1,4 +1,4 @@
-"""How integers of quantized weights are stored, and which of them share a scale."""
+"""The layout of the integers of a quantized weight, and the groups that share a scale."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import NodeProto
 
-from onnxgrad.adapters.uses import attributes
+from onnxgrad.adapters.uses import attribute_values
 from onnxgrad.errors import printable
 from onnxgrad.model.constants import ConstantRef
 
 
 @dataclass
 class Layout:
-    """How integers are stored: of `bits`, from `low` to `high`, with a scale for each group.
+    """The layout of integers of `bits` bits, from `low` to `high`, with a scale for each group.
 
-    A group is all (`axis` None), an index of an axis (`block` 0), or a block along it. `shape` is
-    that of the integers, without padding of the last block; those of MatMulNBits are `packed`.
+    Attributes:
+        shape: shape of the integers; of MatMulNBits, with the padding of the last block.
+        low: least integer.
+        high: greatest integer.
+        axis: axis along which scales differ; None: all integers are one group.
+        block: length of a group along `axis`; 0: each index of `axis` is a group.
+        packed: whether bytes hold several integers each, as in MatMulNBits.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +43,7 @@ class Layout:
         return 0 if self.low < 0 else 1 << (self.bits - 1)
 
     def split(self, array: np.ndarray) -> np.ndarray:
-        """Return an array in the layout of the weight as (groups, elements)."""
+        """Return an array of the shape of the weight as a matrix (groups, elements)."""
         if self.axis is None:
             return array.reshape(1, -1)
         if not self.block:
@@ -48,7 +53,7 @@ class Layout:
         return np.pad(last, pad).reshape(-1, self.block)
 
     def join(self, groups: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return (groups, elements) as an array of the layout of the weight."""
+        """Return a matrix (groups, elements) as an array of the shape of the weight."""
         if self.axis is None:
             return groups.reshape(shape)
         moved = np.moveaxis(np.empty(shape, bool), self.axis, -1 if self.block else 0).shape
@@ -58,13 +63,13 @@ class Layout:
         return np.moveaxis(rows, -1, self.axis)
 
     def per_group(self, values: np.ndarray) -> np.ndarray:
-        """Return scales or zero points as (groups, 1)."""
+        """Return scales or zero points as a matrix (groups, 1)."""
         blocked = self.block and not self.packed
         values = np.moveaxis(values, self.axis or 0, -1) if blocked else values
         return values.astype(np.float64).reshape(-1, 1)
 
     def as_stored(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Return (groups, 1) in the layout of stored scales or zero points."""
+        """Return scales or zero points (groups, 1) in the shape of the stored tensor `like`."""
         if not self.block or self.packed:
             return values.reshape(like.shape)
         moved = np.moveaxis(like, self.axis or 0, -1).shape
@@ -78,13 +83,8 @@ class Layout:
         values = (array[..., None] >> shifts) & self.high
         return values.reshape(self.shape[0], -1).astype(np.float64)
 
-    def unpack_zeros(self, array: np.ndarray) -> np.ndarray:
-        """Return zero points as floats; those of MatMulNBits fill bytes row by row."""
-        values = self.unpack(array)
-        return values[:, : self.shape[1] // self.block] if self.packed else values
-
     def pack(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Return integers as they are stored, in the shape and dtype of `like`."""
+        """Return integers in the packing, shape and dtype of the stored tensor `like`."""
         if not self.packed:
             return values.astype(like.dtype)
         count = 8 // self.bits
@@ -98,15 +98,18 @@ def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
     """Return the layout of a quantized weight that `node` reads.
 
     Raises:
-        ValueError: its integers are of another dtype.
+        ValueError: the integers have a dtype that is not covered.
     """
-    if node.op_type == "MatMulNBits":
-        return _packed_layout(node)
-    q, scale, options = ref.array(), scales.array(), attributes(node)
+    options = attribute_values(node)
+    if node.op_type == "MatMulNBits":  # a row of integers is a column of the matrix
+        block, bits = int(options["block_size"]), int(options.get("bits", 4))
+        shape = int(options["N"]), -(-int(options["K"]) // block) * block
+        return Layout(shape, 0, (1 << bits) - 1, 1, block, packed=True)
+    q, scale = ref.array(), scales.array()
     ends = {"int4": (-8, 7), "uint4": (0, 15)}.get(q.dtype.name)
     if ends is None and q.dtype.kind not in "iu":
         raise ValueError(
-            f"{printable(ref.name)!r} holds {q.dtype.name}, which is not quantized anew"
+            f"{printable(ref.name)!r} holds {q.dtype.name}: only integers are quantized anew"
         )
     low, high = ends or (int(np.iinfo(q.dtype).min), int(np.iinfo(q.dtype).max))
     if scale.size == 1:
@@ -120,22 +123,22 @@ def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
     )
 
 
-def _packed_layout(node: NodeProto) -> Layout:
-    """Return the layout of the weight of a MatMulNBits: rows are columns of the matrix."""
-    options = attributes(node)
-    block, bits = int(options["block_size"]), int(options.get("bits", 4))
-    shape = int(options["N"]), -(-int(options["K"]) // block) * block
-    return Layout(shape, 0, (1 << bits) - 1, 1, block, packed=True)
-
-
-def quantized(
+def quantize_groups(
     exact: np.ndarray,
     q: np.ndarray,
     scale: np.ndarray,
     zero: np.ndarray,
     layout: Layout,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return integers, scales and zero points of a weight, as those before: symmetric or not."""
+    """Return new integers, scales and zero points of a weight; symmetric if they were before.
+
+    Args:
+        exact: the new weight (groups, elements).
+        q: the integers before (groups, elements).
+        scale: the scales before (groups, 1), which groups of zeros keep.
+        zero: the zero points before (groups, 1).
+        layout: the layout of the integers.
+    """
     low, high = layout.low, layout.high
     symmetric = bool(np.all(zero == layout.middle))
     ends = (-64, 64) if low < 0 else (0, 127)

@@ -1,10 +1,12 @@
-"""LoRA: low-rank adapters beside frozen weights, and their sum as a plain model."""
+"""`add_lora`: low-rank adapters beside the frozen weights that patterns choose."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 from zlib import crc32
 
@@ -12,16 +14,22 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.adapters import dora
-from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
-from onnxgrad.adapters.insertion import Arrays, adopted, insert, writable
-from onnxgrad.adapters.names import module_names
-from onnxgrad.adapters.targets import chosen_targets
-from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, Use, targets
+from onnxgrad.adapters.config import adapter_options
+from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes
+from onnxgrad.adapters.insertion import Arrays, adopt_adapters, copy_inlined, insert_adapter
+from onnxgrad.adapters.torch_modules import module_names
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, find_targets
 from onnxgrad.checks import check_count
-from onnxgrad.errors import argument, escaping
-from onnxgrad.model.notes import ADAPTERS, read_adapters, write_note
+from onnxgrad.errors import argument, escaping, printable
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike
+from onnxgrad.model.scopes import name_of_floats
+from onnxgrad.reporting import frames_inside, logger
+from onnxgrad.training.parameters.choice import integer_rows, matching_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
+from onnxgrad.training.parameters.table import more
+
+_LISTED = 4  # reasons that a message gives
 
 
 @escaping()
@@ -44,19 +52,20 @@ def add_lora(
     adapters, and a new head, by default; other tensors are constants.
 
     A weight that several nodes read has one adapter for all of them. Local functions are inlined.
-    Inputs of the file for adapters (`adapter_inputs`, Olive) give place and names to these.
+    If the file has inputs for adapters (`adapter_inputs`, Olive), the adapters get their names and
+    take their places.
 
     Args:
         model: model, serialized model or path; never modified.
         patterns: names, and patterns as "*.query.weight", of factors of MatMul and Gemm, kernels
-            of Conv and tables of Gather, also quantized; others that match are left out.
+            of Conv and tables of Gather, also quantized; other constants that match are left out.
         rank: columns of A; for a convolution with groups a multiple of their number.
         alpha: A B is multiplied by alpha / rank.
         dropout: probability of [0, 1) with which a `Trainer` zeroes elements of the data that an
             adapter reads, in training only; not for embeddings.
         use_rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
         use_dora: also train the length of each column of W + (alpha / rank) A B (Liu et al. 2024).
-        seed: of the initial values, which are distributed as PEFT's.
+        seed: of the initial values, which are distributed as in PEFT.
 
     Raises:
         ValueError: a pattern that matches nothing that can have an adapter; an invalid number.
@@ -73,64 +82,39 @@ def add_lora(
         >>> [node.op_type for node in og.merge_lora(adapted).graph.node]
         ['MatMul']
     """
-    options = _options(operator.index(rank), alpha, dropout, use_rslora, use_dora)
-    proto, slots = adopted(model)
-    adapted, every, chosen = _adaptable(proto, patterns, options)
-    modules = module_names(adapted, every)
-    add, notes = Additions(adapted), read_adapters(adapted)
-    for name, target in chosen.items():
-        arrays = _initial(target, options, [operator.index(seed), crc32(name.encode())])
-        slot = slots.get(name)
-        notes.append(insert(add, name, modules[name], target, arrays, options, slot))
-    write_note(adapted, ADAPTERS, notes)
-    return adapted
-
-
-def _adaptable(
-    proto: ModelProto, patterns: str | Iterable[str], options: dict[str, Any]
-) -> tuple[ModelProto, dict[str, Target], dict[str, Target]]:
-    """Return the model, its constants, and those that get adapters: of merged ones, each its own"""
-    separated = writable(separate_merged(proto))
-    every = targets(separated)
-    chosen = chosen_targets(separated, every, patterns, options)
-    if trains_merged(proto, separated, chosen):
-        return separated, every, chosen
-    every = targets(proto)
-    return proto, every, {name: every[name] for name in chosen}
-
-
-def _options(
-    rank: int, alpha: float, dropout: float, use_rslora: bool, use_dora: bool
-) -> dict[str, Any]:
-    """Return the settings of an adapter as they are noted."""
     check_count("rank", rank)
     if not 0 <= dropout < 1:
         given = argument("add_lora.dropout", dropout)
         raise ValueError(f"{given}: give a probability of [0, 1)")
-    return {
-        "rank": rank,
-        "alpha": float(alpha),
-        "dropout": float(dropout),
-        "use_rslora": bool(use_rslora),
-        "use_dora": bool(use_dora),
-        "scaling": float(alpha / (math.sqrt(rank) if use_rslora else rank)),
-    }
+    options = adapter_options(
+        operator.index(rank), alpha, dropout=dropout, use_rslora=use_rslora, use_dora=use_dora
+    )
+    proto, places = adopt_adapters(model)
+    separated = copy_inlined(separate_merged(proto))
+    targets = find_targets(separated)
+    chosen = _chosen_targets(separated, targets, patterns, options)
+    if trains_merged(proto, separated, chosen):
+        proto = separated  # an exporter had merged equal weights, which are separate here
+    else:
+        targets = find_targets(proto)
+    modules = module_names(proto, targets)
+    writer, notes = AdapterWriter(proto), read_adapters(proto)
+    for name in chosen:
+        arrays = _initial_tensors(targets[name], options, operator.index(seed), name)
+        note = insert_adapter(
+            writer, name, modules[name], targets[name], arrays, options, places.get(name)
+        )
+        notes.append(note)
+    write_note(proto, ADAPTERS, notes)
+    return proto
 
 
-def _initial(target: Target, options: dict[str, Any], seed: list[int]) -> Arrays:
-    """Return the initial tensors of an adapter: its factors, and the lengths for DoRA."""
-    generator = np.random.default_rng(seed)
-    use, rank = target.uses[0], options["rank"]
+def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: str) -> Arrays:
+    """Return the initial tensors of an adapter: factors whose product is 0; for DoRA, lengths."""
+    generator = np.random.default_rng([seed, crc32(name.encode())])
+    use = target.uses[0]
     dtype = adapter_dtype(use).numpy()
-    arrays: Arrays = _factors(use, rank, generator)
-    if options["use_dora"]:
-        arrays += (dora.lengths(target.ref.array().transpose(use.perm)),)
-    return tuple(array.astype(dtype) for array in arrays)
-
-
-def _factors(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
-    """Return two factors whose product is zero."""
-    p, q = (np.zeros(shape) for shape in factor_shapes(use, rank))
+    p, q = (np.zeros(shape) for shape in factor_shapes(use, options["rank"]))
     if use.form == CONV:
         bound = 1 / math.sqrt(math.prod(use.shape[1:]))
         p = generator.uniform(-bound, bound, p.shape)
@@ -140,4 +124,84 @@ def _factors(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
         q = generator.uniform(-1, 1, q.shape) / math.sqrt(use.shape[-1])
     else:
         p = generator.uniform(-1, 1, p.shape) / math.sqrt(use.shape[-2])
-    return p, q
+    arrays: Arrays = (p, q)
+    if options["use_dora"]:
+        arrays += (dora.column_lengths(target.ref.array().transpose(use.perm)),)
+    return tuple(array.astype(dtype) for array in arrays)
+
+
+def _chosen_targets(
+    proto: ModelProto,
+    targets: dict[str, Target],
+    patterns: str | Iterable[str],
+    options: Mapping[str, Any],
+) -> list[str]:
+    """Return the constants that the patterns match and that can have an adapter, in graph order.
+
+    Raises:
+        ValueError: a pattern matches nothing, or nothing that can have an adapter.
+    """
+    reasons = _reasons_without_adapter(proto, targets, options)
+    quantized = [name for name, target in targets.items() if target.quantized]
+    aliases = {row.name: row.alias for row in integer_rows(proto)} if quantized else {}
+    own = {name for note in read_adapters(proto) for name in note["tensors"]}
+    chosen: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matched = {n for n in quantized if _matches_any(pattern, n, aliases.get(n, ""))}
+        try:
+            matched |= set(matching_weights(proto, [pattern], "weight for an adapter")) - own
+        except ValueError:
+            if not matched:
+                raise
+        possible = {name for name in matched if name not in reasons}
+        if not possible:
+            told = [
+                f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
+            ]
+            raise ValueError(
+                f"nothing that {pattern!r} matches can have an adapter: "
+                f"{'; '.join(told[:_LISTED]) or 'it matches adapters, or no factors of products'}"
+                f"{more(told, _LISTED)}"
+            )
+        chosen |= possible
+        for name in sorted(matched & set(reasons)):
+            logger.info("no adapter for %s: %s", printable(name), reasons[name])
+        missed = [n for n in targets if n in matched and n in reasons and targets[n].missed]
+        if missed:
+            listed = "; ".join(f"{printable(n)!r}: {reasons[n]}" for n in missed[:_LISTED])
+            warnings.warn(
+                f"layers that {pattern!r} matches get no adapter: {listed}{more(missed, _LISTED)}",
+                stacklevel=frames_inside() + 1,
+            )
+    if not chosen:
+        raise ValueError("no patterns: name the weights that get an adapter")
+    return [name for name in targets if name in chosen]
+
+
+def _matches_any(pattern: str, *names: str) -> bool:
+    """Return whether a pattern matches one of these names, or its form before quantization."""
+    names = (*names, *map(name_of_floats, names))
+    return any(n == pattern or fnmatchcase(n, pattern) for n in names if n)
+
+
+def _reasons_without_adapter(
+    proto: ModelProto, targets: dict[str, Target], options: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the reasons why constants cannot have an adapter, by name of the constant."""
+    reasons = {name: target.reason for name, target in targets.items() if target.reason}
+    for name, target in targets.items():
+        group = target.uses[0].group if target.uses else 1
+        if name in reasons:
+            continue
+        if options["rank"] % group:
+            reasons[name] = (
+                f"it has {group} groups, and {argument('rank', options['rank'])} is no multiple"
+            )
+        elif options["use_dora"] and (reason := dora.reason_without_dora(target)):
+            reasons[name] = reason
+    for name in read_note(proto, HEAD):
+        reasons[name] = "it belongs to the new head, which trains as a whole"
+    for note in read_adapters(proto):
+        reasons[note["weight"]] = "it has an adapter already"
+        reasons |= dict.fromkeys(note["tensors"], "it belongs to an adapter")
+    return reasons

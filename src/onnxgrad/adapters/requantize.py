@@ -1,34 +1,105 @@
-"""Merge an adapter into a quantized weight, which is quantized anew in its old layout."""
+"""Quantized weights with their adapters added: new integers and scales in the old layout."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto
+from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxgrad.adapters.constant_operands import ConstantOperands, Place
-from onnxgrad.adapters.integer_layout import layout_of, quantized
-from onnxgrad.adapters.uses import attributes
+from onnxgrad.adapters.integer_layout import layout_of, quantize_groups
+from onnxgrad.adapters.uses import Key, attribute_values, readers_by_value
 from onnxgrad.errors import printable
 from onnxgrad.model.constants import ConstantRef, standard
+from onnxgrad.model.scopes import unused
+from onnxgrad.model.traversal import names, walk
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
+from onnxgrad.training.parameters.table import more
 
 _LISTED = 5  # weights that the warning names
 
+Operand = tuple[NodeProto, int]  # a node and the index of one of its operands
+
+
+class ConstantOperands:
+    """The constants that nodes of a model read, in subgraphs too: found by operand, and written.
+
+    Args:
+        proto: the model, without local functions. Its nodes must stay.
+        refs: its constants.
+    """
+
+    def __init__(self, proto: ModelProto, refs: Iterable[ConstantRef]) -> None:
+        self._constants = {(id(ref.graph), ref.graph_name): ref for ref in refs}
+        nodes = [(graph, node) for graph, node in walk(proto.graph) if node is not None]
+        self.nodes = [node for _, node in nodes]
+        self._producers = {(id(graph), y): node for graph, node in nodes for y in node.output}
+        self._results = {id(node): (id(graph), y) for graph, node in nodes for y in node.output[:1]}
+        self._readers: dict[Key, list[tuple[NodeProto | None, int]]] = {}
+        self._keys: dict[tuple[int, int], Key] = {}
+        for key, found in readers_by_value(proto.graph).items():
+            self._readers[key] = [(node, index) for _, node, index in found]
+            self._keys |= {(id(node), index): key for _, node, index in found}
+        self._graphs = [graph for graph, _ in nodes]  # keeps their ids
+        self._taken = set(names(proto.graph))
+
+    def readers(self, ref: ConstantRef) -> list[Operand]:
+        """Return the operands of nodes that read a constant."""
+        found = self._readers.get((id(ref.graph), ref.graph_name), ())
+        return [(node, index) for node, index in found if node is not None]
+
+    def only_reader(self, node: NodeProto) -> Operand | None:
+        """Return the only operand that reads the first result of `node`; None if several do."""
+        found = self._readers.get(self._results[id(node)], ())
+        reader, index = found[0] if len(found) == 1 else (None, 0)
+        return None if reader is None else (reader, index)
+
+    def producer(self, operand: Operand) -> NodeProto | None:
+        """Return the node that computes an operand."""
+        return self._producers.get(self._value_key(operand))
+
+    def common_constant(self, operands: Sequence[Operand]) -> ConstantRef | None:
+        """Return the constant that all of these operands read; None if they read several values."""
+        keys = {self._value_key(operand) for operand in operands}
+        return self._constants.get(keys.pop()) if len(keys) == 1 else None
+
+    def write(self, operands: Sequence[Operand], array: np.ndarray) -> None:
+        """Write another value of the constant that these operands read, in place.
+
+        If other operands read it too, these operands get a constant for themselves.
+        """
+        key, mine = self._value_key(operands[0]), {(id(node), index) for node, index in operands}
+        ref, found = self._constants[key], self._readers[key]
+        others = [(node, index) for node, index in found if (id(node), index) not in mine]
+        if others:
+            assert isinstance(ref.graph, GraphProto)
+            tensor = ref.graph.initializer.add()
+            tensor.CopyFrom(ref.read())
+            tensor.name = unused(ref.graph_name, self._taken)
+            ref = ConstantRef(tensor.name, tensor, False, ref.graph)
+            new = id(ref.graph), tensor.name
+            self._constants[new], self._readers[new], self._readers[key] = ref, [*operands], others
+            for node, index in operands:
+                node.input[index] = tensor.name
+                self._keys[id(node), index] = new
+        ref.write(array.astype(ref.array().dtype))
+
+    def _value_key(self, operand: Operand) -> Key:
+        return self._keys.get((id(operand[0]), operand[1]), (0, ""))
+
 
 @dataclass
-class Loss:
-    """The rounding error of a merged weight: differences from the sum of weight and adapter."""
+class RoundingErrors:
+    """The rounding errors of a merged weight: differences from the sum of weight and adapter."""
 
     name: str
     largest: float
     mean: float
-    size: float  # mean of the absolute values of the weight
+    size: float  # mean of the absolute values of the sum
 
 
 def requantize(
@@ -36,44 +107,46 @@ def requantize(
     note: Mapping[str, Any],
     ref: ConstantRef,
     update: Callable[[np.ndarray], np.ndarray],
-) -> Loss:
-    """Change the quantized weight of an adapter, in place, and return what this costs.
+) -> RoundingErrors:
+    """Add an adapter to its quantized weight, in place; return the rounding errors.
 
     The weight keeps its integers' dtype, blocks and layout, and gets new scales, and zero points
     where these are stored and differ from each other or from the middle.
 
     Args:
         operands: the constant operands of the model.
-        note: the note of the adapter in the file.
+        note: the note about the adapter.
         ref: the weight.
-        update: function from the weight to its sum with the adapter, both with the axes that the
-            node reads.
+        update: function that maps the weight to the sum of weight and adapter, both with the axes
+            that the node reads.
 
     Raises:
         ValueError: the weight is stored in a form that is not covered.
     """
     scale_places, zero_places = _scale_operands(operands, ref)
     nodes = [node for node, _ in operands.readers(ref)]
-    scales, zeros = operands.common(scale_places), operands.common(zero_places)
+    scales, zeros = operands.common_constant(scale_places), operands.common_constant(zero_places)
     assert scales is not None
     layout = layout_of(nodes[0], ref, scales)
     groups = layout.split(layout.unpack(ref.array()))
     scale = layout.per_group(scales.array())
     zero = np.full_like(scale, layout.middle if layout.packed else 0)
     if zeros is not None:
-        stored = layout.unpack_zeros(zeros.array())
+        stored = layout.unpack(zeros.array())
+        if layout.packed:  # zero points fill bytes row by row
+            stored = stored[:, : layout.shape[1] // layout.block]
         zero = layout.per_group(stored)
     if len({len(groups), len(scale), len(zero)}) > 1:
         raise _not_covered(ref, nodes[0], "whose scales or zero points have another shape")
     before = layout.join((groups - zero) * scale, layout.shape)
     if layout.packed:
-        updated = update(before[:, : attributes(nodes[0])["K"]].T).T
+        updated = update(before[:, : attribute_values(nodes[0])["K"]].T).T
     elif len(note["perm"]) != before.ndim:
         raise _not_covered(ref, nodes[0], "whose integers are reshaped")
     else:
         updated = update(before.transpose(note["perm"])).transpose(np.argsort(note["perm"]))
     exact = layout.split(updated)
-    new, new_scale, new_zero = quantized(exact, groups, scale, zero, layout)
+    new, new_scale, new_zero = quantize_groups(exact, groups, scale, zero, layout)
     new_scale = new_scale.astype(scales.array().dtype).astype(np.float64)
     changed = bool(np.any(new_zero != zero))
     if zeros is None and changed:
@@ -87,15 +160,18 @@ def requantize(
     for node in nodes:
         _rescale_biases(operands, node, new_scale / scale)
     size = np.abs(updated).mean()
-    return Loss(ref.name, float(difference.max()), float(difference.mean()), float(size))
+    return RoundingErrors(ref.name, float(difference.max()), float(difference.mean()), float(size))
 
 
 def _scale_operands(
     operands: ConstantOperands, ref: ConstantRef
-) -> tuple[list[Place], list[Place]]:
-    """Return the operands that are the scales, and the zero points, of a quantized weight.
+) -> tuple[list[Operand], list[Operand]]:
+    """Return the operands with the scales, and with the zero points, of a quantized weight.
 
-    Each are one constant; there may be no zero points.
+    All operands with scales are one constant, and so are all with zero points, if there are any.
+
+    Raises:
+        ValueError: the weight is stored in a form that is not covered.
     """
     readers = operands.readers(ref)
     node = readers[0][0]
@@ -103,9 +179,9 @@ def _scale_operands(
     scales, zeros = ([places[i] for places in found if places] for i in (0, 1))
     zeros = [(reader, i) for reader, i in zeros if any(reader.input[i : i + 1])]
     given = [places for places in (scales, zeros) if places]
-    constants = [ref for ref in map(operands.common, given) if ref is not None]
+    constants = [ref for ref in map(operands.common_constant, given) if ref is not None]
     if None in found or len(constants) < len(given) or len(zeros) not in (0, len(found)):
-        raise _not_covered(ref, node, "which has no constant scales of its own")
+        raise _not_covered(ref, node, "and has no constant scales")
     rows = any(reader.op_type == "Gather" for reader, _ in readers)
     if rows and constants[0].array().size > 1:
         raise _not_covered(ref, node, "whose scales have another axis than its table")
@@ -116,8 +192,8 @@ def _scale_operands(
     return scales, zeros
 
 
-def _operands_beside(operands: ConstantOperands, reader: Place) -> tuple[Place, Place] | None:
-    """Return the operands with scale and zero point of the integers that are operand `reader`."""
+def _operands_beside(operands: ConstantOperands, reader: Operand) -> tuple[Operand, Operand] | None:
+    """Return the operands with scale and zero point that belong to the integers in `reader`."""
     node, index = reader
     kind = standard(node.domain), node.op_type
     for integers, scale, zero in operator_of(node).scaled_operands:
@@ -132,20 +208,21 @@ def _operands_beside(operands: ConstantOperands, reader: Place) -> tuple[Place, 
     return None
 
 
-def _scale_of_product(operands: ConstantOperands, node: NodeProto) -> Place | None:
+def _scale_of_product(operands: ConstantOperands, node: NodeProto) -> Operand | None:
     """Return the scale of the weight of a MatMulInteger: float(product) * (data scale * scale)."""
     cast = operands.only_reader(node)
     product = operands.only_reader(cast[0]) if cast and cast[0].op_type == "Cast" else None
     if product is None or product[0].op_type != "Mul":
         return None
-    both = operands.maker((product[0], 1 - product[1]))
+    both = operands.producer((product[0], 1 - product[1]))
     if both is None or both.op_type != "Mul":
         return None
-    constants = [i for i in (0, 1) if operands.common([(both, i)]) is not None]
+    constants = [i for i in (0, 1) if operands.common_constant([(both, i)]) is not None]
     return (both, constants[0]) if len(constants) == 1 else None
 
 
 def _not_covered(ref: ConstantRef, node: NodeProto, why: str) -> ValueError:
+    """Return the error that a weight is stored in a form that is not covered."""
     return ValueError(
         f"{printable(ref.name)!r} is read by {node.op_type} {printable(node.name)!r}, {why}: its "
         "adapter cannot be merged by quantizing anew. Keep it in the model, or merge it into the "
@@ -153,19 +230,18 @@ def _not_covered(ref: ConstantRef, node: NodeProto, why: str) -> ValueError:
     )
 
 
-def report(losses: list[Loss]) -> None:
-    """Warn of what quantizing anew cost; all of it is logged."""
+def warn_of_rounding(errors: list[RoundingErrors]) -> None:
+    """Warn of the largest rounding errors of merged weights, and log all of them."""
     texts = [
         f"{printable(x.name)!r} {x.largest:.2g} ({x.mean:.2g} on average, {x.mean / x.size:.1%} of "
         "its size)"
-        for x in sorted(losses, key=lambda x: -x.mean / (x.size or 1))
+        for x in sorted(errors, key=lambda x: -x.mean / (x.size or 1))
     ]
     for text in texts:
         logger.info("quantized anew, differs by at most: %s", text)
-    more = f"; and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     warnings.warn(
         "weights were quantized anew with their adapters, and differ from the sums by at most: "
-        f"{'; '.join(texts[:_LISTED])}{more}. Evaluate the merged model",
+        f"{'; '.join(texts[:_LISTED])}{more(texts, _LISTED)}. Evaluate the merged model",
         stacklevel=frames_inside() + 1,
     )
 
@@ -173,21 +249,21 @@ def report(losses: list[Loss]) -> None:
 def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
     """Rescale the integers of the bias beside a quantized weight.
 
-    onnxruntime adds both as integers: the scale of a bias is the scale of the data times the scale
-    of the weight.
+    onnxruntime adds product and bias as integers: the scale of a bias is the scale of the data
+    times the scale of the weight.
     """
     for reader in operands.nodes:
-        maker = operands.maker((reader, 2))
+        producer = operands.producer((reader, 2))
         if reader.op_type not in ("Gemm", "Conv") or all(
-            operands.maker((reader, i)) is not node for i in (0, 1)
+            operands.producer((reader, i)) is not node for i in (0, 1)
         ):
             continue
-        if maker is None or maker.op_type != "DequantizeLinear":
+        if producer is None or producer.op_type != "DequantizeLinear":
             continue
-        q, scale = (operands.common([(maker, i)]) for i in (0, 1))
+        q, scale = (operands.common_constant([(producer, i)]) for i in (0, 1))
         if q is None or scale is None or q.array().dtype != np.int32:
             continue
         old, factor = scale.array(), ratio.reshape(-1) if ratio.size > 1 else ratio.reshape(())
         new = (old * factor).astype(old.dtype)
-        operands.write([(maker, 0)], np.rint(q.array() * (old.astype(np.float64) / new)))
-        operands.write([(maker, 1)], new)
+        operands.write([(producer, 0)], np.rint(q.array() * (old.astype(np.float64) / new)))
+        operands.write([(producer, 1)], new)

@@ -11,11 +11,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.adapters.graph import Additions, adapter_dtype, factor_shapes
-from onnxgrad.adapters.insertion import adopted, insert, plain_options
-from onnxgrad.adapters.names import module_names, tensor_names
-from onnxgrad.adapters.slots import Slot
-from onnxgrad.adapters.uses import CONV, LEFT, Use, targets
+from onnxgrad.adapters.config import adapter_options
+from onnxgrad.adapters.graph import AdapterWriter, adapter_dtype, factor_shapes, tensor_names
+from onnxgrad.adapters.insertion import adopt_adapters, insert_adapter
+from onnxgrad.adapters.places import AdapterPlace, transpose_pair
+from onnxgrad.adapters.torch_modules import module_names
+from onnxgrad.adapters.uses import CONV, LEFT, find_targets
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing
 from onnxgrad.model.notes import ADAPTERS, note_trained, read_adapters, write_note
@@ -26,7 +27,9 @@ SUFFIX = ".onnx_adapter"
 Arrays = dict[str, np.ndarray]
 
 
-def write(proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str], to: Path) -> None:
+def write_file(
+    proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str], to: Path
+) -> None:
     """Write adapters and other tensors as the inputs of their base take them."""
     arrays = {ref.name: ref.array() for ref in constant_refs(proto)}
     values: Arrays = {}
@@ -34,23 +37,31 @@ def write(proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str],
         refuse_dora(note)
         a, b = note["tensors"]
         layout = note.get("inputs", {"scale": 1.0})
-        pair = arrays[a], arrays[b] * arrays[b].dtype.type(note["scaling"] / layout["scale"])
-        if "dtypes" in layout:
-            dtypes = [ir.DataType(code).numpy() for code in layout["dtypes"]]
-            flips = zip(pair, dtypes, layout["transposed"], strict=True)
-            pair = tuple((v.T if flip else v).astype(dtype) for v, dtype, flip in flips)
-        values |= dict(zip((a, b), pair, strict=True))
+        scaling = arrays[b].dtype.type(note["scaling"] / layout["scale"])
+        pair = transpose_pair((arrays[a], arrays[b] * scaling), layout)
+        dtypes = [ir.DataType(code).numpy() for code in layout.get("dtypes", ())]
+        values |= {
+            name: array.astype(dtypes[i]) if dtypes else array
+            for i, (name, array) in enumerate(zip((a, b), pair, strict=True))
+        }
     values |= {name: arrays[name] for name in others}
     adapter = ort.AdapterFormat()
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
-    adapter.set_parameters({name: _ortvalue(array) for name, array in values.items()})
+    adapter.set_parameters(
+        {
+            name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                np.ascontiguousarray(array), ir.DataType.from_numpy(array.dtype).value
+            )
+            for name, array in values.items()
+        }
+    )
     with replacing(to) as temporary:
         adapter.export_adapter(str(temporary))
 
 
 def refuse_dora(note: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an adapter that cannot be the input of a base."""
+    """Raise `ValueError` for an adapter with `use_dora`, which cannot be the input of a base."""
     if note["use_dora"]:
         raise ValueError(
             f"the adapter of {note['weight']!r} has use_dora: it needs the lengths of the columns "
@@ -58,17 +69,12 @@ def refuse_dora(note: Mapping[str, Any]) -> None:
         )
 
 
-def _ortvalue(array: np.ndarray) -> ort.OrtValue:
-    code = ir.DataType.from_numpy(array.dtype).value
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(array), code)
-
-
 def read_arrays(source: Path) -> Arrays:
     """Return the tensors of a file of adapters, by name.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged.
     """
     if not source.is_file():
         raise FileNotFoundError(f"{source} holds no adapter: there is no such file")
@@ -79,21 +85,21 @@ def read_arrays(source: Path) -> Arrays:
         raise ValueError(f"{source} is no file of adapters, or is damaged: {e}") from None
 
 
-def load(model: ModelLike, source: Path) -> ModelProto:
+def load_file(model: ModelLike, source: Path) -> ModelProto:
     """Return `model` with the adapters, and the other tensors, of a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the adapters are those of another model.
+        ValueError: the adapters belong to another model.
     """
     arrays = read_arrays(source)
-    proto, slots = adopted(model)
+    proto, places = adopt_adapters(model)
     if not read_adapters(proto):
-        _add(proto, slots, arrays, source)
+        _insert_adapters(proto, places, arrays, source)
     notes = read_adapters(proto)
     values: Arrays = {}
     for note in notes:
-        values |= _factors(note, arrays, source)
+        values |= _factor_values(note, arrays, source)
     rest = [name for name in arrays if name not in values]
     names = [ref.name for ref in constant_refs(proto)]
     for name in rest:
@@ -104,58 +110,46 @@ def load(model: ModelLike, source: Path) -> ModelProto:
     return replace(proto, values | {name: arrays[name] for name in rest})
 
 
-def _add(proto: ModelProto, slots: Mapping[str, Slot], arrays: Arrays, source: Path) -> None:
-    """Write adapters of the shapes that the file has beside the weights that it names, in place."""
-    every = targets(proto)
-    modules, add = module_names(proto, every), Additions(proto)
+def _insert_adapters(
+    proto: ModelProto, places: Mapping[str, AdapterPlace], arrays: Arrays, source: Path
+) -> None:
+    """Write zero adapters beside the weights that the file names, of the file's ranks, in place."""
+    targets = find_targets(proto)
+    modules, writer = module_names(proto, targets), AdapterWriter(proto)
     notes: list[dict[str, Any]] = []
-    for name, target in every.items():
+    for name, target in targets.items():
         if target.reason or not target.uses:
             continue
-        use, slot = target.uses[0], slots.get(name)
-        pair = slot.tensors if slot else named_after(modules[name], use)
-        if not arrays.keys() >= {*pair}:
+        use = target.uses[0]
+        a, b = (f"{modules[name]}.{part}" for part in tensor_names(use.form, use_dora=False))
+        place = places.get(name, AdapterPlace((a, b)))
+        if not arrays.keys() >= {*place.tensors}:
             continue
-        flips = slot.layout.get("transposed", (False, False)) if slot else (False, False)
-        a, b = (arrays[n].T if flip else arrays[n] for n, flip in zip(pair, flips, strict=True))
-        rank = _rank(use, a)
-        found = (b, a) if use.form == LEFT else (a, b)
-        for shape, array in zip(factor_shapes(use, rank), found, strict=True):
+        pair = transpose_pair((arrays[tensor] for tensor in place.tensors), place.layout)
+        rank = pair[0].shape[0 if use.form == CONV else -2 if use.form == LEFT else -1]
+        factors = pair[::-1] if use.form == LEFT else pair
+        for shape, array in zip(factor_shapes(use, rank), factors, strict=True):
             if shape != array.shape:
                 raise ValueError(
-                    f"{source} is an adapter of another model: a factor of {pair[0]!r} and "
-                    f"{pair[1]!r} has the shape {list(array.shape)}, {name!r} needs {list(shape)}"
+                    f"{source} is an adapter of another model: a factor of {place.tensors[0]!r} "
+                    f"and {place.tensors[1]!r} has the shape {list(array.shape)}, {name!r} needs "
+                    f"{list(shape)}"
                 )
-        zeros = tuple(np.zeros(x.shape, adapter_dtype(use).numpy()) for x in found)
-        scale = slot.layout.get("scale", 1.0) if slot else 1.0
-        slot = slot or Slot((pair[0], pair[1]))
-        options = plain_options(rank, scale)
-        notes.append(insert(add, name, modules[name], target, zeros, options, slot))
+        zeros = tuple(np.zeros(x.shape, adapter_dtype(use).numpy()) for x in factors)
+        options = adapter_options(rank, scaling=place.layout.get("scale", 1.0))
+        notes.append(insert_adapter(writer, name, modules[name], target, zeros, options, place))
     write_note(proto, ADAPTERS, notes)
 
 
-def named_after(module: str, use: Use) -> tuple[str, ...]:
-    """Return the names of the tensors of the adapter of a module."""
-    return tuple(f"{module}.{part}" for part in tensor_names(use.form, use_dora=False))
-
-
-def _rank(use: Use, a: np.ndarray) -> int:
-    return a.shape[0] if use.form == CONV else a.shape[-2 if use.form == LEFT else -1]
-
-
-def _factors(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
-    """Return the values of the tensors of one adapter.
+def _factor_values(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
+    """Return the values of the two tensors of an adapter, by name.
 
     Raises:
-        ValueError: the file lacks them.
+        ValueError: the file lacks one of them.
     """
     if missing := [name for name in note["tensors"] if name not in arrays]:
         raise ValueError(f"{source} lacks the adapter {missing[0]!r} of the model")
-    a, b = note["tensors"]
-    layout = note.get("inputs", {"transposed": (False, False), "scale": 1.0})
-    flip_a, flip_b = layout["transposed"]
-    factor = layout["scale"] / note["scaling"]
-    return {
-        a: arrays[a].T if flip_a else arrays[a],
-        b: (arrays[b].T if flip_b else arrays[b]) * arrays[b].dtype.type(factor),
-    }
+    layout = note.get("inputs", {"scale": 1.0})
+    a, b = transpose_pair((arrays[name] for name in note["tensors"]), layout)
+    factor = b.dtype.type(layout["scale"] / note["scaling"])
+    return dict(zip(note["tensors"], (a, b * factor), strict=True))

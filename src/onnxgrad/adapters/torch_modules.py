@@ -1,34 +1,41 @@
-"""Adapters by the modules of PyTorch, where the tool that wrote the file renamed or packed these.
+"""Adapters by the modules of PyTorch, where a tool renamed, packed or tied these in the model.
 
 The builder of onnxruntime-genai calls `model.layers.0.self_attn.q_proj` of transformers
 `model.layers.0.attn.q_proj.MatMul`, and joins the weights of q, k and v to `attn.qkv_proj.MatMul`.
 It splits the `gate_up_proj` of Phi-3, whose network has a `qkv_proj`, too. Other tools keep the
-modules of the network.
+modules of the network. An embedding and a last layer that share a weight have one adapter in the
+model, and one for each module in PEFT.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from onnxgrad.adapters.config import options_of
-from onnxgrad.adapters.dora import lengths, unfit
-from onnxgrad.adapters.names import tensor_names
-from onnxgrad.adapters.uses import CONV, LINEAR, Target, Use, attributes
+from onnxgrad.adapters.config import options_of_module
+from onnxgrad.adapters.dora import column_lengths, reason_without_dora
+from onnxgrad.adapters.graph import tensor_names
+from onnxgrad.adapters.uses import CONV, EMBEDDING, LINEAR, Target, attribute_values
 from onnxgrad.errors import unknown
 from onnxgrad.model.constants import ConstantRef
+from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import operator_of
+from onnxgrad.reporting import frames_inside
+from onnxgrad.training.parameters.aliases import aliases, module_of
+from onnxgrad.training.parameters.choice import integer_rows
 
 Tensors = dict[str, np.ndarray]
 Columns = dict[str, dict[str, slice]]  # {packed module: {part: its columns}}
+Paths = dict[str, dict[str, str]]  # {module of a tied weight: {form of its use: path in PyTorch}}
 
 A, B, _LENGTHS = tensor_names(LINEAR, use_dora=True)
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -48,11 +55,31 @@ class Entry:
     path: str = ""
 
 
-def torch_path(module: str, family: str = "") -> str:
-    """Return the path in PyTorch of a module of the model: itself, unless genai's builder named it.
+def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, str]:
+    """Return the path of the module of each weight, such as "encoder.layer.0.query".
 
-    The path is of the network of a `family`, as "phi3", or has the names of Llama. What the builder
-    split is the module of the network that has it as a part.
+    The path is the name of the weight, or its alias if an exporter numbered it, without ".weight";
+    for integers, the name of the floats before quantization. Weights of one module keep their
+    names.
+    """
+    aliased = aliases(proto)
+    if any(target.quantized for target in targets.values()):
+        aliased |= {row.name: row.alias for row in integer_rows(proto) if row.alias}
+    modules = {
+        name: aliased.get(name, name_of_floats(name)).removesuffix(".weight") for name in targets
+    }
+    counts = Counter(modules.values())
+    return {
+        name: module if counts[module] == 1 else name.removesuffix(".weight")
+        for name, module in modules.items()
+    }
+
+
+def torch_path(module: str, family: str = "") -> str:
+    """Return the path in PyTorch of a module of the model; `module`, if genai's builder named none.
+
+    The path has the names of the network of a `family`, such as "phi3", or else of Llama. Parts
+    that the builder split have the path of the module of which they are a part.
 
     >>> torch_path("model.layers.0.attn.q_proj.MatMul")
     'model.layers.0.self_attn.q_proj'
@@ -91,7 +118,7 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
         if len(parts) == 3:
             shares = _part_shares(readers, constants, target.uses[0].node)
         if len(shares) == len(parts):
-            edges = np.cumsum([0, *shares]) * _width(target) // sum(shares)
+            edges = np.cumsum([0, *shares]) * _column_count(target) // sum(shares)
             bounds = zip(parts, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
             found[module] = {part: slice(start, stop) for part, start, stop in bounds}
     return found
@@ -100,13 +127,14 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
 def _part_shares(
     readers: Mapping[str, list[NodeProto]], constants: Mapping[str, ConstantRef], product: NodeProto
 ) -> list[int]:
-    """Return the shares of q, k and v in a product, by the node that splits it, or the attention.
+    """Return the shares of q, k and v among the columns of a product; empty if no node tells.
 
-    A bias and an adapter may be added in between.
+    The Split or the attention that reads the product tells them; a bias and an adapter may be added
+    in between.
     """
     waiting = list(readers[product.output[0]])
     for node in waiting:  # the loop appends to it
-        options = attributes(node)
+        options = attribute_values(node)
         if _keeps_columns(node):
             waiting += [n for n in readers[node.output[0]] if n not in waiting]
         elif "attention" in operator_of(node).traits and not any(node.input[1:3]):
@@ -131,8 +159,8 @@ def to_model(
 ) -> dict[str, Entry]:
     """Return the adapters in a file by the modules of the model.
 
-    The adapters of q, k and v become one with all of their ranks, if the model has one weight for
-    them; the adapter of a packed module is cut, if the model has a weight for each part.
+    The adapters of q, k and v become one whose rank is the sum of their ranks, if the model has one
+    weight for them; the adapter of a packed module is cut, if the model has a weight for each part.
 
     Args:
         found: tensors of the adapters in the file, by their modules.
@@ -151,40 +179,42 @@ def to_model(
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[tuple[slice, Entry]]] = defaultdict(list)
     for module, tensors in found.items():
-        close, place = _matching_modules(module, modules), places.get(_portable_name(module), [])
-        parts = _PACKED.get(_last_name(_portable_name(module)), ())
-        separate = [places.get(_sibling_path(_portable_name(module), part), []) for part in parts]
+        portable = _portable_name(module)
+        ends = (m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}"))
+        close, place = [module] if module in modules else list(ends), places.get(portable, [])
+        parts = _PACKED.get(_last_name(portable), ())
+        separate = [places.get(_sibling_path(portable, part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
         linear = {*tensors} in ({A, B}, {A, B, _LENGTHS})
-        rank = _rank_of(tensors, modules[close[0]].uses[0] if len(close) == 1 else None)
-        entry = Entry(tensors, options_of(config, module, rank), module)
+        rank = _rank_in_file(tensors, modules[close[0]].uses[0].form if len(close) == 1 else LINEAR)
+        entry = Entry(tensors, options_of_module(config, module, rank), module)
         if len(close) == 1:
             entries[close[0]] = entry
         elif not close and len(place) == 1 and place[0][1] is not None and linear:
             pieces[place[0][0]].append((place[0][1], entry))
         elif not close and parts and all(len(s) == 1 for s in separate) and linear:
             names = [s[0][0] for s in separate]
-            edges = np.cumsum([0, *(_width(modules[name]) for name in names)]).tolist()
-            rows = {name: slice(*edges[i : i + 2]) for i, name in enumerate(names)}
-            entries |= _cut_into_parts(entry, rows)
+            widths = {name: _column_count(modules[name]) for name in names}
+            entries |= _cut_into_parts(entry, _consecutive_columns(widths))
         else:
             raise unknown("module of the adapter", module, modules, close)
     for name, each in pieces.items():
         target = modules[name]
-        lasting = None if unfit(target) else target.ref.array().transpose(target.uses[0].perm)
-        base = None if lasting is None else lengths(lasting)
-        entries[name] = _join_parts(each, _width(target), name, base)
+        base = None
+        if not reason_without_dora(target):
+            base = column_lengths(target.ref.array().transpose(target.uses[0].perm))
+        entries[name] = _join_parts(each, _column_count(target), name, base)
     return entries
 
 
 def _join_parts(
     pieces: list[tuple[slice, Entry]], total: int, module: str, base: np.ndarray | None = None
 ) -> Entry:
-    """Return one adapter of `module` for several, each for some of the columns of its weight.
+    """Return one adapter of `module` for several adapters, each of some columns of its weight.
 
-    Its rank is the sum of their ranks, or the rank of the A that all share. Other columns keep the
-    lengths `base` of the weight.
+    Its rank is the sum of their ranks, or the rank of the A that all share. Columns without an
+    adapter keep their lengths in `base`, the lengths of all columns of the weight.
 
     Raises:
         ValueError: some columns have no lengths.
@@ -223,8 +253,8 @@ def to_torch(
     """Return adapters by their modules in PyTorch.
 
     The adapter of a weight that the builder joined becomes an adapter of each part, with the rows
-    of A that the part's columns of B use. The adapters of weights that the builder split become
-    one, of their module.
+    of A that the part's columns of B use. The adapters of weights that the builder split become the
+    adapter of their module.
 
     Args:
         entries: the adapters, by their modules in the model.
@@ -251,23 +281,30 @@ def to_torch(
             }
         else:
             raise ValueError(
-                f"what reads the product of {module!r} does not say where q, k and v end in it: "
-                "PEFT has an adapter for each"
+                f"no Split or attention that reads the product of {module!r} tells where q, k and "
+                "v end in it, and PEFT has an adapter for each of them"
             )
-    widths = {torch_path(name): _width(target) for name, target in modules.items() if target.uses}
+    widths = {torch_path(m): _column_count(target) for m, target in modules.items() if target.uses}
     for path, found in split.items():
-        parts = _PACKED[_last_name(path)]
-        edges = np.cumsum([0, *(widths[_sibling_path(path, part)] for part in parts)]).tolist()
-        places = {part: slice(*edges[i : i + 2]) for i, part in enumerate(parts)}
+        part_widths = {
+            part: widths[_sibling_path(path, part)] for part in _PACKED[_last_name(path)]
+        }
+        places = _consecutive_columns(part_widths)
         pieces = [(places[part], entry) for part, entry in found.items()]
-        result[path] = _join_parts(pieces, edges[-1], path)
+        result[path] = _join_parts(pieces, sum(part_widths.values()), path)
     return result
 
 
-def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
-    """Return the adapters of the parts of a joined module, less the ones that change nothing.
+def _consecutive_columns(widths: Mapping[str, int]) -> dict[str, slice]:
+    """Return the columns of parts that stand side by side, from the widths of the parts."""
+    ends = np.cumsum([*widths.values()]).tolist()
+    return {n: slice(end - w, end) for (n, w), end in zip(widths.items(), ends, strict=True)}
 
-    A fresh adapter, whose B is zero, gives one for each part.
+
+def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
+    """Return the adapters of the parts of a joined module, without adapters that change nothing.
+
+    If B is zero everywhere, as before training, each part gets an adapter.
     """
     tensors, options = entry.tensors, entry.options
     a, b, result = tensors[A], tensors[B], {}
@@ -275,7 +312,7 @@ def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Ent
         used = np.asarray(b[rows].any(0)) if b.any() else np.ones(len(a), bool)
         if not used.any() and _LENGTHS not in tensors:
             continue
-        used[:1] |= not used.any()  # its lengths have trained
+        used[:1] |= not used.any()  # the lengths of the part have trained: it keeps rank 1
         rank, scaling = int(used.sum()), options["scaling"]
         fewer = {"rank": rank, "alpha": scaling * rank, "use_rslora": False}
         own = {n: x[rows] for n, x in tensors.items() if n == _LENGTHS}
@@ -287,27 +324,19 @@ def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Ent
     return result
 
 
-def _width(target: Target) -> int:
+def _column_count(target: Target) -> int:
     return target.uses[0].shape[-1]
 
 
-def _rank_of(tensors: Tensors, use: Use | None) -> int:
-    """Return the rank that the first factor in a file has; 1 if it lacks one."""
-    form = use.form if use else LINEAR
+def _rank_in_file(tensors: Tensors, form: str) -> int:
+    """Return the rank of the tensors of an adapter in the layout of PEFT; 1 if A is missing."""
     a = tensors.get(tensor_names(form, use_dora=False)[0])
     shape = (1,) if a is None else a.shape
     return shape[0] if form == CONV or len(shape) < 2 else shape[-2]
 
 
-def _matching_modules(module: str, modules: Collection[str]) -> list[str]:
-    """Return the modules of the model whose path is, ends in, or is the end of, `module`."""
-    if module in modules:
-        return [module]
-    return [m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}")]
-
-
 def _portable_name(module: str) -> str:
-    """Return the number of the layer and the last names, which all tools give a module.
+    """Return the number of the layer and the last names of a module, which all tools write alike.
 
     >>> _portable_name("base.layers.3.self_attn.dense")
     '3.attn.o_proj'
@@ -326,5 +355,69 @@ def _last_name(path: str) -> str:
 
 
 def _sibling_path(path: str, name: str) -> str:
-    """Return `path` with another last part."""
+    """Return `path` with `name` in place of its last name."""
     return ".".join([*path.split(".")[:-1], name])
+
+
+# -- weights that an embedding and a last layer share ---------------------------------------------
+
+
+def tied_paths(modules: Mapping[str, Target]) -> Paths:
+    """Return the paths in PyTorch of the modules that share a weight, where nodes name them."""
+    found: Paths = {}
+    for module, target in modules.items():
+        paths = {}
+        for use in target.uses:
+            metadata = {entry.key: entry.value for entry in use.node.metadata_props}
+            paths[use.form] = module_of(use.node.name, metadata)
+        if {*paths} == {EMBEDDING, LINEAR} and all(paths.values()):
+            found[module] = paths
+    return found
+
+
+def separate_entries(entries: Mapping[str, Entry], tied: Paths) -> dict[str, Entry]:
+    """Return the adapters with an entry for each module of PyTorch that shares a tied weight."""
+    result: dict[str, Entry] = {}
+    for module, entry in entries.items():
+        for form, path in tied.get(module, {}).items():
+            result[path] = replace(entry, tensors=_in_form(entry.tensors, form), path=path)
+        if module not in tied:
+            result[module] = entry
+    return result
+
+
+def join_tensors(
+    found: Mapping[str, Tensors], tied: Paths, forms: Mapping[str, str]
+) -> dict[str, Tensors]:
+    """Return the tensors in a file by modules, with one entry for modules that share a weight.
+
+    Raises:
+        ValueError: modules that share a weight have unequal adapters.
+    """
+    result = dict(found)
+    for module, paths in tied.items():
+        given = {path: result.pop(path) for path in paths.values() if path in result}
+        if not given:
+            continue
+        each = [_in_form(tensors, forms[module]) for tensors in given.values()]
+        if any(not np.array_equal(each[0][n], x[n]) for x in each for n in each[0]):
+            raise ValueError(
+                f"{list(given)} share a weight in the model, and have several adapters in the file"
+            )
+        if len(given) < len(paths):
+            warnings.warn(
+                f"the adapter of {next(iter(given))!r} acts at {sorted(paths.values())} in the "
+                "model, which share a weight; PEFT has it in one of these",
+                stacklevel=frames_inside() + 1,
+            )
+        result[module] = each[0]
+    return result
+
+
+def _in_form(tensors: Tensors, form: str) -> Tensors:
+    """Return the factors of an adapter in the layout of a layer or an embedding."""
+    names = tensor_names(form, use_dora=False)
+    other = tensor_names(EMBEDDING if form == LINEAR else LINEAR, use_dora=False)
+    if {*tensors} != {*other}:
+        return tensors
+    return dict(zip(names, (tensors[name].T for name in other[::-1]), strict=True))

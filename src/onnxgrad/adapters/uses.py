@@ -1,4 +1,4 @@
-"""Where a model uses its weights, as far as adapters can be put beside these uses."""
+"""Uses of weights: the nodes of a model beside which adapters can be put."""
 
 from __future__ import annotations
 
@@ -21,15 +21,11 @@ _QUANTIZED = (
     TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4,
     TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2,
 )  # fmt: skip
-_MOVES_OR_JOINS = MOVES | {"Concat"}
 _MICROSOFT = "com.microsoft"
 _PRODUCTS = (("", "MatMul"), (_MICROSOFT, "FusedMatMul"), (_MICROSOFT, "TransposeMatMul"))
 _NBITS = "MatMulNBits"
 # products of integers, and the nodes that turn their results into floats
-_INTEGER_PRODUCTS = {
-    ("", "MatMulInteger"): ("Cast", "Mul"),
-    ("", "QLinearMatMul"): ("DequantizeLinear",),
-}
+_FLOAT_RESULTS = {"MatMulInteger": ("Cast", "Mul"), "QLinearMatMul": ("DequantizeLinear",)}
 _SCALES = ("Mul", "Div")
 _AFFINE = (*_SCALES, "Add", "Sub")
 
@@ -41,11 +37,16 @@ Reader = tuple[GraphProto, NodeProto | None, int]  # None: an output of the grap
 class Use:
     """A node that multiplies data by a weight, or looks up its rows.
 
-    - `form`: LINEAR `x @ M`, LEFT `M @ x`, EMBEDDING `M[x]`, CONV. `M` is the weight with its axes
-      in the order `perm`, of shape `shape`.
-    - `x`: name of the data; `flips` is whether they are transposed before.
-    - `factor`: by which the product is multiplied.
-    - `dtype`: of the product.
+    Attributes:
+        graph: the graph of the node.
+        node: the node that computes the product, or its last scaling, if integers are multiplied.
+        form: LINEAR `x @ M`, LEFT `M @ x`, EMBEDDING `M[x]` or CONV.
+        x: name of the data.
+        perm: order of the axes of the weight in M.
+        shape: shape of M.
+        dtype: dtype of the product.
+        flips: whether the data are transposed before.
+        factor: number by which the product is multiplied.
     """
 
     graph: GraphProto
@@ -61,14 +62,19 @@ class Use:
     @property
     def group(self) -> int:
         """The number of groups of a convolution."""
-        return int(attributes(self.node).get("group", 1))
+        return int(attribute_values(self.node).get("group", 1))
 
 
 @dataclass
 class Target:
-    """A constant, its uses, and the reason why it cannot have an adapter; "" if it can.
+    """A constant that may get an adapter.
 
-    It is `missed` if a layer multiplies by it that adapters are not put beside.
+    Attributes:
+        ref: the constant.
+        uses: the nodes beside which its adapter is put.
+        reason: why it cannot have an adapter; "" if it can.
+        quantized: whether it holds integers.
+        missed: whether a layer multiplies by it, and yet it cannot have an adapter.
     """
 
     ref: ConstantRef
@@ -79,10 +85,16 @@ class Target:
 
 
 @dataclass(frozen=True)
-class _Path:
-    """What moves a weight to its use: its shape and the order of its axes, and its dtype there.
+class _MovedWeight:
+    """A weight as a node reads it, behind nodes that move, cast or dequantize it.
 
-    Integers are `scaled` behind a Mul or Div by a constant.
+    Attributes:
+        key: the value that the node reads.
+        shape: shape before axes were reordered.
+        perm: order of the axes in the value.
+        dtype: dtype of the value.
+        quantized: whether the weight is stored as integers.
+        scaled: whether a DequantizeLinear, Mul or Div has applied the scale of the integers.
     """
 
     key: Key
@@ -94,13 +106,13 @@ class _Path:
 
     @property
     def shape_at_use(self) -> tuple[int, ...]:
-        """The shape at the use."""
+        """The shape of the value."""
         return tuple(self.shape[i] for i in self.perm)
 
 
-def targets(proto: ModelProto) -> dict[str, Target]:
+def find_targets(proto: ModelProto) -> dict[str, Target]:
     """Return the float and quantized constants of a model without local functions, by name."""
-    search = _Search(proto)
+    search = _UseSearch(proto)
     found: dict[str, Target] = {}
     for ref in search.refs:
         dtype = search.dtypes[ref.graph_name]
@@ -111,13 +123,13 @@ def targets(proto: ModelProto) -> dict[str, Target]:
     return found
 
 
-def attributes(node: NodeProto) -> dict[str, Any]:
+def attribute_values(node: NodeProto) -> dict[str, Any]:
     """Return the attributes of `node` as Python values."""
     return {a.name: ir.serde.deserialize_attribute(a).value for a in node.attribute}
 
 
-def readers(graph: GraphProto) -> dict[Key, list[Reader]]:
-    """Return what reads each value, in subgraphs too."""
+def readers_by_value(graph: GraphProto) -> dict[Key, list[Reader]]:
+    """Return the operands that read each value of a graph and its subgraphs."""
     table: dict[Key, list[Reader]] = defaultdict(list)
 
     def visit(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
@@ -139,20 +151,20 @@ def readers(graph: GraphProto) -> dict[Key, list[Reader]]:
     return table
 
 
-class _Search:
-    """Finds the uses of constants of a model without local functions.
+class _UseSearch:
+    """Search for the uses of constants in a model without local functions.
 
     Attributes:
         refs: the constants; they keep the graphs alive, and so their ids unique.
-        readers: what reads each value, in subgraphs too.
+        readers: the operands that read each value.
         constants: the constants by their names in their graphs.
         fixed: names of values that are computed from constants alone.
-        dtypes: of the constants.
+        dtypes: dtypes of the constants by their names in their graphs.
     """
 
     def __init__(self, proto: ModelProto) -> None:
         self.refs = list(constant_refs(proto))
-        self.readers = readers(proto.graph)
+        self.readers = readers_by_value(proto.graph)
         self.constants = {ref.graph_name: ref for ref in self.refs}
         self.dtypes = {ref.graph_name: ref.read().data_type for ref in self.refs}
         self.fixed = set(self.constants)
@@ -161,7 +173,7 @@ class _Search:
                 self.fixed.update(node.output)
 
     def target(self, ref: ConstantRef) -> Target:
-        """Return the uses of a constant."""
+        """Return a constant with its uses, and the reason if it cannot have an adapter."""
         target = Target(ref)
         tensor = ref.read()
         if ref.sparse or ref.function is not None or ref.attribute is not None:
@@ -170,28 +182,24 @@ class _Search:
             return target
         shape = tuple(tensor.dims)
         key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
-        start = _Path(key, shape, tuple(range(len(shape))), stored, False)
+        start = _MovedWeight(key, shape, tuple(range(len(shape))), stored, False)
         for path, (graph, node, index) in self._through_moves(start):
-            use = node and self._use(path, graph, node, index)
+            use = node and self._use_by_node(path, graph, node, index)
             rows = isinstance(use, Use) and use.form == EMBEDDING
             if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
                 use = self._behind_scale(use) if stored not in FLOATS else use
                 if not use.dtype.is_floating_point():
-                    use = f"the result of {_label(use.node)} stays in integers"
+                    use = f"the result of {_node_label(use.node)} stays in integers"
             if isinstance(use, Use) and use.x in self.constants:
-                use = f"{_label(use.node)} multiplies it by another constant"
+                use = f"{_node_label(use.node)} multiplies it by another constant"
             if isinstance(use, Use):
                 target.uses.append(use)
             else:
                 target.reason = use or "it is an output of a graph"
                 target.missed |= len(shape) > 1 and self._is_factor(path.key)
-            integers = node is not None and node.op_type in (
-                _NBITS,
-                "MatMulInteger",
-                "QLinearMatMul",
-            )
-            target.quantized |= path.quantized or (integers and isinstance(use, Use))
-            target.quantized |= stored not in FLOATS and len(shape) > 1  # though without an adapter
+            by_integers = node is not None and node.op_type in (_NBITS, *_FLOAT_RESULTS)
+            target.quantized |= path.quantized or (by_integers and isinstance(use, Use))
+            target.quantized |= stored not in FLOATS and len(shape) > 1  # even without adapter
         if len(shape) < 2 and not target.quantized:
             target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
         elif not target.uses and not target.reason:
@@ -201,7 +209,7 @@ class _Search:
         return target
 
     def _is_factor(self, key: Key) -> bool:
-        """Return whether a layer multiplies by a constant, or by several that are joined to one."""
+        """Return whether a layer multiplies by a constant, perhaps joined with other constants."""
         waiting = [key]
         for name in waiting:  # the loop appends to it
             for graph, node, index in self.readers.get(name, ()):
@@ -210,12 +218,12 @@ class _Search:
                 )
                 if node is not None and not scales and letter(node, index) in ("f", "q"):
                     return True
-                if node is not None and node.op_type in _MOVES_OR_JOINS:
+                if node is not None and node.op_type in MOVES | {"Concat"}:
                     waiting += [(id(graph), y) for y in node.output if y in self.fixed]
         return False
 
-    def _through_moves(self, start: _Path) -> Iterator[tuple[_Path, Reader]]:
-        """Yield what reads a weight, itself or behind nodes that move, cast or dequantize it."""
+    def _through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
+        """Yield each operand that reads a weight, directly or moved, cast or dequantized."""
         waiting = [start]
         for path in waiting:  # the loop appends to it
             for reader in self.readers.get(path.key, ()):
@@ -231,7 +239,7 @@ class _Search:
                 if index:
                     yield path, reader
                     continue
-                options = attributes(node)
+                options = attribute_values(node)
                 if node.op_type == "Transpose":
                     order = options.get("perm", range(len(path.perm))[::-1])
                     waiting.append(replace(onward, perm=tuple(path.perm[i] for i in order)))
@@ -250,19 +258,21 @@ class _Search:
                 elif node.op_type == "Identity":
                     waiting.append(onward)
                 elif node.op_type == "DequantizeLinear":
-                    dtype = self._dequantized(node)
+                    dtype = self._dequantized_dtype(node)
                     waiting.append(replace(onward, dtype=dtype, quantized=True, scaled=True))
                 else:
                     yield path, reader
 
-    def _dequantized(self, node: NodeProto) -> ir.DataType:
+    def _dequantized_dtype(self, node: NodeProto) -> ir.DataType:
         """Return the dtype of the result of a DequantizeLinear."""
-        stated = attributes(node).get("output_dtype")
+        stated = attribute_values(node).get("output_dtype")
         return ir.DataType(stated or self.dtypes.get(node.input[1], TensorProto.FLOAT))
 
-    def _use(self, path: _Path, graph: GraphProto, node: NodeProto, index: int) -> Use | str:
-        """Return the use of a weight by `node`, or why it cannot have an adapter."""
-        kind, options = (standard(node.domain), node.op_type), attributes(node)
+    def _use_by_node(
+        self, path: _MovedWeight, graph: GraphProto, node: NodeProto, index: int
+    ) -> Use | str:
+        """Return the use of a weight by `node`, or the reason why it cannot have an adapter."""
+        kind, options = (standard(node.domain), node.op_type), attribute_values(node)
         dtype, shape = ir.DataType(path.dtype), path.shape
         if kind == (_MICROSOFT, _NBITS) and index == 1:
             scales = ir.DataType(self.dtypes.get(node.input[2], TensorProto.FLOAT))
@@ -272,31 +282,36 @@ class _Search:
         x = (*node.input, "")[1 - index % 2]
         use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
         if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
-            return _product(use, index, options)
-        if kind in _INTEGER_PRODUCTS and index == 1 + 2 * (node.op_type == "QLinearMatMul"):
-            return _float_use(use)
+            return _use_as_factor(use, index, options)
+        if (
+            not kind[0]
+            and kind[1] in _FLOAT_RESULTS
+            and index == 1 + 2 * (node.op_type == "QLinearMatMul")
+        ):
+            return _use_by_integers(use)
         if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
             return replace(use, form=CONV)
         if kind == ("", "Gather") and index == 0:
             if len(shape) == 2 and options.get("axis", 0) in (0, -2):
                 return replace(use, form=EMBEDDING)
-            return f"{_label(node)} does not look up rows of a matrix"
+            return f"{_node_label(node)} does not look up rows of a matrix"
         if node.op_type in ("FusedGemm", "FusedConv", "NhwcFusedConv", "GemmFastGelu"):
             return (
-                f"{_label(node)} applies its activation too: use the file before it was optimized"
+                f"{_node_label(node)} applies an activation, too: use the file before it was "
+                "optimized"
             )
         if node.op_type == "QuantizeLinear":
             return (
-                f"{_label(node)} rounds it when the model runs: add adapters to the file with its "
-                "integers, which a Trainer of this model saves"
+                f"{_node_label(node)} rounds it when the model runs: add adapters to the file with "
+                "integers that a Trainer of this model saves"
             )
         return (
-            f"{_label(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and Gather, "
-            "where data are multiplied by a weight or look up its rows"
+            f"{_node_label(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and "
+            "Gather, where data are multiplied by a weight or look up its rows"
         )
 
     def _behind_scale(self, use: Use) -> Use:
-        """Return the use whose result has its scale, which multiplies the product or the rows."""
+        """Return the use at the node that applies the scale of integers to the product or rows."""
         rows, node, dtype, factors = use.form == EMBEDDING, use.node, use.dtype, self.fixed
         if rows:
             gathers = (
@@ -310,10 +325,10 @@ class _Search:
             others = set(after.input) - {node.output[0]}
             scales = after.op_type in (_AFFINE if rows else _SCALES)
             if rows and after.op_type == "DequantizeLinear":
-                node, dtype = after, self._dequantized(after)
+                node, dtype = after, self._dequantized_dtype(after)
                 break
             if rows and after.op_type == "Cast":
-                dtype = ir.DataType(attributes(after)["to"])
+                dtype = ir.DataType(attribute_values(after)["to"])
             elif not scales or not others or not others <= factors:
                 break
             node = after
@@ -321,50 +336,56 @@ class _Search:
 
 
 def _why_not_one(uses: list[Use]) -> str:
-    """Return why several uses cannot share an adapter, or ""."""
+    """Return the reason why several uses cannot share an adapter, or ""."""
     first = uses[0]
     for use in uses[1:]:
         same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
         swapped = CONV not in (use.form, first.form) and use.perm == _swap_last(first.perm)
         if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
-            return f"{_label(first.node)} and {_label(use.node)} use it in different ways"
+            return f"{_node_label(first.node)} and {_node_label(use.node)} use it in different ways"
     return ""
 
 
 def _only_reader(graph: GraphProto, node: NodeProto) -> NodeProto | None:
-    """Return the only node of `graph` that reads the result of `node`; None if there are others."""
+    """Return the only node of `graph` that reads the result of `node`; None if several do."""
     readers = [n for n in graph.node if node.output[0] in n.input]
     return readers[0] if len(readers) == 1 else None
 
 
-def _float_use(use: Use) -> Use | str:
-    """Return the use of a weight by a product of integers, from the data to the result in floats"""
+def _use_by_integers(use: Use) -> Use | str:
+    """Return the use of a weight by a product of integers, with its data and result in floats.
+
+    Returns the reason if there are no such data or result.
+    """
     before = {name: n for n in use.graph.node for name in n.output}.get(use.node.input[0])
     if before is None or before.op_type not in ("DynamicQuantizeLinear", "QuantizeLinear"):
-        return f"the data of {_label(use.node)} are integers already: use the QDQ format"
+        return f"the data of {_node_label(use.node)} are integers already: use the QDQ format"
     node = use.node
-    for op_type in _INTEGER_PRODUCTS["", use.node.op_type]:
+    for op_type in _FLOAT_RESULTS[use.node.op_type]:
         after = _only_reader(use.graph, node)
         if after is None or after.op_type != op_type:
-            return f"the result of {_label(use.node)} stays in integers: use the QDQ format"
+            return f"the result of {_node_label(use.node)} stays in integers: use the QDQ format"
         node = after
     makers = {name: n.op_type for n in use.graph.node for name in n.output}
     dynamic = before.op_type == "DynamicQuantizeLinear"
     if dynamic and "Mul" not in {makers.get(name) for name in node.input}:
-        return f"the scales of {_label(use.node)} are factors of their own: use the QDQ format"
+        return (
+            f"two nodes multiply the result of {_node_label(use.node)} by its scales: use the QDQ "
+            "format"
+        )
     return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
 
 
-def _product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
-    """Return the use of a weight as operand `index` of MatMul or Gemm."""
+def _use_as_factor(use: Use, index: int, options: dict[str, Any]) -> Use | str:
+    """Return the use of a weight as operand `index` of MatMul or Gemm, or why it is not covered."""
     flips = bool(options.get("transB" if index else "transA"))
     if flips:
         use = replace(use, perm=_swap_last(use.perm), shape=_swap_last(use.shape))
     flips = bool(options.get("transA" if index else "transB"))
     if options.get("transBatchA") or options.get("transBatchB"):
-        return f"{_label(use.node)} transposes batches"
+        return f"{_node_label(use.node)} transposes batches"
     if flips and use.node.op_type != "Gemm":
-        return f"{_label(use.node)} transposes its data"
+        return f"{_node_label(use.node)} transposes its data"
     factor = float(options.get("alpha", 1.0))
     return replace(use, form=LINEAR if index else LEFT, flips=flips, factor=factor)
 
@@ -373,5 +394,5 @@ def _swap_last(axes: tuple[int, ...]) -> tuple[int, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
-def _label(node: NodeProto) -> str:
+def _node_label(node: NodeProto) -> str:
     return f"{node.op_type} {node.name or node.output[0]!r}"

@@ -15,9 +15,9 @@ from tempfile import mkdtemp
 def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
     """Yield a new folder whose files are moved into `folder` if the block raises no error.
 
-    Files whose names begin with one of `own` replace those of the same names. If a file cannot be
-    moved, the others are put back, so that `folder` stays as it was. It is created if it is
-    missing.
+    A file whose name begins with one of `own` replaces the file of the same name in `folder`. If a
+    file cannot be moved, the replaced files are put back, so that `folder` stays as it was. A
+    missing folder is created.
 
     Raises:
         FileExistsError: another file, external data of a model, has the name of one in `folder`,
@@ -29,7 +29,7 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
     if existed and not home.is_dir():
         raise NotADirectoryError(f"{home} is a file: name a folder")
     home.parent.mkdir(parents=True, exist_ok=True)
-    # on the same disk, and not inside of it: a crash leaves no strange file among the others
+    # on the disk of `home`, but not inside: after a crash, `home` has no partial files
     work = Path(mkdtemp(prefix=f".{home.name}.", suffix=".partial", dir=home.parent))
     new, old = work / "new", work / "old"
     try:
@@ -42,13 +42,13 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
             new.rename(home)
         else:
             old.mkdir()
-            _move(new, old, home, own)
+            _move_or_restore(new, old, home, own)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _move(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
-    """Move the files of `new` to `home`, and those that they replace to `old`."""
+def _move_or_restore(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
+    """Move the files of `new` to `home`, and replaced files to `old`; after an error, move back."""
     moved: list[Path] = []
     try:
         for file in sorted(new.iterdir()):

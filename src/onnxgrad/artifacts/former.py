@@ -20,7 +20,7 @@ FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "BCEWithLogitsLoss": ("binary_cross_entropy", {"from_logits": True}),
     "L1Loss": ("absolute_error", {}),
 }
-# with the defaults that they had there, which are not those of ours
+# with the defaults of onnxruntime.training.artifacts, which differ from the defaults of onnxgrad
 FORMER_OPTIMIZERS: dict[str, Optimizer] = {
     "AdamW": Chain((ScaleByAdamEpsHat(eps=1e-6), ScaleByLearningRate())),
     "SGD": sgd(),
@@ -36,7 +36,7 @@ def select_loss(
         ValueError: an unknown name.
     """
     if isinstance(loss, Mapping):
-        return {output: _spec(own) for output, own in loss.items()}, options
+        return {output: _loss_of_output(own) for output, own in loss.items()}, options
     if not isinstance(loss, str) or loss.endswith(".onnx"):
         return loss, options
     if loss in FORMER_LOSSES:
@@ -47,8 +47,8 @@ def select_loss(
     return loss, options
 
 
-def _spec(loss: Any) -> Any:
-    """Return the loss of one output of several."""
+def _loss_of_output(loss: Any) -> Any:
+    """Return the loss of one of several outputs; a name may be a former one."""
     if not isinstance(loss, str) or loss not in FORMER_LOSSES:
         return loss
     name, options = FORMER_LOSSES[loss]

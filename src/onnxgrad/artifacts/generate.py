@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
+import onnxruntime as ort
 
 from onnxgrad.artifacts.folder import added_to
 from onnxgrad.artifacts.former import select_loss, select_optimizer
 from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
 from onnxgrad.artifacts.models import Models, build_models
-from onnxgrad.artifacts.ort_format import write_ort
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.checks import check_choice
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import save
+from onnxgrad.model.write import data_files, save
 from onnxgrad.optimizers.base import Optimizer
+from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
@@ -35,7 +35,8 @@ from onnxgrad.training.saving import serialized
 from onnxgrad.training.trainer import Trainer
 
 CHECKPOINT = "onnxgrad.artifacts.1"  # the format, in the metadata of a checkpoint
-TRAINER = (  # its arguments that are options
+LARGEST_ORT = 1 << 31  # bytes: of the offsets in a file of the format .ort
+OPTIONS = (  # arguments of `Trainer`
     *("batch_norm", "class_weight", "clip_norm", "dropout", "learning_rate", "loss_options"),
     *("loss_weights", "seed"),
 )
@@ -67,15 +68,15 @@ def generate_artifacts(
         optimizer: of a `Trainer`; or "AdamW" or "SGD" of onnxruntime-training: "AdamW" has no
             weight decay and an eps of 1e-6. None: neither step.onnx nor optimizer_model.onnx.
         artifact_directory: the folder, which is created; None: the current one.
-        prefix: of the names of all files.
+        prefix: prefix of the names of all files.
         additional_output_names: tensors that eval_model.onnx returns beside the predictions.
         sample_weight: whether a batch has an input of sample weights, (N,); "element": one weight
             for each loss, with as many axes, which is broadcast to their shape.
         opset: the newest opset in all files, such as 19 for onnxruntime 1.16; None: the model's.
-        ir_version: of all files, such as 9; None: the lowest that fits.
+        ir_version: the IR version of all files, such as 9; None: the lowest that fits.
         ort_format: also write the models as `.ort`.
         options: learning_rate (a number, the default of clients), batch_norm, class_weight,
-            clip_norm, dropout, loss_options, loss_weights and seed, as those of `Trainer`.
+            clip_norm, dropout, loss_options, loss_weights and seed, as in `Trainer`.
 
     Raises:
         ValueError: invalid arguments, or names that the files need for something else.
@@ -93,29 +94,15 @@ def generate_artifacts(
         >>> [slot["name"] for slot in manifest["slots"]]
         ['w.m', 'w.v']
     """
-    _check_prefix(prefix)
+    if not prefix.isprintable() or set(prefix) & set("/\\"):
+        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
     proto = at_opset(read(model), opset)
-    trainer = _trainer(proto, requires_grad, frozen_params, loss, optimizer, options)
-    files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
-    models = files.models(trainer, as_list(additional_output_names))
-    return files.write(artifact_directory, trainer, models)
-
-
-def _trainer(
-    proto: ModelProto,
-    requires_grad: Iterable[str] | None,
-    frozen_params: Iterable[str] | None,
-    loss: Any,
-    optimizer: str | Optimizer | None,
-    options: dict[str, Any],
-) -> Trainer:
-    """Return the trainer whose step the files compute."""
     train = None if requires_grad is None else as_list(requires_grad)
     freeze = as_list(frozen_params or ())
     for name in options:
-        check_choice("option of generate_artifacts", name, TRAINER)
+        check_choice("option of generate_artifacts", name, OPTIONS)
     if both := sorted(set(train or ()) & set(freeze)):
         raise ValueError(f"{both} are in requires_grad and in frozen_params: leave one out")
     weight = options.get("class_weight")
@@ -131,12 +118,15 @@ def _trainer(
         )
     options |= {"loss_options": own, "learning_rate": float(rate)}
     updated = "sgd" if optimizer is None else select_optimizer(optimizer)
-    return Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
+    trainer = Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
+    files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
+    models = files.build_models(trainer, as_list(additional_output_names))
+    return files.write(artifact_directory, trainer, models)
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Which files are written: see the arguments of `generate_artifacts`."""
+    """The files to write: see the arguments of `generate_artifacts`."""
 
     prefix: str
     updates: bool
@@ -144,7 +134,7 @@ class _Files:
     ir_version: int | None
     ort_format: bool
 
-    def models(self, trainer: Trainer, additional: list[str]) -> Models:
+    def build_models(self, trainer: Trainer, additional: list[str]) -> Models:
         """Return the models of a trainer; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
@@ -184,7 +174,22 @@ class _Files:
         return manifest
 
 
-def _check_prefix(prefix: str) -> None:
-    """Raise `ValueError` for a prefix with which a name is no plain name of a file."""
-    if not prefix.isprintable() or set(prefix) & set("/\\"):
-        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
+def write_ort(model: Path, path: Path) -> None:
+    """Write the model of a file in the format `.ort`, which builds for small devices read.
+
+    onnxruntime's basic optimizations alone are applied: they fit all processors, and write standard
+    operators.
+
+    Raises:
+        ValueError: the model is too large for the format.
+    """
+    size = sum(file.stat().st_size for file in {model, *data_files(model)})
+    if size >= LARGEST_ORT:
+        file = printable(model.name)
+        raise ValueError(f"{file} has {size} bytes, too many for .ort: pass ort_format=False")
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = os.fspath(path)
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    options.log_severity_level = 4
+    ort.InferenceSession(os.fspath(model), options, providers=CPU.providers)

@@ -1,4 +1,4 @@
-"""The manifest, `training.json`: what the files of a folder take and return."""
+"""The manifest, `training.json`: the inputs, outputs and tensors of the files in a folder."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def manifest_of(
     """Return the manifest, for JSON.
 
     Args:
-        models: what is written.
+        models: the models that are written.
         rate: the default learning rate.
-        digest: of the model.
-        prefix: of the names of all files.
+        digest: digest of the model.
+        prefix: prefix of the names of all files.
         ort_format: whether the models are also written as `.ort`.
     """
     keys = [key for key in FILES if key in (*models.by_key, "checkpoint", "model")]
     manifest: Manifest = {
         "format": FORMAT,
-        "inputs": _inputs(models.fields),
-        "weights": _entries(models.weights),
+        "inputs": _batch_entries(models.fields),
+        "weights": _array_entries(models.weights),
         "slots": [
             {"name": entry["name"], "weight": models.slot_weights[entry["name"]], **entry}
-            for entry in _entries(models.slots)
+            for entry in _array_entries(models.slots)
         ],
-        "buffers": _entries(models.buffers),
-        "scalars": [_entry(name, dtype, ()) for name, dtype in models.scalars.items()],
+        "buffers": _array_entries(models.buffers),
+        "scalars": [_tensor_entry(name, dtype, ()) for name, dtype in models.scalars.items()],
         "learning_rate": rate,
         "loss": LOSS,
         "predictions": models.predictions,
@@ -64,8 +64,8 @@ def read_manifest(folder: Path, prefix: str = "") -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or of another format.
+        FileNotFoundError: the folder has no manifest.
+        ValueError: the manifest is damaged, or has another format.
     """
     path = folder / f"{prefix}{MANIFEST}"
     if not path.is_file():
@@ -82,21 +82,23 @@ def read_manifest(folder: Path, prefix: str = "") -> Manifest:
     return manifest
 
 
-def _inputs(fields: Fields) -> list[dict[str, Any]]:
+def _batch_entries(fields: Fields) -> list[dict[str, Any]]:
+    """Return the entries of the inputs of a batch, each with its role."""
     roles = dict.fromkeys(fields.labels, "label")
     if fields.weight is not None:
         roles[fields.weight] = "weight_of_rows"
     return [
-        _entry(name, own.dtype, own.shape) | {"role": roles.get(name, "data")}
+        _tensor_entry(name, own.dtype, own.shape) | {"role": roles.get(name, "data")}
         for name, own in fields.fields.items()
     ]
 
 
-def _entries(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    return [_entry(name, array.dtype, array.shape) for name, array in arrays.items()]
+def _array_entries(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return the entries of several arrays."""
+    return [_tensor_entry(name, array.dtype, array.shape) for name, array in arrays.items()]
 
 
-def _entry(name: str, dtype: np.dtype, shape: Sequence[Any] | None) -> dict[str, Any]:
-    """Return what the manifest says of a tensor; its dtype as "float32", or "string"."""
+def _tensor_entry(name: str, dtype: np.dtype, shape: Sequence[Any] | None) -> dict[str, Any]:
+    """Return the entry of a tensor: its name, its dtype as "float32" or "string", and its shape."""
     kind = "string" if dtype.kind == "O" else str(dtype)
     return {"name": name, "dtype": kind, "shape": None if shape is None else list(shape)}

@@ -28,7 +28,7 @@ def merge_artifacts(
         folder: the folder that `generate_artifacts` wrote.
         checkpoint: a file in the form of `checkpoint.safetensors`; slots in it are not read, and
             may be missing. None: the one in `folder`.
-        prefix: as that of `generate_artifacts`.
+        prefix: the prefix that `generate_artifacts` got.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -60,8 +60,8 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """Return the weights and buffers of a checkpoint.
 
     Raises:
-        FileNotFoundError: it is missing.
-        ValueError: it is damaged, or of another model.
+        FileNotFoundError: the checkpoint is missing.
+        ValueError: the checkpoint is damaged, or belongs to another model.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint of these artifacts")
@@ -78,7 +78,7 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
             f"{path} is a checkpoint of another model: this one has no {others[:_LISTED]}{more}"
         )
     for entry in expected:
-        _require(path, entry, arrays)
+        _check_tensor(path, entry, arrays)
     if metadata.get("model", manifest["digest"]) != manifest["digest"]:
         raise ValueError(
             f"{path} is a checkpoint of another model, with tensors of the same names and shapes, "
@@ -88,8 +88,8 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     return {entry["name"]: arrays[entry["name"]] for entry in expected}
 
 
-def _require(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise `ValueError` unless the checkpoint has a tensor as the manifest describes it."""
+def _check_tensor(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise `ValueError` unless a checkpoint holds the tensor of an entry of the manifest."""
     name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
     if name not in arrays:
         raise ValueError(f"{path} is a checkpoint of another model: it has no {name!r}")

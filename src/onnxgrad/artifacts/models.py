@@ -31,18 +31,19 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class Models:
-    """The models by their keys in the manifest, and what they take and return.
+    """The models of the artifacts, and their tensors, inputs and outputs.
 
     Attributes:
-        by_key: "training", "eval", and with an optimizer "optimizer" and "step".
-        weights: those that train, by name.
-        slots: their initial values by `<weight>.<slot>`; none without an optimizer.
+        by_key: {key in the manifest: model}, of the keys "training", "eval", and with an optimizer
+            "optimizer" and "step".
+        weights: the weights that train, by name.
+        slots: initial values of slots by `<weight>.<slot>`; empty without an optimizer.
         slot_weights: the weight of each slot.
         buffers: running statistics by name.
-        scalars: the names and dtypes of those that the step reads.
+        scalars: dtypes of the scalars that the step reads, by name.
         fields: the inputs of a batch, and which of them are labels and sample weights.
         predictions: outputs of the evaluation.
-        unreached: weights that the loss does not depend on, which stay as they are.
+        unreached: weights that the loss does not depend on, which do not change.
         rounding: operators whose rounding the gradient passes straight through.
     """
 
@@ -59,12 +60,12 @@ class Models:
 
 
 def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Models:
-    """Return the models of what a `Trainer` would train.
+    """Return the models of the artifacts of a `Trainer`.
 
     Args:
-        recipe: that of the trainer.
+        recipe: the recipe of the trainer.
         additional: names of tensors that the evaluation returns, too.
-        updates: whether there is an optimizer: its update, and the step.
+        updates: whether there is an optimizer, and so the models of its update and of the step.
 
     Raises:
         ValueError: the model has a name that the artifacts need for something else.
@@ -78,8 +79,8 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     _require_size(recipe.state.weights, step)
     names = _Names(step)
     weights = {name: recipe.state.weights[name] for name in step.weights}
-    whole = _whole(objective, step, names)
-    evaluation, predictions = _evaluation(recipe, step, list(buffers), additional)
+    whole = _step_model(objective, step, names)
+    evaluation, predictions = _evaluation_model(recipe, step, list(buffers), additional)
     models = {"training": gradients, "eval": evaluation}
     if updates:
         models |= {"optimizer": update, "step": whole}
@@ -99,7 +100,7 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
 
 
 def _require_size(weights: Arrays, step: Step) -> None:
-    """Raise `ValueError` for a weight that no file of protobuf holds: it could not be merged."""
+    """Raise `ValueError` for a weight too large for a file of protobuf: it could not be merged."""
     for name in step.weights:
         if weights[name].nbytes >= LARGEST:
             raise ValueError(
@@ -109,7 +110,7 @@ def _require_size(weights: Arrays, step: Step) -> None:
 
 
 class _Names:
-    """The values that a step reads beside its batch, by the names that they get in all files."""
+    """The values that a step reads beside its batch, by their names in all files."""
 
     def __init__(self, step: Step) -> None:
         self.weights = {name: group.state for group in step.groups for name in group.shapes}
@@ -125,11 +126,11 @@ class _Names:
 
     @property
     def states(self) -> dict[str, ir.Value]:
-        """What a step replaces."""
+        """The values that a step replaces: weights, slots and buffers."""
         return self.weights | self.slots | self.buffers
 
 
-def _whole(objective: Objective, step: Step, names: _Names) -> ModelProto:
+def _step_model(objective: Objective, step: Step, names: _Names) -> ModelProto:
     """Return the step as a model, whose outputs are the mean loss and the new states."""
     graph = step.model.graph
     op, count = Emit(graph), len(step.carried)
@@ -140,13 +141,13 @@ def _whole(objective: Objective, step: Step, names: _Names) -> ModelProto:
     graph.outputs[:] = [loss, *(new[value] for value in states.values())]
     wanted = {**states, **names.scalars, LOSS: loss}
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}
-    _rename(op, wanted)
+    _assign_names(op, wanted)
     tidy(step.model)
-    return _proto(graph)
+    return _model_of_graph(graph)
 
 
-def _rename(op: Emit, wanted: dict[str, ir.Value]) -> None:
-    """Give values their names; others that have them are renamed, except inputs."""
+def _assign_names(op: Emit, wanted: dict[str, ir.Value]) -> None:
+    """Give values their names; other values with these names are renamed, except inputs."""
     existing = ir.convenience.create_value_mapping(op.graph)
     for name, value in wanted.items():
         other = existing.get(name)
@@ -156,10 +157,10 @@ def _rename(op: Emit, wanted: dict[str, ir.Value]) -> None:
         value.name = name
 
 
-def _evaluation(
+def _evaluation_model(
     recipe: Recipe, step: Step, buffers: Sequence[str], additional: Sequence[str]
 ) -> tuple[ModelProto, list[str]]:
-    """Return the model of the loss and of predictions in inference form, and their names."""
+    """Return the model of the loss and predictions in inference form, and names of predictions."""
     job = recipe.job
     inference = recipe.for_model(inference_form(job.proto), [*job.trained, *buffers])
     one = build_objective(inference, training=False, beside=additional)
@@ -178,17 +179,17 @@ def _evaluation(
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
     replace_calls(op, one.model)
-    _rename(op, outputs)
+    _assign_names(op, outputs)
     tidy(one.model)
-    return _proto(graph), list(one.predictions)
+    return _model_of_graph(graph), list(one.predictions)
 
 
-def _proto(graph: ir.Graph) -> ModelProto:
+def _model_of_graph(graph: ir.Graph) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=8, producer_name="onnxgrad"))
 
 
 def _initial_slots(step: Step, weights: Arrays) -> Arrays:
-    """Return the values at which slots start."""
+    """Return the initial values of slots by `<weight>.<slot>`."""
     slots: Arrays = {}
     for group in step.groups:
         (weight,) = group.shapes
@@ -200,7 +201,7 @@ def _initial_slots(step: Step, weights: Arrays) -> Arrays:
 def _require_names(
     models: dict[str, ModelProto], names: _Names, data: list[str], predictions: list[str]
 ) -> None:
-    """Raise `ValueError` if a name means two things, or an input or output got another one."""
+    """Raise `ValueError` if two values need one name, or an input or output lost its name."""
     states, draw = list(names.states), [name for name in names.scalars if name == DRAW.name]
     before, statistics = [*names.weights, *names.buffers], list(names.buffers)
     gradients = [f"{name}_grad" for name in names.weights]

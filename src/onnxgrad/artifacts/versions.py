@@ -24,7 +24,7 @@ _CHANGED = {"GroupNormalization": 21}  # operators with other operands since tha
 
 @escaping()
 def at_opset(model: ModelProto, target: int | None) -> ModelProto:
-    """Return `model`, or a copy at the opset `target` if its own is newer.
+    """Return `model`, or a copy at the opset `target` if the model's opset is newer.
 
     Operators that are newer are replaced by the function bodies that ONNX has for them.
 
@@ -49,14 +49,16 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
     """Return `model` with function bodies in place of operators that `target` does not have.
 
     Raises:
-        ModelError: such an operator has none.
+        ModelError: a newer operator has no function body.
     """
-    # other models keep what onnx_ir would not
+    # models without newer operators are not converted by onnx_ir, which drops some fields
     standard_nodes = [n for n in nodes_of(model) if not standard(n.domain)]
     if all(n.op_type not in _CHANGED and defs.has(n.op_type, target) for n in standard_nodes):
         return model
     if lost := [y.name for y in model.graph.output if non_tensor(y)]:
-        raise ModelError(f"opset={target}: the outputs {lost} are no tensors: leave them out")
+        raise ModelError(
+            f"opset={target}: the outputs {lost} are no tensors: remove them from the model"
+        )
     new = to_ir(model)
 
     def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
@@ -66,7 +68,7 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
         infer(new)
         newer = [n for n in all_nodes(new.graph) if _is_newer(n, target)]
         if not newer:
-            note_constants(new, model)  # those of the bodies are no weights
+            note_constants(new, model)  # constants of the bodies are no weights
             return to_proto(new)
         if not rewrite(new.graph, {(n.domain, n.op_type): [body_of_newer] for n in newer}):
             node = newer[0]
@@ -77,12 +79,12 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
 
 
 def _is_newer(node: ir.Node, target: int) -> bool:
-    """Return whether `target` does not have the operator, or has another one of its name."""
+    """Return whether `target` lacks the operator, or has other operands for its name."""
     return not exists(node, target) or (not node.domain and target < _CHANGED.get(node.op_type, 0))
 
 
 def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
-    """Return `model` at an IR version, modified in place; None: it stays as it is.
+    """Return `model` with an IR version, modified in place; None: its version stays.
 
     Raises:
         ValueError: the opsets of the model need a newer one.

@@ -242,7 +242,7 @@ def _straight_through_origin(y: ir.Value) -> ir.Value:
     if x is None or (y_shape and x_shape and y_shape != x_shape):
         raise ValueError(
             f"no gradient can go straight through {y.name!r}: its first input is no {y.dtype} "
-            "of the same shape; leave it out of `straight_through`"
+            f"of the same shape; leave {y.name!r} out of `straight_through`"
         )
     return x
 
@@ -307,7 +307,7 @@ def require_path(
         raise ValueError(
             f"no differentiable path from {', '.join(unreached)} to "
             f"{', '.join(repr(y.name) for y in outputs)}: the gradient is zero everywhere; "
-            "leave it out of `weights` or `inputs`"
+            "leave these names out of `weights` and `inputs`"
         )
 
 

@@ -35,7 +35,9 @@ def jacobians_of_rows(
     rowed = {str(x.name): x for x in data if _has_rows(x, length)}
     missing = [x.name for x in (sheet.inputs if rowed else data) if x.name not in rowed]
     if missing or not rowed:
-        raise ValueError(f"the inputs {missing} have no rows: leave them out, or use batched=False")
+        raise ValueError(
+            f"the inputs {missing} have no rows: do not differentiate by them, or use batched=False"
+        )
     if proof and length != 1:  # a single row cannot mix
         _prove_rows_apart(sheet, data, rowed)
     model = to_ir(of_one(_of_one_row(sheet.origin, rowed)))

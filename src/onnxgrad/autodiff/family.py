@@ -119,7 +119,7 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
     """Return the files of the family whose first is `path`, by the names of its models."""
     first = Path(path)
     if first.suffix != ".onnx":
-        raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
+        raise ValueError(f"{str(path)!r} does not end in .onnx: name the file of the first model")
     names = [prefix + first.stem for prefix in ("", "fwd_", "adj_", "fwd_adj_")]
     return {name: first.with_name(f"{name}.onnx") for name in names}
 

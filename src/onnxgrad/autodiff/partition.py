@@ -156,7 +156,7 @@ def _joint_graph(
         return derivative(proto, DerivativeRequest(weights, inputs, flags, all_reached=False))
     if weights is not None or inputs is not None:
         raise ValueError(
-            "weights and inputs are chosen when a joint graph is built: leave them out"
+            "weights and inputs are chosen when a joint graph is built: do not pass them here"
         )
     outputs = {y.name for y in proto.graph.output}
     pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}

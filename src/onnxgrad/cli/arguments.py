@@ -2,52 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from onnxgrad.checks import check_number
-from onnxgrad.cli.schedule_names import SCHEDULES
-from onnxgrad.cli.train_options import (
-    LossOptions,
-    OptimizerOptions,
-    RunOptions,
-    TrainOptions,
-)
+from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, RunOptions, TrainOptions
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel.process_groups import DataParallel, group_of
-from onnxgrad.schedules import compose
-from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules import compose, curves
+from onnxgrad.schedules.base import Schedule, constant
+from onnxgrad.schedules.plateaus import plateau
 from onnxgrad.training.job import usual_rate
+from onnxgrad.training.trainer import Trainer
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    function.__name__: function
+    for function in (
+        *(constant, curves.step_decay, curves.exponential, curves.linear, curves.cosine),
+        *(curves.polynomial, curves.one_cycle, curves.inverse_sqrt, plateau),
+    )
+}
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
-    """Return the arguments that need neither the model nor the data."""
+    """Return the arguments that need neither the model nor the data, without the loss.
+
+    Options with the name of an argument are passed as they are, but for those set here.
+    """
+    metrics = loss_arguments(options)["metrics"]
     balanced = "balanced" in options.class_weight
     stated = [text for text in options.class_weight if text != "balanced"]
-    weights = dict(read_number("class-weight", text) for text in stated)
+    weights = read_numbers("class-weight", stated)
     if weights and balanced:
-        raise ValueError("--class-weight balanced computes all weights: leave out the others")
+        raise ValueError(
+            "--class-weight balanced computes the weights of all classes: leave out --class-weight "
+            f"{stated[0]}"
+        )
+    passed = inspect.signature(Trainer).parameters.keys() - {"model", "loss", "classes", "metrics"}
     return {
-        **loss_arguments(options),
+        **{name: value for name, value in vars(options).items() if name in passed},
+        **({"metrics": metrics} if metrics else {}),
         "optimizer": optimizer(options),
         "learning_rate": learning_rate(options),
         "train": options.train or None,
-        "freeze": options.freeze,
-        "train_ranges": options.train_ranges,
-        "clip_norm": options.clip_norm,
-        "accumulate": options.accumulate,
-        "batch_norm": options.batch_norm,
-        "dropout": dict(read_number("dropout", text) for text in options.dropout) or None,
-        "class_weight": "balanced" if balanced else weights or None,
-        "recompute": options.recompute,
-        "precision": options.precision,
-        "device": options.device,
+        "dropout": read_numbers("dropout", options.dropout),
+        "class_weight": "balanced" if balanced else weights,
         "parallel": _parallel_argument(options),
-        "seed": options.seed,
     }
 
 
@@ -67,15 +71,15 @@ def _parallel_argument(options: RunOptions) -> DataParallel | None:
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
     """Return the loss, its options and weights, and the metrics."""
-    by_output = dict(map(_by_output, options.loss))
+    by_output = dict(map(_split_output, options.loss))
     if by_output and options.loss_output != LossOptions.loss_output:
         raise ValueError(
             f"--loss-output {options.loss_output} names a loss that the model computes, and has no "
-            "effect beside --loss: leave out one of them"
+            "effect beside --loss: leave out --loss-output or --loss"
         )
     metrics: dict[Any, list[str]] = {}
     for text in (part for each in options.metrics for part in each.split(",") if part):
-        output, name = _by_output(text)
+        output, name = _split_output(text)
         metrics.setdefault(output, []).append(name)
     if None in by_output and len(by_output) > 1:
         raise ValueError("--loss names outputs and is there without one: write OUTPUT=LOSS")
@@ -85,94 +89,102 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
         if loss is not None and options.output_index is not None:
             loss = {options.output_index: loss}
     elif options.output_index is not None:
-        raise ValueError("--output-index and OUTPUT=LOSS both name outputs: leave it out")
-    chosen = dict(read_value("loss-option", text) for text in options.loss_option)
+        raise ValueError(
+            "--output-index and --loss OUTPUT=LOSS both name outputs: leave out --output-index"
+        )
+    chosen: Any = read_options(options, "loss_option")
     if isinstance(loss, dict) and chosen:
         if len(loss) > 1:
-            raise ValueError("--loss-option is for one loss, and there are several: leave it out")
+            raise ValueError(
+                "--loss-option is for one loss, and there are several: leave out --loss-option"
+            )
         chosen = dict.fromkeys(loss, chosen)
     return {
         "loss": loss,
         "loss_options": chosen or None,
-        "loss_weights": dict(read_number("loss-weight", text) for text in options.loss_weight)
-        or None,
+        "loss_weights": read_numbers("loss-weight", options.loss_weight),
         "metrics": metrics.get(None, []) if set(metrics) <= {None} else metrics,
     }
 
 
-def _by_output(text: str) -> tuple[str | None, str]:
+def _split_output(text: str) -> tuple[str | None, str]:
+    """Return the output and the name of `OUTPUT=NAME`; None and the name without an output."""
     output, equals, name = text.rpartition("=")
     return (output if equals else None), name
 
 
 def optimizer(options: OptimizerOptions) -> Optimizer:
     """Return the optimizer."""
-    names = OPTIMIZERS | WHOLE_TENSORS
-    if options.optimizer not in names:
-        raise unknown("optimizer", options.optimizer, names)
-    preset = names[options.optimizer]
-    chosen = dict(read_value("optimizer-option", text) for text in options.optimizer_option)
+    chosen = read_options(options, "optimizer_option")
     if options.weight_decay is not None:
         chosen["weight_decay"] = options.weight_decay
-    check_options(f"option of optimizer {options.optimizer!r}", chosen, preset)
-    return _call_preset(f"--optimizer {options.optimizer}", preset, (), chosen)
+    return _call_preset("optimizer", options.optimizer, OPTIMIZERS | WHOLE_TENSORS, (), chosen)
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
     """Return the learning rate by step: `--warmup`, and then `--schedule`."""
     name, rate, warmup = options.schedule, options.learning_rate, options.warmup
-    if name not in SCHEDULES:
-        raise unknown("schedule", name, SCHEDULES)
     if rate is not None:
         check_number("learning_rate", rate)
     else:
         rate = usual_rate(optimizer(options))
-    chosen = dict(read_value("schedule-option", text) for text in options.schedule_option)
-    check_options(f"option of schedule {name!r}", chosen, SCHEDULES[name], skip=1)
     steps = int(warmup) if warmup is not None and warmup >= 1 else warmup
     if steps is not None and steps >= 1 and steps != warmup:
         raise ValueError(f"--warmup {warmup} is neither a number of steps nor a share below 1")
-    own = name in ("cosine", "inverse_sqrt")
+    chosen, own = read_options(options, "schedule_option"), name in ("cosine", "inverse_sqrt")
     if own and steps:
         chosen["warmup"] = steps
-    schedule = _call_preset(f"--schedule {name}", SCHEDULES[name], (rate,), chosen)
+    schedule = _call_preset("schedule", name, SCHEDULES, (rate,), chosen)
     return schedule if own or not steps else compose.warmup(schedule, steps)
 
 
 def _call_preset(
-    what: str, function: Callable[..., Any], first: Sequence[Any], chosen: dict
+    kind: str, name: str, presets: dict[str, Any], first: tuple[Any, ...], chosen: dict[str, Any]
 ) -> Any:
-    """Return the result of a preset; errors of its arguments name the option."""
+    """Return the result of the preset that `--optimizer` or `--schedule` names.
+
+    Raises:
+        ValueError: an unknown preset, or options that it does not take; the message names the
+            option of the shell.
+    """
+    if name not in presets:
+        raise unknown(kind, name, presets)
+    preset, what = presets[name], f"--{kind} {name}"
+    check_options(f"option of {kind} {name!r}", chosen, preset, skip=len(first))
+    others = [*inspect.signature(preset).parameters.values()][len(first) :]
+    missing = [p.name for p in others if p.default is p.empty and p.name not in chosen]
+    if missing:
+        needed = " ".join(f"--{kind}-option {each}=VALUE" for each in missing)
+        raise ValueError(f"{what} needs {needed}")
     try:
-        return function(*first, **chosen)
-    except TypeError as e:
-        reason, option = str(e), f"{what.split()[0]}-option"
-        if "missing" in reason and (names := re.findall(r"'(\w+)'", reason)):
-            needed = " ".join(f"{option} {name}=VALUE" for name in names)
-            raise ValueError(f"{what} needs {needed}") from None
-        reason = reason.removeprefix(f"{function.__name__}() ")
-        raise ValueError(f"{what}: {reason}; see {option}") from None
-    except ValueError as e:
-        raise ValueError(f"{what}: {e}") from None
+        return preset(*first, **chosen)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{what}: {e}; see --{kind}-option") from None
 
 
-def read_value(option: str, text: str) -> tuple[str, Any]:
-    """Return the name and the value of `NAME=VALUE`, a text unless it is JSON."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"--{option} {text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except (ValueError, RecursionError):
-        return name, value
+def read_options(options: Any, name: str) -> dict[str, Any]:
+    """Return the values of an option `NAME=VALUE` by name: texts, unless they are JSON."""
+    found: dict[str, Any] = {}
+    for text in getattr(options, name):
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--{name.replace('_', '-')} {text!r} is not NAME=VALUE")
+        try:
+            found[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[key] = value
+    return found
 
 
-def read_number(option: str, text: str) -> tuple[str, float]:
-    """Return the name and the number of `NAME=NUMBER`; the name may contain "="."""
-    name, equals, value = text.rpartition("=")
-    try:
+def read_numbers(option: str, texts: list[str]) -> dict[str, float] | None:
+    """Return the numbers of `NAME=NUMBER` by name, None without any; a name may contain "="."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
         if not equals:
-            raise ValueError
-        return name, float(value)
-    except ValueError:
-        raise ValueError(f"--{option} {text!r} is not NAME=NUMBER") from None
+            raise ValueError(f"--{option} {text!r} is not NAME=NUMBER")
+    return found or None

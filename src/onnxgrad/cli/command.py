@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 import typer
 
+from onnxgrad.cli import config
 from onnxgrad.cli.command_help import Command
 from onnxgrad.cli.console import complain, warn
 from onnxgrad.cli.face import Shell
-from onnxgrad.cli.options import argument, option, options
+from onnxgrad.cli.options import Described, help_text, section_entries
 from onnxgrad.cli.signals import Stopped, StopRequests
-from onnxgrad.cli.signature import takes_options
 from onnxgrad.errors import ProcessLostError, escape, speaking
 from onnxgrad.model.files import one_line
 
 DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 done in part, or the answer is no (training diverged, a file could not "
-    "be written where it should go, a gradient is wrong), or an unexpected error; 2 invalid "
-    "options, model or data, and nothing was written; 130 after Ctrl-C, 128 + n after signal n."
+    "Exit codes: 0: the command succeeded; 1: training diverged, a file could not be written to "
+    "its path, a gradient is wrong, or an unexpected error; 2: invalid options, model or data, and "
+    "nothing was written; 130 after Ctrl-C, and 128 + n after signal n."
 )
 
 # what libraries in C++ say where no memory is left
@@ -31,41 +33,52 @@ _NO_MEMORY = ("std::bad_alloc", "bad allocation", "Failed to allocate memory")
 stop = StopRequests()
 
 
-@options()
-class ModelArgument:
-    """The model: the last base of the options of a command, so that it comes first."""
+def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
+    """Register a command with the help and the options of the dataclass `kind`.
 
-    model: str = argument('The .onnx file; "-" reads it from standard input.')
-
-
-@options()
-class Common:
-    """What every command takes: the first base, so that it comes last."""
-
-    json: bool = option(
-        "Print one JSON object on stdout, everything else on stderr.", False, usual=True
-    )
-    debug: bool = option("Show the traceback of an error.", False)
-
-
-def register(app: typer.Typer, runs: str, *examples: str) -> Callable[[Callable[[Any], None]], Any]:
-    """Register a command with the name, the type of options and the help of a function.
-
-    It calls `runs`, "module:function", which is imported then; `examples` end its help.
+    It calls `function`, "module:name", with an instance; the module is imported then.
     """
-    epilog = "\n\n".join([*(["Examples:"] if examples else []), *examples, EXIT_CODES])
+    described = Described.fields_of(kind)
 
-    def add(function: Callable[[Any], None]) -> Any:
-        command = takes_options(function, runs)
-        guarded = _with_short_errors(command, function.__name__)
-        # typer keeps the line breaks of a docstring, whatever the width of the terminal
-        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        name = function.__name__.removesuffix("_")
-        app.command(name, cls=Command, help=text, epilog=epilog)(guarded)
-        return function
+    def run_command(context: typer.Context, **values: Any) -> None:
+        with _short_errors(name, Shell(described), values["debug"]):
+            resolve_name(function)(_read_options(context, kind, described, values))
 
-    return add
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *(each.typer_parameter() for each in described.values())]
+    vars(run_command).update(__signature__=inspect.Signature(parameters), __annotations__={})
+    vars(run_command)["usual"] = {name for name, each in described.items() if each.usual}
+    examples = section_entries(kind, "Examples")
+    epilog = "\n\n".join([*["Examples:"] * bool(examples), *examples, EXIT_CODES])
+    app.command(name, cls=Command, help=help_text(kind), epilog=epilog)(run_command)
+
+
+def _read_options(
+    context: typer.Context, kind: type, described: dict[str, Described], values: dict[str, Any]
+) -> Any:
+    """Return the options of the command line, which win over options in the file of `--config`.
+
+    Raises:
+        ValueError: an argument is missing, or an option has no effect without another.
+    """
+    sources = {name: context.get_parameter_source(name) for name in values}
+    chosen = {
+        n: values[n] for n, source in sources.items() if source and source.name == "COMMANDLINE"
+    }
+    if file := values.get("config"):
+        chosen = config.read(file, described) | chosen
+    rest = {name: value for name, value in values.items() if value is not None}
+    options = kind(**(rest | chosen))
+    for each in described.values():
+        if each.required and not getattr(options, each.name):
+            more = (
+                f", or as {each.name} = ... in the file of --config" if "config" in values else ""
+            )
+            raise ValueError(f"{each.flag} is missing: pass it as an argument{more}")
+        if each.name in chosen and each.needs and not any(getattr(options, n) for n in each.needs):
+            missing = " or ".join(described[name].flag for name in each.needs)
+            raise ValueError(f"{each.flag} has no effect without {missing}: pass that, too")
+    return options
 
 
 def reason_of(error: Exception) -> str:
@@ -81,37 +94,29 @@ def plain_reason(error: Exception) -> str:
     if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY):
         return (
             "there is not enough memory: take fewer rows at once with --batch-size, a smaller "
-            "model, or a machine with more"
+            "model, or a machine with more memory"
         )
     return ""
 
 
-def _with_short_errors(command: Callable[..., None], name: str) -> Callable[..., None]:
-    """Return a command whose errors are one line on stderr."""
-    face = Shell(frozenset(inspect.signature(command).parameters))
-
-    def guarded(context: typer.Context, debug: bool = False, **values: Any) -> None:
-        try:
-            with stop, speaking(face), warnings.catch_warnings():
-                warnings.showwarning = lambda message, *category_and_source, **more: warn(message)
-                command(context, debug=debug, **values)
-        except (typer.Exit, BrokenPipeError):
+@contextmanager
+def _short_errors(command: str, face: Shell, debug: bool) -> Iterator[None]:
+    """Print an error of the block as one line on stderr, and exit with its code."""
+    try:
+        with stop, speaking(face), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *category_and_source, **more: warn(message)
+            yield
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except Stopped as e:
+        trained = "nothing was trained yet, and " if command == "train" else ""
+        complain(f"{e}: {trained}no file was written")
+        raise typer.Exit(e.code) from None
+    except Exception as e:
+        if debug:
+            escape(e)
             raise
-        except Stopped as e:
-            trained = "nothing was trained yet, and " if name == "train" else ""
-            complain(f"{e}: {trained}no file was written")
-            raise typer.Exit(e.code) from None
-        except Exception as e:
-            if debug:
-                escape(e)
-                raise
-            expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
-            known = expected or isinstance(e, ProcessLostError)
-            hint = "" if known else " (unexpected: --debug shows where)"
-            complain(plain_reason(e) or f"{reason_of(e)}{hint}")
-            raise typer.Exit(INVALID if expected else FAILED) from None
-
-    vars(guarded).update(vars(command))
-    guarded.__name__, guarded.__doc__ = command.__name__, command.__doc__
-    guarded.__annotations__ = {}
-    return guarded
+        expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
+        known = expected or isinstance(e, ProcessLostError) or plain_reason(e)
+        complain(reason_of(e) + ("" if known else " (unexpected: --debug shows where)"))
+        raise typer.Exit(INVALID if expected else FAILED) from None

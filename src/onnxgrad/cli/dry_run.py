@@ -90,7 +90,7 @@ def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str,
     parts = {
         "weights": _count_bytes(weights),
         "slots": probe.slots,
-        "data": _count_bytes(data_of(job)),
+        "data": _count_bytes([job.task.data, job.task.validation]),
     }
     return {
         "trained": {name: list(array.shape) for name, array in weights.items()},
@@ -108,11 +108,6 @@ def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str,
         **{f"{name}_bytes": size for name, size in parts.items()},
         "remarks": job.messages,
     }
-
-
-def data_of(job: Job) -> list[Any]:
-    """Return the data to train and to validate on, whose arrays in memory are counted."""
-    return [job.task.data, job.task.validation]
 
 
 def _print_measured(measured: dict[str, Any], console: Console) -> None:

@@ -1,9 +1,11 @@
-"""`onnxgrad trainable`, `check` and `show`: facts of a model, and of the machine."""
+"""`onnxgrad trainable`, `check`, `show` and `losses`: facts of a model, the machine and losses."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -11,9 +13,10 @@ import typer
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.cli.command import FAILED
-from onnxgrad.cli.command_options import CheckOptions, ShowOptions, TrainableOptions
+from onnxgrad.cli.command_options import CheckOptions, LossesOptions, ShowOptions, TrainableOptions
 from onnxgrad.cli.console import print_json, print_rows, say
 from onnxgrad.cli.model_files import read_model
+from onnxgrad.errors import unknown
 from onnxgrad.operators.shapes import dims
 
 
@@ -21,10 +24,7 @@ def trainable(options: TrainableOptions) -> None:
     """Print the float constants, which train, and why."""
     from onnxgrad.training.parameters.choice import trainable as tensors
 
-    chosen: dict[str, Any] = {"train": options.train or None, "freeze": options.freeze}
-    if not options.train and not options.freeze:
-        chosen = {}
-    rows = tensors(read_model(options.model), **chosen)
+    rows = tensors(read_model(options.model), options.train or None, options.freeze)
     if not options.json:
         say(str(rows))
         return
@@ -32,7 +32,7 @@ def trainable(options: TrainableOptions) -> None:
     keys = ("name", "shape", "dtype", "size", "trains", "why", "doubtful", "alias")
     print_json(
         {
-            "tensors": [{k: getattr(row, k) for k in keys if hasattr(row, k)} for row in rows],
+            "tensors": [{key: getattr(row, key) for key in keys} for row in rows],
             "trained": len(trained),
             "parameters": sum(row.size for row in trained),
         }
@@ -146,3 +146,69 @@ def _described_value(value: Any) -> dict[str, Any]:
     dtype = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
     shape = dims(ir.from_proto(value))
     return {"name": value.name, "type": dtype, "shape": None if shape is None else [*shape]}
+
+
+def losses(options: LossesOptions) -> None:
+    """Print all losses, or all that is known of one."""
+    listed = _by_names()
+    if options.name:
+        listed = [one for one in listed if options.name in one["names"]]
+        if not listed:
+            raise unknown(
+                "loss", options.name, [name for one in _by_names() for name in one["names"]]
+            )
+    if options.json:
+        print_json({"losses": listed})
+        return
+    for one in listed:
+        more = f" ({', '.join(one['names'][1:])})" if one["names"][1:] else ""
+        say(f"{one['names'][0]}{more}")
+        text = one["description"] if options.name else one["mathematics"]
+        say("\n".join(f"    {line}" if line else "" for line in text.splitlines()))
+        for name, value in one["options"].items():
+            decided = "  (the model and the labels decide)" if name in one["open"] else ""
+            say(f"    --loss-option {name}={_option_text(value)}{decided}")
+        if options.name:
+            say(f"    labels: {one['labels']}")
+
+
+def _option_text(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _by_names() -> list[dict[str, Any]]:
+    """Return the losses, each once, with all its names."""
+    from onnxgrad.losses.formulas import LOSSES
+    from onnxgrad.losses.objectives import ALIASES
+    from onnxgrad.losses.spec import LEFT_OPEN
+
+    found: list[tuple[Any, dict[str, Any]]] = []
+    for name, spec in LOSSES.items():
+        kind = replace(spec, name="")
+        same = next((one for other, one in found if other == kind), None)
+        if same is None:
+            same = _described_loss(spec)
+            same["open"] = [n for n in LEFT_OPEN if n in same["options"]]
+            same["options"] |= dict.fromkeys(same["open"])
+            found.append((kind, same))
+        same["names"] += [name, *(alias for alias, loss in ALIASES.items() if loss == name)]
+    return [one for _, one in found]
+
+
+def _described_loss(spec: Any) -> dict[str, Any]:
+    """Return the documented keys of `losses --json`, without names yet."""
+    text = inspect.cleandoc(spec.formula.__doc__ or "")
+    dtype = spec.label_kind.dtype
+    labels = "numbers in the shape of the prediction" if dtype is None else f"{dtype.name.lower()}"
+    if spec.bounds is not None:
+        labels += f", {spec.bounds.text}"
+    options = spec.all_options | ({"ignore_nan": False} if spec.may_ignore_nan else {})
+    return {
+        "names": [],
+        "open": [],
+        "mathematics": text.splitlines()[0],
+        "description": text,
+        "options": options,
+        "labels": f"{labels}; for {spec.label_kind.needs}",
+    }

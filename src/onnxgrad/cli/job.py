@@ -9,7 +9,8 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import learning_rate, trainer_arguments
-from onnxgrad.cli.tasks import open_task, set_options
+from onnxgrad.cli.options import set_options
+from onnxgrad.cli.tasks import open_task
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.class_numbers import weights_by_number
 from onnxgrad.errors import unknown
@@ -19,8 +20,6 @@ from onnxgrad.tasks import Task
 from onnxgrad.tasks.base import row_count
 from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.precision import resolved
 from onnxgrad.training.trainer import Trainer
 
@@ -63,10 +62,6 @@ class Job:
             resume=resume,
         )
 
-    def trained_model(self) -> ModelProto:
-        """Return the model with the current weights."""
-        return self.task.finished(self.trainer.model)
-
 
 def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the task that the options name, or that the data are of, with a trainer.
@@ -76,11 +71,6 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     """
     arguments = trainer_arguments(options)
     task = open_task(options, proto)
-    separated = separate_merged(task.model)
-    matching_weights(separated, options.train, "weight")
-    matching_weights(separated, options.freeze, "weight (--freeze)")
-    for name in ("loss", "loss_options", "loss_weights", *["metrics"] * (not options.metrics)):
-        arguments.pop(name)
     arguments["class_weight"] = _class_weights(arguments["class_weight"], task)
     for name in _arguments_of_task(options, task):
         arguments.pop(name, None)
@@ -123,8 +113,8 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
     """Raise `ValueError` for options that have no effect on this model or without validation."""
     if options.metrics and not validated:
         raise ValueError(
-            "--metrics are of validation data, and there are none: pass --validation SHARE or a "
-            "file, or leave them out"
+            "--metrics are computed on validation data, and there are none: pass --validation "
+            "SHARE or a file, or leave out --metrics"
         )
     if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
         raise ValueError(

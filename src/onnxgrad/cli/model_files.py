@@ -14,7 +14,7 @@ from onnxgrad.language.folders import ModelFolder, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.files import check_not_input, check_writable
 from onnxgrad.model.read import read
-from onnxgrad.model.write import data_files, save
+from onnxgrad.model.write import data_files
 
 STDIN = STDOUT = "-"
 
@@ -70,12 +70,11 @@ def check_not_data(output: str, model: str) -> None:
         check_not_input(output, data_files(model))
 
 
-def write_model(proto: ModelProto, output: str) -> None:
-    """Write a model to a file, or to standard output, which takes no external data."""
-    if output != STDOUT:
-        save(proto, output)
-        return
-    if external.files_of(proto) or external.inline_nbytes(proto) > external.IN_MODEL:
-        raise ValueError("a model with external data does not fit standard output: name a file")
-    sys.stdout.buffer.write(proto.SerializeToString())
+def write_to_stdout(model: ModelProto) -> None:
+    """Write a model to standard output, which takes no external data."""
+    if external.files_of(model) or external.inline_nbytes(model) > external.IN_MODEL:
+        raise ValueError(
+            "a model with external data does not fit standard output: name a file with --output"
+        )
+    sys.stdout.buffer.write(model.SerializeToString())
     sys.stdout.buffer.flush()

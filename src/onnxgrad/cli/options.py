@@ -1,52 +1,51 @@
-"""The fields of a dataclass of options: their names, types, bounds and help."""
+"""Options of commands, as dataclasses: the fields are the options, the docstrings are the help.
+
+Below "Attributes:", the docstring of a class has a text for each option. The docstring of a command
+describes the command, and has command lines to copy below "Examples:". Names, types, bounds and
+panels hold for the command line and for TOML files.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints
+
+import typer
 
 T = TypeVar("T")
+_METAVARS = {int: "N", float: "X", str: "TEXT", list: "TEXT", bool: ""}
 
 
 def option(
-    help: str,
     default: Any = None,
     *names: str,
     panel: str | None = None,
     needs: tuple[str, ...] = (),
-    data: tuple[str, ...] = (),
     usual: bool = False,
     **more: Any,
 ) -> Any:
     """Return a field that is an option.
 
     Args:
-        help: one sentence or two.
-        default: of the field; an empty list for options that can be repeated.
-        names: such as "--output", "-o"; None: derived from the name of the field.
-        panel: the title of its panel in the help; None: the title of its class.
-        needs: fields, of which it has no effect without one.
-        data: the kinds of DATA on which it has an effect, of KINDS; none: all.
+        default: default of the field; an empty list for options that can be repeated.
+        names: names on the command line, such as "--output", "-o"; none: the name of the field.
+        panel: title of its panel in the help; None: the panel of its class.
+        needs: fields without which the option has no effect: one of them must be set.
         usual: whether `--help` shows it where a command has many options.
-        more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
+        more: further arguments of `typer.Option`, such as `min` and `metavar`.
     """
-    known = {"help": help, "names": names, "panel": panel, "needs": needs, "data": data}
-    return _dataclass_field(default, positional=False, **known, usual=usual, more=more)
+    known = {"names": names, "panel": panel, "needs": needs, "usual": usual}
+    return _dataclass_field(default, positional=False, **known, more=more)
 
 
-def output_option(help: str, default: str | None = None, **more: Any) -> Any:
-    """Return the field of `--output`."""
-    return option(help, default, "--output", "-o", metavar="PATH", **more)
-
-
-def argument(help: str, *, required: bool = True, **more: Any) -> Any:
+def argument(*, required: bool = True) -> Any:
     """Return a field that is a positional argument, a text; "" where one is left out."""
-    return _dataclass_field(
-        "", positional=True, required=required, help=help, names=(), panel="", more=more
-    )
+    return _dataclass_field("", positional=True, required=required, panel="")
 
 
 def _dataclass_field(default: Any, **metadata: Any) -> Any:
@@ -55,16 +54,12 @@ def _dataclass_field(default: Any, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass_transform(
-    kw_only_default=True,
-    frozen_default=True,
-    field_specifiers=(option, output_option, argument),
-)
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, argument))
 def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
     """Return the decorator of a dataclass of options.
 
     Args:
-        panel: the title of their panel in the help; in lower case its section in a TOML file.
+        panel: title of their panel in the help; in lower case, their section in a TOML file.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -76,32 +71,71 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+@options()
+class ModelArgument:
+    """The model: the last base of the options of a command, so that it comes first in the help.
+
+    Attributes:
+        model: The .onnx file; "-" reads it from standard input.
+    """
+
+    model: str = argument()
+
+
+@options()
+class Common:
+    """Options of every command: the first base of its options, so that they come last in the help.
+
+    Attributes:
+        json: Print the result as one JSON object on stdout, and messages on stderr.
+        debug: Show the traceback of an error.
+    """
+
+    json: bool = option(False, usual=True)
+    debug: bool = option(False)
+
+
+def help_text(options: type) -> str:
+    """Return the paragraphs of a docstring above its sections, each on one line.
+
+    typer keeps line breaks, whatever the width of the terminal.
+    """
+    description = re.split(r"\n+\w+:\n", inspect.cleandoc(options.__doc__ or ""))[0]
+    return "\n\n".join(" ".join(each.split()) for each in description.split("\n\n"))
+
+
+def section_entries(options: type, title: str) -> list[str]:
+    """Return the entries of a section of a docstring, such as "Examples", each on one line."""
+    text = inspect.cleandoc(options.__doc__ or "")
+    section = re.search(rf"^{title}:\n((?:    .*\n?)*)", text, re.M)
+    entries = re.split(r"\n(?=    \S)", section[1]) if section else []
+    return [" ".join(entry.split()) for entry in entries]
+
+
 @dataclass(frozen=True)
 class Described:
-    """A field of a dataclass of options: what `option` and `argument` say of it.
-
-    - `hint`: its type; `kind`: that type without None.
-    """
+    """A field of a dataclass of options: the arguments of `option` or `argument`, and its help."""
 
     name: str
     hint: Any
     default: Any
-    positional: bool
     help: str
-    names: tuple[str, ...]
+    positional: bool
     panel: str
-    more: dict[str, Any]
+    names: tuple[str, ...] = ()
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
     required: bool = False
     needs: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
     usual: bool = False
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:
         """Return the fields of a dataclass by name."""
-        hints = get_type_hints(options)
+        bases = reversed(options.__mro__)
+        entries = [entry for base in bases for entry in section_entries(base, "Attributes")]
+        texts, hints = dict(entry.split(": ", 1) for entry in entries), get_type_hints(options)
         return {
-            f.name: cls(f.name, hints[f.name], f.default, **f.metadata)
+            f.name: cls(f.name, hints[f.name], f.default, texts.get(f.name, ""), **f.metadata)
             for f in dataclasses.fields(options)
         }
 
@@ -117,16 +151,39 @@ class Described:
         """Whether the option can be repeated."""
         return self.default is dataclasses.MISSING
 
-    def is_set(self, options: Any, name: str) -> bool:
-        """Return whether the field `name` has another value than its default."""
-        return bool(getattr(options, name) != ([] if self.is_list else self.default))
+    def is_set(self, options: Any) -> bool:
+        """Return whether the field has another value than its default."""
+        return bool(getattr(options, self.name) != ([] if self.is_list else self.default))
 
     @property
     def flag(self) -> str:
-        """How it is called on the command line."""
+        """The argument in capitals, or the option with its dashes."""
         return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
 
     @property
     def section(self) -> str:
         """The section of a TOML file in which it may stand."""
         return self.panel.lower()
+
+    def typer_parameter(self) -> inspect.Parameter:
+        """Return the parameter of a function that `typer` reads."""
+        hint, default = self.hint, self.default
+        if self.is_list:
+            hint, default = list[str] | None, None
+        if self.positional:
+            hint, default = str | None, None
+            info: Any = typer.Argument(help=self.help, show_default=False)
+        else:
+            shown = {"show_default": default not in (None, False), "metavar": _METAVARS[self.kind]}
+            names = self.names or (self.flag,) * (default is False)
+            arguments = {"help": self.help, "rich_help_panel": self.panel, **shown, **self.more}
+            info = typer.Option(*names, **arguments)
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        hint = Annotated[hint, info]
+        return inspect.Parameter(self.name, by_name, annotation=hint, default=default)
+
+
+def set_options(options: Any) -> set[str]:
+    """Return the names of the options that the user set to other values than their defaults."""
+    described = Described.fields_of(type(options))
+    return {name for name, each in described.items() if each.is_set(options)}

@@ -1,31 +1,63 @@
-"""`onnxgrad predict`: the outputs of a model for the rows of data, or the results of a task."""
+"""`onnxgrad eval`, `predict` and `generate`: run a model on data, or on a prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.cli.command_options import PredictOptions
-from onnxgrad.cli.console import note, print_json
+from onnxgrad.cli.arguments import loss_arguments
+from onnxgrad.cli.command_options import GenerateOptions
+from onnxgrad.cli.console import note, print_json, print_rows, say
 from onnxgrad.cli.model_files import (
-    STDIN,
     STDOUT,
     check_not_data,
     check_output,
+    folder_of,
     inputs_of,
     read_model,
-    standard_input,
 )
-from onnxgrad.cli.tasks import open_task, predict_arguments, set_options
+from onnxgrad.cli.options import set_options
+from onnxgrad.cli.tasks import open_task, predict_arguments, standard_data
+from onnxgrad.cli.train_options import EvalOptions, PredictOptions
+from onnxgrad.language.generation import generate as go_on
 from onnxgrad.tasks import Task
-from onnxgrad.tasks.prediction_files import check_ending, column_writer
+from onnxgrad.tasks.row_predictions import check_ending, column_writer
 from onnxgrad.tasks.rows_task import RowsTask
 
 _FOLDER = "predictions"
 
 
+def evaluate(options: EvalOptions) -> None:
+    """Print the loss and the metrics of a model on data."""
+    proto = read_model(options.model, options.data)
+    task = open_task(options, proto, training=False)
+    if metrics := loss_arguments(options)["metrics"]:
+        task.metrics = metrics
+    data = standard_data(options.data)
+    numbers = task.evaluate(data, batch_size=options.batch_size, device=options.device)
+    for text in task.notes:
+        note(text)
+    if options.json:
+        loss, remarks = numbers.pop("loss"), [*task.notes, *task.remarks]
+        print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
+        return
+    rows = {name.replace("_", " "): _metric_text(value) for name, value in numbers.items()}
+    print_rows(rows | {"rows": task.rows})
+    for remark in task.remarks:
+        say(remark)
+
+
+def _metric_text(value: Any) -> Any:
+    """Return a number as text, and numbers by name as "name number, ..."."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
+    return f"{value:.6g}" if isinstance(value, Real) else value
+
+
 def predict(options: PredictOptions) -> None:
-    """Write the outputs, or what people of a task look at."""
+    """Write the outputs of a model for rows, or the results of a task."""
     proto = read_model(options.model, options.data)
     task = open_task(options, proto, training=False)
     if isinstance(task, RowsTask):
@@ -36,33 +68,31 @@ def predict(options: PredictOptions) -> None:
 
 def _write_columns(options: PredictOptions, task: RowsTask) -> None:
     """Write the columns of predictions to a file or to standard output."""
-    if options.output != STDOUT:
-        check_ending(options.output)
+    path = None if options.output == STDOUT else options.output
+    if path is not None:
+        check_ending(path)
     inputs = inputs_of(options.model, options.data)
     check_output(options.output, options.overwrite, inputs, options.json, binary=False)
     check_not_data(options.output, options.model)
-    data: Any = standard_input("CSV file") if options.data == STDIN else options.data
     blocks = task.prediction_columns(
         task.model,
-        data,
+        standard_data(options.data),
         outputs=options.outputs,
         batch_size=options.batch_size,
         device=options.device,
     )
     names: list[str] = []
-    with column_writer(None if options.output == STDOUT else options.output) as write:
+    with column_writer(path) as write:
         for columns in blocks:
             names = list(columns)
             write(columns)
     for text in task.notes:
         note(text)
-    if options.output == STDOUT:
-        return
     if options.json:
         about = {"rows": task.rows, "columns": names, "remarks": task.notes}
-        print_json({"files": [options.output], **about})
-    else:
-        note(f"wrote {options.output}")
+        print_json({"files": [path], **about})
+    elif path is not None:
+        note(f"wrote {path}")
 
 
 def _write_results(options: PredictOptions, task: Task) -> None:
@@ -87,3 +117,23 @@ def _write_results(options: PredictOptions, task: Task) -> None:
         return
     note(task.describe_results(results))
     note(f"wrote {files[0]}" if len(files) == 1 else f"wrote {len(files)} files in {folder}")
+
+
+def generate(options: GenerateOptions) -> None:
+    """Print how a model goes on with a text."""
+    folder = folder_of(options.model)
+    if folder is None:
+        raise ValueError(f"MODEL must be the folder of a language model, not {options.model!r}")
+    text = go_on(
+        folder,
+        options.text,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        adapter=options.adapter,
+    )
+    if options.json:
+        print_json({"prompt": options.text, "text": text})
+    else:
+        say(text)

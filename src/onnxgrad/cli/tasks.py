@@ -1,4 +1,4 @@
-"""The task of a command: the job that its options, its model and its data are of."""
+"""The task of a command, by its options, its model and its data; and new layers for its model."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from inspect import Parameter, signature
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from onnx import ModelProto
 
-from onnxgrad.cli.arguments import loss_arguments, read_value
-from onnxgrad.cli.data_options import DataOptions, InputOptions
-from onnxgrad.cli.fine_tuning import fine_tune, split_names
-from onnxgrad.cli.model_files import STDIN, standard_input
-from onnxgrad.cli.options import Described
-from onnxgrad.cli.sources import NO_PROMPTS, check_data_options, data_kind
-from onnxgrad.cli.train_options import LossOptions
+from onnxgrad.cli.arguments import loss_arguments, read_options
+from onnxgrad.cli.model_files import STDIN, folder_of, standard_input
+from onnxgrad.cli.options import Described, set_options
+from onnxgrad.cli.train_options import DataOptions, LossOptions, TrainOptions
+from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import check_options, unknown
+from onnxgrad.language.records import LINES, TEXTS
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.tasks import Task
 from onnxgrad.tasks.base import OPTIONS, notes_of
 from onnxgrad.tasks.image_values import as_image_size, normalization_from_one
+from onnxgrad.tasks.images import holds_images
 from onnxgrad.tasks.rows_task import RowsTask
+from onnxgrad.tasks.tables import PARQUET
 from onnxgrad.tasks.texts import language_folder
 
 TASKS = {  # the class of each task, in its module
@@ -38,11 +40,10 @@ TASKS = {  # the class of each task, in its module
     "texts": "texts:Texts",
     "tokens": "tokens:Tokens",
 }
-_BY_KIND = {"tables": "table", "images": "images", "texts": "texts"}  # of what data hold
-_DATA_AND_LOSS = {*Described.fields_of(DataOptions), *Described.fields_of(LossOptions)}
-_OF_ALL = {"data", "task", "task_option", "validation", "metrics"}  # whatever the task is
-# options that a task decides, reads from its own files, or has by the names of its arguments
-_OF_TASK = (_DATA_AND_LOSS - _OF_ALL) | {
+# options on data, which a task has if they are arguments of its class
+_DATA = {*Described.fields_of(DataOptions)} - {"data", "task", "task_option", "validation"}
+# options that tasks with their own format of data decide, or read from the data
+_DECIDED = {*Described.fields_of(LossOptions)} - {"metrics"} | {
     *("head", "head_at", "head_pool", "head_mask", "adapter", "outputs")
 }
 _WITHOUT_FLAG = {"augment"}  # arguments of tasks of rows that are no options of the command
@@ -61,32 +62,18 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
         ValueError: an unknown task, or options that it does not take.
     """
     noted = [] if options.task else _noted_tasks(proto)
-    kind = "" if options.task or noted else data_kind(options.data, options)
-    name = options.task or next(iter(noted), None) or _BY_KIND[kind]
+    name = options.task or next(iter(noted), None) or _data_task(options)
     if name not in TASKS:
         raise unknown("task (--task)", name, TASKS)
+    if name == "texts" and not hasattr(options, "max_length"):
+        raise DataError(f"{options.data!r} holds texts: `onnxgrad generate` continues prompts")
     task_class: Any = resolve_name(f"onnxgrad.tasks.{TASKS[name]}")
     if issubclass(task_class, RowsTask):
-        check_data_options(options, kind or next(k for k, n in _BY_KIND.items() if n == name))
-        model = fine_tune(proto, options) if training else proto
-        chosen = _arguments_of_rows(options, proto, signature(task_class).parameters)
-        own = dict(read_value("task-option", text) for text in options.task_option)
-        if {*own} - (_WITHOUT_FLAG & {*signature(task_class).parameters}):
-            raise ValueError(
-                f"--task-option is of a task, and {name} has the options of the command: leave it "
-                "out, or name another with --task"
-            )
-        chosen |= own
-        if name == "texts" and not hasattr(options, "max_length"):
-            raise ValueError(NO_PROMPTS)
-        if not training:
-            return _checked_task(task_class(model, None, **chosen))
-        validation = _stated_validation(options.validation)
-        data = standard_input("CSV file") if options.data == STDIN else options.data
-        return _checked_task(task_class(model, data, validation=validation, **chosen))
-    chosen = _task_arguments(options, name, task_class)
-    data = options.data if training else None
-    task = _checked_task(task_class(_model_of(options, proto), data, **chosen))
+        return _open_rows_task(options, proto, training, name, task_class)
+    chosen = _arguments_of_files(options, name, task_class)
+    # beside the path of a model, a task finds its files
+    source = proto if options.model == STDIN or os.path.isdir(options.model) else options.model
+    task: Task = task_class(source, options.data if training else None, **chosen)
     if noted:
         task.notes = [*task.notes, f"task {name}, as in its training"]
     if training:
@@ -97,20 +84,59 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
     return task
 
 
-def _checked_task(task: Any) -> Task:
-    assert isinstance(task, Task)
-    return task
+def _open_rows_task(
+    options: Any, proto: ModelProto, training: bool, name: str, task_class: Any
+) -> Task:
+    """Return a task of rows, whose arguments are options of the command."""
+    parameters = signature(task_class).parameters
+    _check_flags(set_options(options) & _DATA - {"prompt"} - {*parameters}, options, name)
+    model = fine_tune(proto, options) if training else proto
+    chosen = _arguments_of_rows(options, proto, parameters)
+    own = read_options(options, "task_option")
+    if {*own} - (_WITHOUT_FLAG & {*parameters}):
+        raise ValueError(
+            f"--task {name} takes the options of the command and no --task-option: leave out "
+            "--task-option, or name another task with --task"
+        )
+    if training:
+        chosen["validation"] = _stated_validation(options.validation)
+    data = standard_data(options.data) if training else None
+    return task_class(model, data, **chosen, **own)
 
 
-def _model_of(options: Any, proto: ModelProto) -> Any:
-    """Return the path of a model, beside which a task finds its files; the model without one."""
-    return proto if options.model == STDIN or os.path.isdir(options.model) else options.model
+def standard_data(data: str) -> Any:
+    """Return the path of data, or standard input for "-"."""
+    return standard_input("CSV file") if data == STDIN else data
 
 
 def _noted_tasks(proto: ModelProto) -> list[str]:
     """Return the names of the tasks on which a model was trained, without tasks of rows."""
     noted = json.loads(notes_of(proto).get(OPTIONS, "{}"))
     return [name for name, place in TASKS.items() if place.partition(":")[2] in noted]
+
+
+def _data_task(options: Any) -> str:
+    """Return the task of rows that reads the kind of the data."""
+    path = Path(options.data)
+    suffix = path.suffix.lower()
+    holds_texts = suffix in (*LINES, *TEXTS)
+    if suffix in PARQUET and folder_of(options.model) is not None and path.is_file():
+        from pyarrow import parquet
+
+        holds_texts = bool({"text", "prompt", "messages"} & {*parquet.read_schema(path).names})
+    if options.data == STDIN:
+        return "table"
+    return "texts" if holds_texts else "images" if holds_images(path) else "table"
+
+
+def _check_flags(wrong: Collection[str], options: Any, task: str) -> None:
+    """Raise `ValueError` if an option is set that the task does not take."""
+    if wrong:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
+        raise ValueError(
+            f"--task {task}, which reads {options.data!r}, does not take {flags}: leave out "
+            f"{flags}; `onnxgrad.tasks` documents the options of the task"
+        )
 
 
 def _stated_validation(text: str | None) -> Any:
@@ -125,7 +151,7 @@ def _arguments_of_rows(
     options: Any, proto: ModelProto, parameters: Collection[str]
 ) -> dict[str, Any]:
     """Return the options of a command as arguments of a task of rows."""
-    own = {name: value for name, value in vars(options).items() if name in parameters}
+    own = dict(vars(options))
     if hasattr(options, "loss"):
         own |= loss_arguments(options)
         own["metrics"] = own["metrics"] or None
@@ -136,10 +162,9 @@ def _arguments_of_rows(
         own["columns"] = {name: _split_each(group) for name, group in by_input.items()}
     else:
         own["columns"] = _split_each(by_input)
-    if "tokenizer" in parameters and own.get("tokenizer") is None and options.model != STDIN:
+    if own.get("tokenizer") is None and options.model != STDIN and "tokenizer" in parameters:
         own["tokenizer"] = language_folder(options.model)
-    known = {name: value for name, value in own.items() if name in parameters}
-    return {n: v for n, v in known.items() if n not in ("data", "model", "validation")}
+    return {n: own[n] for n in own if n in parameters and n not in ("data", "model", "validation")}
 
 
 def _by_name(texts: list[str], names: Collection[str]) -> Any:
@@ -153,30 +178,52 @@ def _by_name(texts: list[str], names: Collection[str]) -> Any:
     return found
 
 
+def split_names(text: str) -> list[str]:
+    """Return the names that commas separate, with or without blanks around them."""
+    return [name.strip() for name in text.split(",")]
+
+
 def _split_each(texts: list[str]) -> list[str]:
     return [name for text in texts for name in split_names(text)]
 
 
-def _task_arguments(options: Any, name: str, task_class: Any) -> dict[str, Any]:
-    """Return the options of a command as arguments of a task that has its own.
+# -- tasks with their own format of data -----------------------------------------------------------
+
+
+def _arguments_of_files(options: Any, name: str, task_class: Any) -> dict[str, Any]:
+    """Return the options of a command as arguments of a task with its own format of data.
 
     Raises:
         ValueError: an unknown option of the task, or one of the command that the task decides.
     """
-    chosen = dict(read_value("task-option", text) for text in options.task_option)
+    chosen = read_options(options, "task_option")
     if not hasattr(options, "loss"):
         chosen = {n: v for n, v in chosen.items() if n not in _predict_parameters(task_class)}
     parameters = signature(task_class).parameters
     if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
         check_options(f"option of task {name!r} (--task-option)", chosen, task_class, skip=2)
-    return {**_given_on(options, name, parameters), **chosen}
+    of_values = next((each for each in _VALUES if each in parameters), "normalize")
+    size = as_image_size(options.image_size)
+    normalize = normalization_from_one(options.normalize, options.scale)
+    values: dict[str, Any] = {"image_size": size, of_values: normalize}
+    known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
+    if of_values == "images":  # arguments of a reader
+        both = {"size": size, "transforms": None if normalize is None else [normalize]}
+        values = {"images": {n: value for n, value in both.items() if value is not None}}
+        known["image_size"] = "images"
+    for each in ("max_length", "tokenizer", "seed"):
+        known[each], values[each] = each, getattr(options, each, None)
+    given = set_options(options) & (_DATA | _DECIDED)
+    _check_flags([each for each in given if known.get(each) not in parameters], options, name)
+    given |= {"seed"} & {*vars(options)}  # whether it is set or not
+    names = {known[each] for each in given} & {*parameters}
+    return {each: values[each] for each in names} | chosen
 
 
 def predict_arguments(options: Any, task: Task) -> dict[str, Any]:
     """Return the options of a task that are arguments of its `predict`, such as score=0.4."""
-    chosen = dict(read_value("task-option", text) for text in options.task_option)
     known = _predict_parameters(type(task))
-    return {name: value for name, value in chosen.items() if name in known}
+    return {n: v for n, v in read_options(options, "task_option").items() if n in known}
 
 
 def _predict_parameters(task_class: type[Task]) -> list[str]:
@@ -184,36 +231,53 @@ def _predict_parameters(task_class: type[Task]) -> list[str]:
     return [*signature(task_class.predict).parameters][3:]
 
 
-def _given_on(options: Any, task: str, parameters: Collection[str]) -> dict[str, Any]:
-    """Return the options of the command that are arguments of the task.
+# -- new layers ------------------------------------------------------------------------------------
 
-    Raises:
-        ValueError: the task has no argument for an option that is set.
-    """
-    of_values = next((each for each in _VALUES if each in parameters), "normalize")
-    size = as_image_size(options.image_size)
-    normalize = normalization_from_one(options.normalize, options.scale)
-    chosen: dict[str, Any] = {"image_size": size, of_values: normalize}
-    known = {"image_size": "image_size", "scale": of_values, "normalize": of_values}
-    if of_values == "images":  # arguments of a reader
-        both = {"size": size, "transforms": None if normalize is None else [normalize]}
-        chosen = {"images": {name: value for name, value in both.items() if value is not None}}
-        known["image_size"] = "images"
-    for each in ("max_length", "tokenizer", "seed"):
-        known[each], chosen[each] = each, getattr(options, each, None)
-    given = set_options(options) & _OF_TASK
-    if wrong := sorted(each for each in given if known.get(each) not in parameters):
-        flags = ", ".join(f"--{each.replace('_', '-')}" for each in wrong)
-        raise ValueError(
-            f"--task {task} decides {flags}, or has no such option: leave it out, or see "
-            "--task-option"
+
+def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
+    """Return the model with a new head and adapters, as far as the options ask for them."""
+    if options.head is not None:
+        proto = _add_head(proto, options, _head_units(options.head))
+    if options.lora:
+        from onnxgrad.adapters.lora import add_lora
+
+        proto = add_lora(
+            proto,
+            options.lora,
+            rank=options.lora_rank,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+            seed=options.seed,
         )
-    given |= {"seed"} & {*vars(options)}  # whether it is set or not
-    names = {known[each] for each in given} & {*parameters}
-    return {name: chosen[name] for name in names}
+    return proto
 
 
-def set_options(options: InputOptions) -> set[str]:
-    """Return the names of the options that the user set to other values than their defaults."""
-    described = Described.fields_of(type(options))
-    return {name for name, each in described.items() if each.is_set(options, name)}
+def _head_units(head: str) -> int | list[str]:
+    """Return the number of units, or the names of the classes."""
+    names = split_names(head)
+    if len(names) > 1 and all(names):
+        return names
+    if not head.isdigit() or not int(head):
+        raise ValueError(
+            f"--head {head!r} is neither a number of units nor several names of classes, separated "
+            "by commas"
+        )
+    return int(head)
+
+
+def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
+    """Return the model with a new layer instead of an old one, or on features."""
+    pool, at = options.head_pool, options.head_at
+    one = at[0] if len(at) == 1 else None
+    if pool is None:
+        from onnxgrad.finetune.heads import replace_head
+
+        return replace_head(proto, units, one or at or None, seed=options.seed)
+    from onnxgrad.finetune.add_head import POOLS, add_head
+
+    if pool not in (*POOLS, "none"):
+        raise unknown("way to pool (--head-pool)", pool, [*POOLS, "none"])
+    if len(at) > 1:
+        raise ValueError(f"--head-pool puts the new layer on one value, not on {at}")
+    chosen = None if pool == "none" else pool
+    return add_head(proto, units, one, pool=chosen, mask=options.head_mask, seed=options.seed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from onnx import ModelProto
@@ -19,34 +20,31 @@ from onnxgrad.cli.model_files import (
     folder_of,
     inputs_of,
     read_model,
-    write_model,
 )
-from onnxgrad.cli.output import Output
+from onnxgrad.cli.output import Keeper, Output
+from onnxgrad.cli.records import (
+    card,
+    card_of,
+    check_card,
+    check_prompts,
+    check_record,
+    describe,
+    recorder,
+    sample,
+)
 from onnxgrad.cli.report import Report, epochs
-from onnxgrad.cli.report_page import card, card_of, check_card, check_record, describe, recorder
-from onnxgrad.cli.rescue import Keeper
-from onnxgrad.cli.samples import check_prompts, sample
-from onnxgrad.cli.signals import Stopped
+from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.cli.watch import Watch
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.parallel.process_groups import join_launched_group
-from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.history import History
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended."""
-
-    reason: str = ""  # why it ended early
-    code: int = 0  # the exit code
 
 
 def train(options: TrainOptions) -> None:
@@ -80,30 +78,62 @@ def train(options: TrainOptions) -> None:
     if first and not named and options.output != output.default:
         note(f"{output.default} or its curves exist: the result goes to {options.output}")
     began = time.perf_counter()
-    outcome = _fit_job(job, options, watch)
+    reason, code = _fit_job(job, options, watch)
     seconds = time.perf_counter() - began
     if not first:
-        if outcome.reason:
-            complain(outcome.reason)
-        if outcome.code:
-            raise typer.Exit(outcome.code)
+        if reason:
+            complain(reason)
+            raise typer.Exit(code)
         return
-    trained = job.trained_model()
+    trained = job.task.finished(job.trainer.model)
     files = _write_results(job.trainer, trained, options, output)
     beside = job.task.write_beside(files[0].parent) if files else ""
     files += card(job, options)
     report = Report(job, options, seconds, watch.rows, files, stop.request is not None)
     report.samples = sample(job, asked) if asked and not stop.request else []
     if options.json:
-        print_json(report.as_json(outcome.reason))
+        print_json(report.as_json(reason))
     else:
         report.show(results(output=options.output))
     if beside:
         note(beside)
-    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1] + card_of(
-        options
-    )
-    _exit_with_reason(outcome, str(report.kept), files, expected)
+    if not reason and stop.request:  # the signal came after the last slice of batches
+        reason, code = str(stop.request), stop.request.code
+    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1]
+    if reason:
+        where = files[0] if files else "no file" if expected else "standard output"
+        complain(f"{reason.removesuffix('.')}; {where} holds {report.kept}")
+    if files != expected + card_of(options):
+        raise typer.Exit(FAILED)
+    if code:
+        raise typer.Exit(code)
+
+
+class Watch(Callback):
+    """Raises `Stopped` after a signal, where nothing is lost, and counts rows.
+
+    `rows` is the number of rows that this training went through, counted once an epoch.
+    """
+
+    def __init__(self, stop: StopRequests) -> None:
+        self.stop = stop
+        self.rows = 0
+        self._first = 0, 0  # epochs and rows that a resumed training has behind it
+
+    def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Remember where a resumed training starts."""
+        self._first = trainer.progress.epoch, trainer.progress.rows
+
+    def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Stop after a signal; from the first step on, signals wait for this event."""
+        self.stop.hold()
+        progress, (epoch, rows) = trainer.progress, self._first
+        self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
+        self.stop.check()
+
+    def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
+        """Stop after a signal."""
+        self.stop.check()
 
 
 # -- before training --------------------------------------------------------------------------
@@ -126,7 +156,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
     begun = options.checkpoint and newest(options.checkpoint, lambda path: None)
     if begun and not options.resume:
         raise ValueError(
-            f"--checkpoint {options.checkpoint} holds a training: pass --resume to go on with it, "
+            f"--checkpoint {options.checkpoint} holds a training: pass --resume to continue it, "
             "or name another folder"
         )
 
@@ -178,23 +208,20 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
 # -- training ---------------------------------------------------------------------------------
 
 
-def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> Outcome:
-    """Train; an error or a signal after the first steps does not lose them."""
+def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
+    """Train, and return why training ended early, "" if it did not, and the exit code.
+
+    An error or a signal after the first steps does not lose them.
+    """
     try:
         job.fit(options, options.epochs, options.checkpoint if options.resume else None)
-    except Stopped as e:
-        if not watch.rows:
+    except (Stopped, Exception) as e:
+        if not watch.rows and not isinstance(e, ConvergenceError):
             raise
-        return Outcome(str(e), e.code)
-    except ConvergenceError as e:
-        return Outcome(str(e), FAILED)
-    except Exception as e:
-        if not watch.rows:
-            raise
-        return Outcome(reason_of(e), FAILED)
+        return (str(e), e.code) if isinstance(e, Stopped) else (reason_of(e), FAILED)
     finally:
         stop.hold()
-    return Outcome()
+    return "", 0
 
 
 # -- after training ---------------------------------------------------------------------------
@@ -205,7 +232,7 @@ def _write_results(
 ) -> list[Path]:
     """Write the trained model and the curves of its losses; return the files written."""
     if options.output == STDOUT:
-        write_model(trained, options.output)
+        result.save(trained, Path(options.output), options.overwrite)
         return []
     output = Path(options.output)
     model_path = Keeper(trained, result, stop, complain).write(output, options.overwrite)
@@ -216,7 +243,7 @@ def _write_results(
         return [model_path]
     from matplotlib.figure import Figure  # slow to import; pyplot would start a window system
 
-    from onnxgrad.plot.loss_curves import plot_history
+    from onnxgrad.plot.figure import plot_history
 
     curves = result.curves(model_path)
     try:
@@ -229,17 +256,3 @@ def _write_results(
         complain(f"the loss curves are not written: {one_line(e)}")
         return [model_path]
     return [model_path, curves]
-
-
-def _exit_with_reason(outcome: Outcome, kept: str, files: list[Path], expected: list[Path]) -> None:
-    """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    reason, code = outcome.reason, outcome.code
-    if not reason and stop.request:  # the signal came after the last slice of batches
-        reason, code = str(stop.request), stop.request.code
-    if reason:
-        where = files[0] if files else "no file" if expected else "standard output"
-        complain(f"{reason.removesuffix('.')}; {where} holds {kept}")
-    if files != expected:
-        raise typer.Exit(FAILED)
-    if code:
-        raise typer.Exit(code)

@@ -19,7 +19,6 @@ from onnxgrad.cli.model_files import (
     check_output,
     inputs_of,
     read_model,
-    write_model,
 )
 from onnxgrad.cli.output import Output
 from onnxgrad.data.class_numbers import first_names
@@ -82,13 +81,13 @@ def merge(options: MergeOptions) -> None:
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
         if options.requantize:
-            raise ValueError(f"--requantize is of adapters, and {options.model} has a checkpoint")
+            raise ValueError(f"--requantize is for adapters, and {options.model} has a checkpoint")
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
         raise ValueError(
-            f"--checkpoint and --prefix are of a folder of generate_artifacts, and {options.model} "
-            "is none: the adapters of a file are in it"
+            "--checkpoint and --prefix are for a folder that generate_artifacts wrote, and "
+            f"{options.model} is another model, whose adapters are in its file"
         )
     from onnxgrad.adapters.merge import merge_lora
 
@@ -132,10 +131,7 @@ def _write_changed_model(
     proto = read_model(model)
     place.check_data(output, options.overwrite, model, proto)
     changed = change(proto)
-    if like is None:
-        write_model(changed, output)
-    else:
-        place.save(changed, Path(output), options.overwrite)
+    place.save(changed, Path(output), options.overwrite)
     _print_report(options, proto, changed, output)
 
 

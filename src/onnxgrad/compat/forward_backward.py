@@ -102,7 +102,7 @@ class OrtGradientForwardBackward:
         debug: bool = False,
     ) -> None:
         if graph_builder_config is not None:
-            raise ValueError("graph_builder_config has no effect in onnxgrad: leave it out")
+            raise ValueError("graph_builder_config has no effect in onnxgrad: do not pass it")
         self.providers, self.device = read_providers(
             providers, provider_options, device_index or None
         )

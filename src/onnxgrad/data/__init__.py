@@ -1,4 +1,4 @@
-"""Data that users pass: arrays, tables, and checks against what a model declares."""
+"""User data: readers, tables, transforms, and checks against the declared inputs of a model."""
 
 from onnxgrad.lazy_names import offer_names
 

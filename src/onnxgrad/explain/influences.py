@@ -190,11 +190,8 @@ class _RowLosses:
     def row_products(self, state: Arrays, rows: _DataRows, gradients: list[Arrays]) -> np.ndarray:
         """Return the product of each gradient with the gradient of each row, (gradients, rows)."""
         result = np.zeros((len(gradients), rows.count))
-        size = self._piece.rows_per_call(rows.feed, rows.with_rows, rows.count)
-        for i in range(0, rows.count, size):
-            feed = rows.part(i, i + size) | state
-            for row, gradient in zip(result, gradients, strict=True):
-                fed = feed | {f"{name}_tangent": g for name, g in gradient.items()}
-                results = self._jvp.run({name: fed[name] for name in self._jvp.inputs})
-                row[i : i + size] = results[1].reshape(-1)
+        for row, gradient in zip(result, gradients, strict=True):
+            feed = rows.feed | state | {f"{name}_tangent": g for name, g in gradient.items()}
+            _, products = self._piece.run_rows(self._jvp, feed, rows.with_rows).values()
+            row[:] = products.reshape(-1)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -93,19 +93,13 @@ class Piece:
             with_rows: names of the inputs whose first axis is the rows; other inputs are the same
                 for each row.
         """
-        parts = []
-        for rows, part in self._row_chunks(feed, with_rows):
-            results = self._output_predictor.run(
-                {name: part[name] for name in self._output_predictor.inputs}
+        found = self.run_rows(self._output_predictor, feed, with_rows)
+        if lacking := [name for name in self.outputs if name not in found]:
+            raise ValueError(
+                f"{lacking[0]!r} does not have the rows of the inputs along its first axis: name "
+                "an `output` that has them"
             )
-            for name, y in zip(self.outputs, results, strict=True):
-                if y.ndim == 0 or len(y) != rows:
-                    raise ValueError(
-                        f"{name!r} of shape {list(y.shape)} does not have the {rows} rows of the "
-                        "inputs along its first axis: name an `output` that has them"
-                    )
-            parts.append(results)
-        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return [found[name] for name in self.outputs]
 
     def gradients(
         self,
@@ -116,12 +110,8 @@ class Piece:
     ) -> Arrays:
         """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`; see `run`."""
         predictor, names, last = self._gradient_predictor(tuple(wrt))
-        parts: list[list[np.ndarray]] = []
-        for _, part in self._row_chunks({**feed, last: cotangent}, {*with_rows, last}, last):
-            part = {name: part[name] for name in predictor.inputs}
-            parts.append(predictor.run(part, [names[x] for x in wrt]))
-        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return dict(zip(wrt, whole, strict=True))
+        found = self.run_rows(predictor, {**feed, last: cotangent}, {*with_rows, last})
+        return {name: found[names[name]] for name in wrt}
 
     @cached_property
     def _multiply_adds(self) -> float:
@@ -141,23 +131,28 @@ class Piece:
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
                 model, names = derivative(self._proto, request)
-            predictor = Predictor(model, (), self._device, 0, 3 * self._multiply_adds)
+            gradients = [names[x] for x in wrt]
+            predictor = Predictor(model, gradients, self._device, 0, 3 * self._multiply_adds)
             (cotangent,) = {x.name for x in model.graph.input} - {*self._values}
             self._gradient = wrt, (predictor, names, cotangent)
         return self._gradient[1]
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _row_chunks(
-        self, feed: Mapping[str, np.ndarray], with_rows: Collection[str], *more: str
-    ) -> Iterator[tuple[int, Arrays]]:
-        """Yield the number of rows of each chunk, and the arrays of its inputs and of `more`."""
-        needed = {name: feed[name] for name in (*self.inputs, *more)}
-        rows = next(len(x) for name, x in needed.items() if name in with_rows)
-        size = self.rows_per_call(needed, with_rows, rows)
-        for i in range(0, rows, size):
-            part = {n: x[i : i + size] if n in with_rows else x for n, x in needed.items()}
-            yield min(size, rows - i), part
+    def run_rows(
+        self, predictor: Predictor, feed: Mapping[str, np.ndarray], with_rows: Collection[str]
+    ) -> Arrays:
+        """Return the outputs of a predictor that have a row for each row of `feed`, by name.
+
+        Args:
+            predictor: computes values from the inputs of this piece and more inputs.
+            feed: the inputs of this piece and of the predictor, by name.
+            with_rows: names of the inputs whose first axis is the rows.
+        """
+        read = {name: feed[name] for name in predictor.inputs}
+        count = next(len(array) for name, array in read.items() if name in with_rows)
+        size = self.rows_per_call(feed, with_rows, count)
+        return predictor.run_rows(read, size, read.keys() - with_rows)
 
     def rows_per_call(
         self, feed: Mapping[str, np.ndarray], with_rows: Collection[str], rows: int
@@ -251,7 +246,7 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
         if y not in dependents(graph, [x]):
             raise ValueError(
                 f"{y.name!r} does not depend on {x.name!r}: its attributions would all be zero; "
-                "leave it out of `wrt`"
+                f"leave {x.name!r} out of `wrt`"
             )
         raise ValueError(
             f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "

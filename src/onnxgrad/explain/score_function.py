@@ -123,8 +123,8 @@ class ScoreFunction:
             return cls(model, wrt, output, batch_axes=batch_axes)
         if wrt is not None or output is not None or batch_axes is not None:
             raise ValueError(
-                "`wrt`, `output` and `batch_axes` are arguments of the ScoreFunction: leave them "
-                "out here"
+                "`wrt`, `output` and `batch_axes` are arguments of the ScoreFunction: do not pass "
+                "them here"
             )
         return model
 
@@ -217,7 +217,7 @@ class ScoreFunction:
             if name not in self.behind.inputs:
                 raise ValueError(
                     f"{self.output!r} does not depend on {name!r}: its attributions would all be "
-                    "zero; leave it out of `wrt`"
+                    f"zero; leave {name!r} out of `wrt`"
                 )
 
 

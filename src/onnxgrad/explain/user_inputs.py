@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.data.batch_forms import is_batch
+from onnxgrad.data.readers import is_batch
 from onnxgrad.errors import unknown
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.values import to_numpy

@@ -12,8 +12,8 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.heads import Request, find_layer
-from onnxgrad.finetune.layers import initializer
-from onnxgrad.finetune.new_weights import fresh
+from onnxgrad.finetune.layers import add_initializer
+from onnxgrad.finetune.new_weights import fresh_weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -240,8 +240,8 @@ def _draw_weights(
             "features. Declare the shape in value_info, or name other features with "
             f"{argument('at')}"
         )
-    weights = fresh((request.units, width), "linear", request.seed)
-    made = [initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight")]
+    weights = fresh_weights((request.units, width), "linear", request.seed)
+    made = [add_initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight")]
     if bias:
-        made.append(initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"))
+        made.append(add_initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"))
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -10,7 +10,6 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.file_shapes import all_values, restore, stated_types
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
@@ -75,18 +74,13 @@ def attach(
     new_names = _join_graphs(below, above, mapping, prefix, rename or {})
     joined = to_proto(below)
     names = {t.name for t in joined.graph.initializer}
-    notes = list(map(_renamed_notes, (first, second), new_names))
+    notes = [ModelProto(metadata_props=proto.metadata_props) for proto in (first, second)]
+    for note, new in zip(notes, new_names, strict=True):
+        rename_notes(note, new)
     for key in LISTS:
         every = [entry for note in notes for entry in read_note(note, key)]
         write_note(joined, key, [e for e in every if key != HEAD or e in names])
     return read(joined)
-
-
-def _renamed_notes(proto: ModelProto, new_names: Mapping[str, str]) -> ModelProto:
-    """Return a model that has only the metadata of `proto`, with new names of values."""
-    notes = ModelProto(metadata_props=proto.metadata_props)
-    rename_notes(notes, new_names)
-    return notes
 
 
 def _join_graphs(
@@ -96,7 +90,11 @@ def _join_graphs(
     prefix: str,
     rename: Mapping[str, str],
 ) -> list[dict[str, str]]:
-    """Put the nodes of `above` behind the nodes of `below`, in place; return new names of each."""
+    """Put the nodes of `above` behind the nodes of `below`, in place.
+
+    Returns:
+        For `below` and `above`, the new names of values by the old names.
+    """
     before = stated_types(below.graph) | stated_types(above.graph)
     infer(below)
     infer(above)
@@ -115,10 +113,13 @@ def _join_graphs(
         {str(before[v].name): str(own.get(v, v).name) for v in all_values(graph) if v in before}
         for graph in (below.graph, above.graph)
     ]
-    restore(before)
+    restore_types(before)
     _unify_symbols(before, below.graph, above.graph, joints, prefix)
     _append_graph(below, above, joints, kept)
-    _shape_outputs(below)
+    if unshaped := [y for y in below.graph.outputs if y.shape is None or y.type is None]:
+        stated = stated_types(below.graph)
+        infer(below)
+        restore_types(stated, unshaped)
     return new_names
 
 
@@ -186,7 +187,7 @@ def _values_to_join(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str]
 
 
 def _check_fits(y: ir.Value, x: ir.Value) -> None:
-    """Raise if `y` cannot be fed to `x`."""
+    """Raise `ValueError` if the value `y` of the backbone cannot be fed to the input `x`."""
     if y.dtype is not None and x.dtype is not None and y.dtype != x.dtype:
         raise ValueError(
             f"{y.name!r} holds {y.dtype}, and the input {x.name!r} of the head takes {x.dtype}: "
@@ -233,11 +234,18 @@ def _shared_inputs(
     chosen: set[ir.Value],
     before: Mapping[ir.Value, ir.Value],
 ) -> _Pairs:
-    """Return the pairs of inputs (of `above`, of `below`) that are one; `before`: as stated.
+    """Return the pairs (input of `above`, input of `below`) that become one input.
+
+    Args:
+        below: the backbone.
+        above: the head.
+        fed: the pairs (value of `below`, input of `above`) to join.
+        chosen: inputs of `above` that `rename` names.
+        before: shapes and types that the files state.
 
     Raises:
-        ValueError: they have one name, and different types or shapes; the shapes of inputs that
-            were `chosen` to be one differ if numbers do.
+        ValueError: two inputs have one name, and different types or shapes. Symbols in the shapes
+            of `chosen` inputs may differ.
     """
     own = {x.name: x for x in below.inputs}
     targets = [x for _, x in fed]
@@ -275,7 +283,10 @@ def _shared_inputs(
 
 
 def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
-    """Give the values and nodes of `above` names that `below` does not have."""
+    """Give the values and nodes of `above` names that `below` does not have, in place.
+
+    An input or output of `above` keeps its name: the value of `below` is renamed.
+    """
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
     every = taken | all_names(above)
@@ -284,7 +295,12 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
         if value.name not in taken or (value.is_graph_input() and value.name in replaced):
             continue
         if value.name in final and value.graph is above:
-            _rename_inner(below, str(value.name), every)
+            for other in [v for v in all_values(below) if v.name == value.name]:
+                if other.is_graph_input() and other.graph is below:
+                    raise ValueError(
+                        f"{value.name!r} is an input of the backbone, and an output of the head"
+                    )
+                other.name = free_name(f"backbone.{value.name}", every)
             continue
         value.name = free_name(f"{prefix}{value.name}", every)
         renamed += 1
@@ -294,15 +310,6 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
             node.name = free_name(f"{prefix}{node.name}", nodes)
     if renamed:
         logger.info("%d values of the head got the prefix %r", renamed, prefix)
-
-
-def _rename_inner(below: ir.Graph, name: str, taken: set[str]) -> None:
-    """Rename the inner value `name` of the backbone, as an output of the head has that name."""
-    for value in all_values(below):
-        if value.name == name:
-            if value.is_graph_input() and value.graph is below:
-                raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
-            value.name = free_name(f"backbone.{name}", taken)
 
 
 def _unify_symbols(
@@ -319,16 +326,6 @@ def _unify_symbols(
             continue
         others = {d: f"{prefix}{d}" if d in own else d for d in shape if isinstance(d, str)}
         v.shape = ir.Shape([symbols.get(d, others[d]) if isinstance(d, str) else d for d in shape])
-
-
-def _shape_outputs(model: ir.Model) -> None:
-    """State the shapes of outputs without any, in place."""
-    graph = model.graph
-    unknown_shapes = [y for y in graph.outputs if y.shape is None or y.type is None]
-    if unknown_shapes:
-        before = stated_types(graph)
-        infer(model)
-        restore(before, unknown_shapes)
 
 
 def _append_graph(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
@@ -352,3 +349,28 @@ def _append_graph(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir
         imports[domain] = max(version, imports.get(domain, 0))
     for key, text in above.metadata_props.items():
         below.metadata_props.setdefault(key, text)
+
+
+# -- shapes and types that a file states, restored after shapes were inferred for a decision -----
+
+
+def stated_types(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+    """Return the stated name, shape and type of each value of `graph` and its subgraphs."""
+    return {
+        v: ir.Value(name=v.name, shape=None if v.shape is None else v.shape.copy(), type=v.type)
+        for v in all_values(graph)
+    }
+
+
+def all_values(graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of `graph`, then inputs and initializers of its subgraphs."""
+    results = [y for node in all_nodes(graph) for y in node.outputs]
+    inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.initializers.values())]
+    return [*dict.fromkeys([*graph.inputs, *graph.initializers.values(), *results, *inner])]
+
+
+def restore_types(values: dict[ir.Value, ir.Value], changed: Collection[ir.Value] = ()) -> None:
+    """Set the stated shapes and types again, except for values that have `changed`."""
+    for v, before in values.items():
+        if v not in changed:
+            v.shape, v.type = before.shape, before.type

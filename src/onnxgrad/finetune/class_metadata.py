@@ -22,11 +22,11 @@ Reading = tuple[Names | None, Callable[[Names], str]]
 def update_class_metadata(
     proto: ModelProto, old: int | None, classes: Sequence[Any] | None, alone: bool
 ) -> None:
-    """Rewrite or remove the metadata about the classes of a replaced layer, in place; say which.
+    """Rewrite or remove the metadata about the classes of a replaced layer, in place, and log it.
 
     Args:
         proto: the model.
-        old: units of the replaced layer; None: the model had none, its outputs are gone.
+        old: units of the replaced layer; None: all outputs of the model were replaced.
         classes: the new classes, if they have names.
         alone: whether the model has no other outputs, which metadata may describe.
     """
@@ -48,7 +48,7 @@ def update_class_metadata(
 
 
 def _read_names(text: str) -> Reading:
-    """Return the list or dict of names in a text, and what writes another in the same form."""
+    """Return the list or dict of names in a text, and a function that writes another like it."""
     for read, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
         try:
             found = read(text)
@@ -59,7 +59,7 @@ def _read_names(text: str) -> Reading:
 
 
 def _read_characters(text: str) -> Reading:
-    """Return the characters in the lines of a text, and what writes others."""
+    """Return the characters in the lines of a text, and a function that writes new ones."""
     end = "\n" if text.endswith("\n") else ""
     return text.removesuffix("\n").split("\n"), lambda new: "\n".join(map(str, new)) + end
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.finetune.shared_axis import concatenate, gather, slice_, split
+from onnxgrad.finetune.layers import add_initializer
 from onnxgrad.finetune.tail import INDEX, Span, Tail
 from onnxgrad.graph.traversal import captured
 from onnxgrad.operators import REORDERS, SELECTS, axes as places, operator_of
@@ -15,6 +18,7 @@ from onnxgrad.operators.shapes import constant, dims, is_stated, rank, static
 _AS_FEATURES = "it works for the old number only, or reads them as features"
 _SELECTED = "it selects some of them"
 _UNNAMED = "its axes are not constant"
+_NUMBERS_AS_INPUTS = {"Slice": 10, "Split": 13}  # the opset from which numbers are inputs
 
 
 def follow(tail: Tail) -> None:
@@ -72,7 +76,9 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
     elif node.op_type == "Pad":
         _follow_pad(tail, node, axis)
     elif node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-        _drop_rounding(tail, node)
+        if node.op_type == "QuantizeLinear" and node.outputs[0].is_graph_output():
+            tail.refuse(node, "its scale belongs to the old weights")
+        tail.bypass(node)  # without rounding, as the scale belongs to the old weights
     elif node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
         _follow_loss(tail, node, axis)
     elif operator.axes is None:
@@ -139,7 +145,7 @@ def _follow_indices(tail: Tail, node: ir.Node) -> None:
     if not node.domain and moves and tail.axes.keys().isdisjoint(node.inputs[1:]):
         tail.axes.update(dict.fromkeys(node.outputs, INDEX))
     elif not node.domain and node.op_type == "OneHot":
-        tail.depth(node)
+        tail.correct_depth(node)
         axis, n = int_attribute(node, "axis"), rank(node.outputs[0])
         if n is None and axis >= 0:
             tail.refuse(node, "the rank of its result is unknown")
@@ -152,7 +158,7 @@ def _follow_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
     if "unary" not in operator_of(node).traits or node.op_type == "PRelu":
         for i, x in enumerate(node.inputs):
             if x is not None and x not in tail.axes:
-                tail.operand(node, i, axis)
+                tail.resize_operand(node, i, axis)
     tail.keep(node, axis)
 
 
@@ -166,7 +172,7 @@ def _follow_resize(tail: Tail, node: ir.Node, axis: int) -> None:
         if scales is not None and scales.size and scales[position] != 1:
             tail.refuse(node, "it resizes their axis")
         if len(node.inputs) > 3 and node.inputs[3] is not None:
-            tail.vector(node, 3, position)
+            tail.correct_length(node, 3, position)
     tail.keep(node, axis)
 
 
@@ -189,7 +195,7 @@ def _follow_to_lengths(tail: Tail, node: ir.Node, axis: int, span: Span) -> None
     if isinstance(place, int):
         [count] = static(dims(node.inputs[operand])) or (len(after),)
         if (position := place - len(after) + count) >= 0:  # else the length is not stated
-            tail.vector(node, operand, position)
+            tail.correct_length(node, operand, position)
         tail.keep(node, place - len(after))
     elif span.length == 1 and len(after) < len(before):
         _drop_axis(tail, node)
@@ -234,7 +240,7 @@ def _follow_search(tail: Tail, node: ir.Node, axis: int) -> None:
         _follow_record(tail, node, axis)
         return
     if not tail.is_whole(node.inputs[0]):
-        tail.refuse(node, "its axis holds others beside them")
+        tail.refuse(node, "its axis holds other values beside them")
     count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if node.op_type == "TopK" and (count is None or count.item() > tail.new):
         tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
@@ -244,13 +250,13 @@ def _follow_search(tail: Tail, node: ir.Node, axis: int) -> None:
 def _follow_into_part(tail: Tail, node: ir.Node, axis: int) -> None:
     """Follow the units through a node that joins or selects parts along their axis, or refuse."""
     if operator_of(node).lookup_operand is not None:
-        gather(tail, node, axis)
+        _follow_gather(tail, node, axis)
     elif node.op_type == "Concat":
-        concatenate(tail, node, axis)
+        _follow_concat(tail, node, axis)
     elif node.op_type == "Slice":
-        slice_(tail, node, axis)
+        _follow_slice(tail, node, axis)
     elif node.op_type == "Split":
-        split(tail, node, axis)
+        _follow_split(tail, node, axis)
     elif (
         node.op_type != "GatherElements"  # which takes one element, of the label
         or node.inputs[1] in tail.axes
@@ -259,16 +265,139 @@ def _follow_into_part(tail: Tail, node: ir.Node, axis: int) -> None:
         tail.refuse(node, _SELECTED)
 
 
-def _drop_rounding(tail: Tail, node: ir.Node) -> None:
-    """Remove the rounding of the result: its scale belongs to the old weights."""
-    if node.op_type == "QuantizeLinear" and node.outputs[0].is_graph_output():
-        tail.refuse(node, "its scale belongs to the old weights")
-    tail.bypass(node)
-
-
 def _follow_loss(tail: Tail, node: ir.Node, axis: int) -> None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         tail.refuse(node, "it has a weight for each class")
     for y in node.outputs[1:]:
         tail.axes[y] = axis
         tail.changed.add(y)
+
+
+# -- operators that join units with other values along their axis, or take parts of the axis ------
+#
+# Detectors end in them: a Concat of the coordinates of boxes and the scores of classes, perhaps of
+# several scales, and Split, Slice or Gather that take them apart again.
+
+
+def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the units of one operand of a Concat along their axis."""
+    start, total, own = 0, 0, list[Span]()
+    for x in node.inputs:
+        if x is not None and x in tail.axes:
+            own.append(tail.span(x))
+            start, length = total + own[-1].start, own[-1].length
+        else:
+            shape = dims(x)
+            stated = None if shape is None else shape[axis]
+            if not isinstance(stated, int):
+                tail.refuse(
+                    node,
+                    f"it joins them with {getattr(x, 'name', '')!r}, whose length "
+                    "on their axis is unknown",
+                )
+            length = stated
+        total += length
+    if len(own) > 1:
+        tail.refuse(node, "it joins the units of several layers along one axis")
+    tail.keep(node, axis)
+    tail.set_span(node.outputs[0], Span(start, total))
+
+
+def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Correct the sizes of a Split along the axis of the units, and follow them into one part."""
+    span = tail.span(_first_operand(node))
+    sizes = _constant_integers(node, "split", 1)
+    if sizes is None:
+        if len(node.inputs) > 1 and node.inputs[1] is not None:
+            tail.refuse(node, "its sizes are not constant")
+        count = len(node.outputs)
+        size = -(-span.length // count)
+        sizes = [size] * (count - 1) + [span.length - size * (count - 1)]
+    start = 0
+    for i, (y, size) in enumerate(zip(node.outputs, sizes, strict=True)):
+        if start <= span.start and span.start + tail.old <= start + size:
+            tail.axes[y] = axis
+            tail.changed.add(y)
+            tail.set_span(y, Span(span.start - start, size))
+            new = [*sizes[:i], size + tail.new - tail.old, *sizes[i + 1 :]]
+            _set_numbers(tail, node, "split", 1, new)
+            node.attributes.pop("num_outputs", None)
+            return
+        start += size
+    tail.refuse(node, _SELECTED)
+
+
+def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Correct the bounds of a Slice along the axis of the units: it takes all of them, or none."""
+    x = _first_operand(node)
+    span, named = tail.span(x), named_axes(node) or []
+    starts, ends = _constant_integers(node, "starts", 1), _constant_integers(node, "ends", 2)
+    steps = _constant_integers(node, "steps", 4) or [1] * len(named)
+    if starts is None or ends is None:
+        tail.refuse(node, "its bounds are not constant")
+    i = named.index(axis + tail.rank(node))
+    if steps[i] != 1:
+        tail.refuse(node, _SELECTED)
+    bounds = []
+    for numbers, operand, name in ((starts, 1, "starts"), (ends, 2, "ends")):
+        position = int(np.clip(numbers[i] + span.length * (numbers[i] < 0), 0, span.length))
+        bounds.append(position)
+        moved = tail.new_boundary(span, position)
+        if moved is None:
+            tail.refuse(node, _SELECTED)
+        number, length = numbers[i], tail.new_length(x)
+        if abs(number) <= span.length:
+            numbers[i] = moved - length * (number < 0)
+        else:  # it stands for the first or the last place
+            numbers[i] = max(number, length) if number > 0 else min(number, -length)
+        if numbers[i] != number:
+            _set_numbers(tail, node, name, operand, numbers)
+    start, end = bounds
+    if start <= span.start and span.start + tail.old <= end:
+        tail.keep(node, axis)
+        tail.set_span(node.outputs[0], Span(span.start - start, end - start))
+
+
+def _follow_gather(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Correct the indices of a Gather along the axis of the units, which takes none of them."""
+    x, indices = _first_operand(node), constant(node.inputs[1])
+    span = tail.span(x)
+    if indices is None:
+        tail.refuse(node, _SELECTED)
+    places = np.where(indices < 0, indices + span.length, indices)
+    if np.any((places >= span.start) & (places < span.start + tail.old)):
+        tail.refuse(node, _SELECTED)
+    moved = np.where(places > span.start, places + tail.new - tail.old, places)
+    new = np.where(indices < 0, moved - tail.new_length(x), moved).astype(indices.dtype)
+    if not np.array_equal(new, indices):
+        tail.replace_constant(node, 1, new)
+
+
+def _first_operand(node: ir.Node) -> ir.Value:
+    assert node.inputs[0] is not None
+    return node.inputs[0]
+
+
+def _constant_integers(node: ir.Node, attribute: str, operand: int) -> list[int] | None:
+    """Return constant integers that `node` has as an operand, or as an attribute in old opsets."""
+    if len(node.inputs) > operand and node.inputs[operand] is not None:
+        array = constant(node.inputs[operand])
+        return None if array is None else array.tolist()
+    stated = node.attributes.get_ints(attribute, ())
+    return list(stated) or None
+
+
+def _set_numbers(
+    tail: Tail, node: ir.Node, attribute: str, operand: int, numbers: Sequence[int]
+) -> None:
+    """Let `node` have other integers, as an operand or an attribute as its opset demands."""
+    if tail.op.opset < _NUMBERS_AS_INPUTS[node.op_type]:
+        node.attributes[attribute] = ir.AttrInt64s(attribute, list(numbers))
+    elif len(node.inputs) > operand and node.inputs[operand] is not None:
+        array = constant(node.inputs[operand])
+        assert array is not None
+        tail.replace_constant(node, operand, np.array(numbers, array.dtype))
+    else:
+        node.resize_inputs(max(len(node.inputs), operand + 1))
+        value = add_initializer(tail.op, np.array(numbers), ir.DataType.INT64, f"{attribute}_sizes")
+        node.replace_input_with(operand, value)

@@ -13,7 +13,7 @@ from onnxgrad.operators.shapes import constant, dims, rank
 from onnxgrad.reporting import logger
 
 ACTIVATIONS = {"softmax": "Softmax", "log_softmax": "LogSoftmax", "sigmoid": "Sigmoid"}
-_ANY_AXIS = 13  # opset: before, Softmax normalizes over all axes from its own on
+_ANY_AXIS = 13  # the opset from which Softmax normalizes over its axis alone, not the next ones
 
 
 def change_activation(tail: Tail, activation: str | None) -> None:
@@ -34,7 +34,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         if activation == "same":
             wanted = _activation_like(tail, node)
         elif wanted != node.op_type and not tail.is_whole(node.inputs[0]):
-            tail.refuse(node, f"activation={activation!r}: it is of others on their axis, too")
+            tail.refuse(node, f"activation={activation!r}: other values share the axis of units")
         if wanted is None:
             tail.bypass(node)
         elif wanted != node.op_type and (x := node.inputs[0]) is not None:
@@ -51,8 +51,8 @@ def change_activation(tail: Tail, activation: str | None) -> None:
             )
         if activation is not None and not tail.is_whole(y):
             raise ValueError(
-                f"activation={activation!r}: {y.name!r} holds others beside the units, and no "
-                "activation of the units is recognized: pass None or 'same'"
+                f"activation={activation!r}: {y.name!r} holds other values beside the units, and "
+                "no activation of the units is recognized: pass None or 'same'"
             )
         if activation is not None:
             _append_activation(tail, y, ACTIVATIONS[activation])
@@ -101,7 +101,10 @@ def _fold_softmax(tail: Tail, node: ir.Node) -> None:
 
 
 def _reduced_value(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
-    """Return what `value` is a reduction of along `axis`, perhaps broadcast; None if it is none."""
+    """Return the operand of the reduction along `axis` that computes `value`, or None.
+
+    Nodes may broadcast the result of the reduction to `value`.
+    """
     node = None if value is None else value.producer()
     while node is not None and node.op_type in ("Expand", "Reshape", "Identity", "Unsqueeze"):
         node = None if node.inputs[0] is None else node.inputs[0].producer()
@@ -141,7 +144,7 @@ def _activation_like(tail: Tail, node: ir.Node) -> str:
         raise ValueError(
             f"{node_text(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
         )
-    alone = not tail.several and not tail.spans  # and not a detector's, which several may fit
+    alone = not tail.several and not tail.spans  # in a detector, several classes may fit a box
     if tail.old == 1 < tail.new and node.op_type == "Sigmoid" and alone:
         logger.info("%s becomes a Softmax over %d units", node_text(node), tail.new)
         return "Softmax"

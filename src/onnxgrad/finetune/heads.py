@@ -1,4 +1,4 @@
-"""`replace_head`: another number of units, or other classes, for the last layer of a model."""
+"""`replace_head`: a last layer for other units or classes; `features`: the part in front of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, node_text, unknown
+from onnxgrad.finetune.attach import restore_types, stated_types
 from onnxgrad.finetune.class_metadata import update_class_metadata
-from onnxgrad.finetune.file_shapes import restore, stated_types
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
-from onnxgrad.finetune.head_groups import nodes_text
-from onnxgrad.finetune.kept_units import check_keep, kept_units
 from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
@@ -23,14 +21,9 @@ from onnxgrad.finetune.label_outputs import (
     without_zipmaps,
     write_labels,
 )
-from onnxgrad.finetune.layers import (
-    Layer,
-    note_constants,
-    standardize,
-    state_rank,
-)
-from onnxgrad.finetune.locate import Search, origins
-from onnxgrad.finetune.new_weights import replace_all
+from onnxgrad.finetune.layers import Layer, note_constants, standardize, state_rank
+from onnxgrad.finetune.locate import LayerSearch, nodes_text, origins
+from onnxgrad.finetune.new_weights import kept_unit_filler, replace_weights
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -39,6 +32,7 @@ from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import CLASSES, HEAD, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
@@ -109,8 +103,46 @@ def replace_head(
     return _with_new_layer(read(model), request, at, output)
 
 
+def features(model: ModelLike, at: str | None = None, *, output: str | None = None) -> ModelProto:
+    """Return the part of `model` that computes the data of its last layer.
+
+    The only output is that value, under its name in `model`. Inputs that it does not need are
+    removed.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        at: where to cut: behind the value of this name; or before a layer, named by its node or its
+            weights, which may be a pattern. None: before the layer that `replace_head` replaces.
+        output: the output whose last layer is meant, if outputs have several.
+
+    Raises:
+        ValueError: there is no such value or layer, or several.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,3] p) <float[3,2] w = {1, 2, 3, 4, 5, 6}> {
+        ...     a = Relu(x)  h = Gemm <transB = 1> (a, w)  p = Softmax(h) }''')
+        >>> part = og.graph.features(model)
+        >>> [node.op_type for node in part.graph.node], part.graph.output[0].name
+        (['Relu'], 'a')
+    """
+    proto = read(model)
+    value = at or ""
+    if not at or all(at not in node.output for node in proto.graph.node):
+        proto, _ = without_zipmaps(inlined(proto) if proto.functions else proto)
+        changed = to_ir(proto)
+        infer(changed)
+        value = str(find_layer(changed.graph, proto, at, output).x.name)
+    part = select_model_inputs_outputs(proto, outputs=[value])
+    drop_unused_inputs(part)
+    return part
+
+
 class Request:
-    """What a new layer shall be: the arguments of `replace_head`, checked.
+    """The arguments of `replace_head` that describe the new layer, checked.
 
     Raises:
         ValueError: an invalid argument.
@@ -129,7 +161,11 @@ class Request:
         if not name:
             raise ValueError("name must not be empty: the new tensors begin with it")
         self.units, self.classes = _units_and_classes(units)
-        check_keep(keep, self.units)
+        if keep is not None and len(keep) != self.units:
+            raise ValueError(
+                f"{argument('keep')} has {len(keep)} entries, and the new layer has {self.units} "
+                "units: pass for each the index of an old one, or None"
+            )
         self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
 
@@ -174,7 +210,7 @@ def _with_new_layer(
     classes = None
     if labeled := any(has_labels(each, nodes, affected) for each in layers):
         if layer.add is not None and layer.y is not layer.add.outputs[0]:
-            layer.bias, layer.add = False, None  # it is behind the scores that labels are of
+            layer.bias, layer.add = False, None  # the bias is added behind the scores of labels
         classes = request.classes or list(range(request.units))
         if len(layers) > 1:
             raise ValueError(
@@ -182,7 +218,7 @@ def _with_new_layer(
                 "returns labels: name one"
             )
     keep = request.keep
-    kept = [None if keep is None else kept_units(each, keep) for each in layers]
+    kept = [None if keep is None else kept_unit_filler(each, keep) for each in layers]
     for each in layers:
         standardize(op, each)
         state_rank(model, each)
@@ -196,7 +232,7 @@ def _with_new_layer(
     weights = [w for each in layers for w in each.weights]
     sources = {v for w in weights for v in origins(w) if v.producer() is None}
     old = {v for v in sources if v.const_value is not None}
-    added = replace_all(op, layers, request.units, request.name, request.seed, kept)
+    added = replace_weights(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
     _report_replaced(layers, old, tail)
     _restore_declarations(model, before, tail)
@@ -207,10 +243,10 @@ def _with_new_layer(
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:
-    """Return the only layer that `find_layers` does.
+    """Return the only layer that `find_layers` finds.
 
     Raises:
-        ValueError: there is none, or several, or it cannot be replaced.
+        ValueError: there is no such layer, or several, or it cannot be replaced.
     """
     layers = find_layers(graph, proto, at, output)
     if len(layers) > 1:
@@ -231,22 +267,22 @@ def find_layers(
         output: as in `replace_head`.
 
     Raises:
-        ValueError: there is none, or it cannot be replaced, or several have different numbers of
-            units.
+        ValueError: there is no such layer, or it cannot be replaced, or several have different
+            numbers of units.
     """
     outputs = list(graph.outputs)
     if output is not None:
         outputs = [y for y in outputs if y.name == output]
         if not outputs:
             raise unknown("output", output, [str(y.name) for y in graph.outputs])
-    search = Search(graph, proto)
+    search = LayerSearch(graph, proto)
     if at is None:
         return [search.last(outputs)]
     return search.layers_called([at] if isinstance(at, str) else list(at))
 
 
 def _units_and_classes(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
-    """Return the number of units, and the classes if `units` are these."""
+    """Return the number of units, and the classes if `units` lists classes."""
     if isinstance(units, (str, bytes)):
         raise ValueError(f"{argument('units', units)}: pass a number, or a list of classes")
     if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
@@ -290,7 +326,7 @@ def _restore_declarations(model: ir.Model, before: dict[ir.Value, ir.Value], tai
     written = {y: dims(y) for y in model.graph.outputs}
     by_name = {v.name: v.shape for v in before.values()}
     infer(model)
-    restore(before, affected | tail.changed)
+    restore_types(before, affected | tail.changed)
     for y in model.graph.outputs:
         shape = by_name.get(y.name)
         axis = tail.axes.get(y, INDEX)

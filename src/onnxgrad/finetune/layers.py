@@ -19,7 +19,6 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import dims, rank, static
 
-BIAS_ADDS = ("Add", "Sum")
 FLOAT = ir.DataType.FLOAT
 
 
@@ -221,7 +220,7 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
                 return layer
             axis = place - n
         node, index = _only_reader(node.outputs[0])
-    adds = node is not None and node.op_type in BIAS_ADDS and len(node.inputs) == 2
+    adds = node is not None and node.op_type in ("Add", "Sum") and len(node.inputs) == 2
     if layer.bias or node is None or not adds or node.domain:
         return layer
     other = node.inputs[1 - index]
@@ -258,7 +257,7 @@ def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
     return node.op_type.startswith("ConvTranspose")
 
 
-def operands(layer: Layer) -> list[tuple[ir.Node, int]]:
+def weight_operands(layer: Layer) -> list[tuple[ir.Node, int]]:
     """Return the operands with weights, and with bias if the layer has one: node and index."""
     found = [(layer.node, layer.operand)]
     if layer.add is not None:
@@ -268,11 +267,10 @@ def operands(layer: Layer) -> list[tuple[ir.Node, int]]:
     return found
 
 
-def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
+def add_initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
     """Return a new initializer; it gets a numeric suffix if a value has its name."""
     tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
-    kind, shape = ir.TensorType(dtype), ir.Shape(array.shape)
-    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
+    value = ir.val(tensor.name, dtype, array.shape, const_value=tensor)
     op.graph.register_initializer(value)
     return value
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import argument, named, node_text, unknown
-from onnxgrad.finetune.head_groups import nodes_text, shortened, suggestions
-from onnxgrad.finetune.layers import BIAS_ADDS, Layer, data_values, is_product, layer_of
+from onnxgrad.finetune.layers import Layer, data_values, is_product, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
 from onnxgrad.model.notes import ADAPTERS, INPUTS, read_note
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.flow import value_operands
 
+_LISTED = 8  # layers that a message names
+_STEPS = 8  # nodes behind a layer that tell layers apart
 
-class Search:
-    """The layers of a graph whose shapes are inferred.
+
+class LayerSearch:
+    """Search for the layers to replace in a graph whose shapes are inferred.
 
     Args:
         graph: the main graph of the model.
@@ -53,7 +56,7 @@ class Search:
                 f"of the model by {named('add_head')}"
             )
         hint = f"name one by {argument('at')}"
-        if groups := suggestions(layers, list(self.graph.initializers)):
+        if groups := _group_suggestions(layers, list(self.graph.initializers)):
             hint += f", or layers that are replaced together: {' or '.join(groups)}"
         if len(chosen) > 1:
             hint += f", or the output by {argument('output')}, one of {[y.name for y in chosen]}"
@@ -67,7 +70,7 @@ class Search:
     def _search_backwards(
         self, outputs: Iterable[ir.Value]
     ) -> tuple[list[Layer], dict[ir.Node, str]]:
-        """Return the nearest layers before `outputs`, and nodes that stay there with the reason."""
+        """Return the nearest layers before `outputs`, and the reasons of nodes that must stay."""
         layers: dict[ir.Node, Layer] = {}
         reasons: dict[ir.Node, str] = {}
         stack, seen = list(outputs), set[ir.Value]()
@@ -94,7 +97,7 @@ class Search:
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
     def _refuse_adapted(self, layers: Iterable[Layer]) -> None:
-        """Raise `ValueError` for a layer that has an adapter, or is one of its products."""
+        """Raise `ValueError` for a layer that has an adapter, or is a product of an adapter."""
         for layer in layers:
             if not self.adapted.isdisjoint(_constants_of(layer)):
                 raise ValueError(
@@ -136,7 +139,9 @@ class Search:
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
-        return [self._behind_add(node) for node in nodes or self._readers_of(at)]
+        layers = [y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)]
+        products = {y.add: y.node for y in reversed(layers)}  # whose bias an Add node adds
+        return [products.get(node, node) for node in nodes or self._readers_of(at)]
 
     def _readers_of(self, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
@@ -162,13 +167,6 @@ class Search:
         except ValueError:
             return set()
 
-    def _behind_add(self, node: ir.Node) -> ir.Node:
-        """Return the product whose bias the Add `node` adds, or else `node`."""
-        if node.op_type not in BIAS_ADDS or node.domain:
-            return node
-        layers = (layer_of(other, self.data) for other in self.graph)
-        return next((y.node for y in layers if isinstance(y, Layer) and y.add is node), node)
-
 
 def _text_of_at(names: Sequence[str]) -> str:
     """Return the argument `at`, as messages show it."""
@@ -184,9 +182,77 @@ def _constants_of(layer: Layer) -> set[str]:
 
 
 def origins(value: ir.Value) -> Collection[ir.Value]:
-    """Return the constants that `value` is computed from, and itself."""
+    """Return `value` and the values from which it is computed."""
     values = [value]
     for v in values:  # grows while it is read
         node = v.producer()
         values += [] if node is None else [x for x in node.inputs if x is not None]
     return values
+
+
+# -- layers in messages ---------------------------------------------------------------------------
+
+
+def shortened(texts: Sequence[str]) -> str:
+    """Return the first of several texts for a message, and the number of the rest."""
+    more = f", and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return ", ".join(texts[:_LISTED]) + more
+
+
+def nodes_text(nodes: Iterable[ir.Node]) -> str:
+    """Return a text about nodes for a message."""
+    return shortened([node_text(node) for node in nodes])
+
+
+def _group_suggestions(layers: Iterable[Layer], constants: Sequence[str]) -> list[str]:
+    """Return the arguments `at` that name layers of equal units before the same operators.
+
+    Args:
+        layers: several layers, such as the heads of a detector.
+        constants: the names of all constants of the model, among which a pattern chooses.
+    """
+    groups: dict[tuple, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.units, *_operators_behind(layer)), []).append(layer)
+    return [
+        f"{argument('at', _pattern_of_weights(group, constants))} "
+        f"({len(group)} layers of {group[0].units} units)"
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def _operators_behind(layer: Layer) -> list[tuple[str, int]]:
+    """Return the operators behind `layer`, up to a Concat, and the index of the operand read."""
+    way: list[tuple[str, int]] = []
+    value = layer.y
+    while len(uses := list(value.uses())) == 1 and len(way) < _STEPS:
+        [(node, index)] = uses
+        way.append((node.op_type, index))
+        if node.op_type == "Concat":
+            break
+        value = node.outputs[0]
+    return way
+
+
+def _pattern_of_weights(layers: Sequence[Layer], constants: Sequence[str]) -> str | list[str]:
+    """Return the pattern that names the weights of `layers` and nothing else, or else their names.
+
+    Instead of weights that are computed, it names the node or its result.
+    """
+    names: dict[str, None] = {}
+    for layer in layers:
+        node, w = layer.node, layer.weights[:1]
+        stored = w and w[0].producer() is None
+        names[str(w[0].name if stored else node.name or node.outputs[0].name)] = None
+    start = _common_prefix(names)
+    end = _common_prefix([name[len(start) :][::-1] for name in names])[::-1]
+    pattern = f"{start}*{end}" if len(names) > 1 else start
+    found = {name for name in constants if fnmatchcase(name, pattern)}
+    return pattern if found == {*names} else [*names]
+
+
+def _common_prefix(texts: Iterable[str]) -> str:
+    """Return the characters at the start that all texts have in common."""
+    columns = zip(*texts, strict=False)
+    return "".join(c for c, *_ in takewhile(lambda column: len({*column}) == 1, columns))

@@ -1,4 +1,4 @@
-"""New weights of layers: drawn, and put in the place of old ones."""
+"""New weights of layers: drawn, with the weights of kept units, and put in place of the old."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from math import prod, sqrt
 
 import numpy as np
 
-from onnxgrad.finetune.layers import Layer, columns_are_units, initializer, operands
+from onnxgrad.errors import argument, node_text
+from onnxgrad.finetune.layers import Layer, add_initializer, columns_are_units, weight_operands
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators.shapes import dims, static
 
 Fill = Callable[[np.ndarray], np.ndarray]
 
 
-def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
+def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     """Return new weights (units, features, ...) in float64.
 
     Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
@@ -28,7 +29,56 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
     return rng.uniform(-limit, limit, shape)
 
 
-def replace_all(
+def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
+    """Return a function that puts weights or biases of old units among new ones, (units, ...).
+
+    The mean of the kept units is added to the new ones: zero, the score of a fresh unit, would
+    often be the largest where the scores of absent classes are far below zero (Hewitt 2021,
+    "Initializing new word embeddings for pretrained language models").
+
+    Args:
+        layer: the layer, before it is changed.
+        keep: for each new unit the index of the old one, or None.
+
+    Raises:
+        ValueError: an index that the layer does not have, or weights that are not constants of the
+            file, in floats.
+    """
+    node = layer.node
+    for i in keep:
+        if i is not None and not 0 <= i < layer.units:
+            raise ValueError(
+                f"{argument('keep')} has {i!r}, and the units of {node_text(node)} are 0 to "
+                f"{layer.units - 1}"
+            )
+    constants = [None if v.const_value is None else v.const_value.numpy() for v in layer.weights]
+    arrays = [np.asarray(a, np.float64) for a in constants if a is not None]
+    if not arrays or len(arrays) < len(constants) or node.op_type == "MatMulNBits":
+        raise ValueError(
+            f"{argument('keep')}: the weights of {node_text(node)} are quantized, computed, or "
+            "attributes of ai.onnx.ml: pass a model that stores them as floats"
+        )
+    weights = np.swapaxes(arrays[0], 0, 1) if columns_are_units(node, layer.operand) else arrays[0]
+    bias = arrays[1].ravel() if len(arrays) > 1 else np.zeros(1)
+    if bias.size not in (1, layer.units):
+        raise ValueError(f"{argument('keep')}: the bias of {node_text(node)} differs by row")
+    bias = np.broadcast_to(bias, layer.units)
+    factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which stays
+    kept = [unit for unit in keep if unit is not None]
+
+    def fill(new: np.ndarray) -> np.ndarray:
+        old, new = (weights, new / factor) if new.ndim > 1 else (bias, new.copy())
+        if kept:
+            new += old[kept].mean(axis=0)
+        for i, unit in enumerate(keep):
+            if unit is not None:
+                new[i] = old[unit]
+        return new
+
+    return fill
+
+
+def replace_weights(
     op: Emit,
     layers: Sequence[Layer],
     units: int,
@@ -36,57 +86,55 @@ def replace_all(
     seed: int,
     kept: Sequence[Fill | None],
 ) -> list[str]:
-    """Give `layers` new weights for `units` units, in place; return their names.
+    """Give `layers` new weights for `units` units, in place; return the names of the new tensors.
 
-    Those of several are numbered. Layers that share their weights share the new ones. `kept` puts
-    old units among the new weights and biases of each layer.
+    The names of several layers are numbered. Layers that share their weights share the new ones.
+
+    Args:
+        op: emitter of the graph.
+        layers: the layers, which standard operators compute: see `standardize`.
+        units: the new number of units.
+        name: the new tensors are `<name>.weight` and `<name>.bias`.
+        seed: of the new weights.
+        kept: for each layer, what `kept_unit_filler` returned, or None.
     """
     tied: dict[tuple, tuple[list[Layer], Fill | None]] = {}
     for layer, fill in zip(layers, kept, strict=True):
-        read = [(node.op_type, node.inputs[i], i) for node, i in operands(layer)]
+        read = [(node.op_type, node.inputs[i], i) for node, i in weight_operands(layer)]
         turned = layer.node.attributes.get_int("transB", 0)
         key = (*read, turned)
         tied.setdefault(key, ([], fill))[0].append(layer)
     names = []
-    for i, ((first, *twins), fill) in enumerate(tied.values()):
+    for i, (group, fill) in enumerate(tied.values()):
         own = f"{name}.{i}" if len(tied) > 1 else name
-        names += replace_weights(op, first, units, own, seed + i, twins, fill)
+        names += _replace_shared_weights(op, group, units, own, seed + i, fill)
     return names
 
 
-def replace_weights(
-    op: Emit,
-    layer: Layer,
-    units: int,
-    name: str,
-    seed: int,
-    twins: Sequence[Layer] = (),
-    kept: Fill | None = None,
+def _replace_shared_weights(
+    op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int, kept: Fill | None
 ) -> list[str]:
-    """Give `layer`, and `twins` with the same weights, new ones for `units` units, in place.
+    """Give layers that share their weights new ones, in place; return the names of the tensors.
 
-    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1; with `kept`,
-    which puts old units among the new weights and biases, they stay.
-
-    Returns:
-        The names of the new tensors.
+    Factors of a Gemm become 1; with `kept` they stay.
     """
+    layer = layers[0]
     node, old = layer.node, layer.weights
-    weights, biases = fresh((units, *layer.shape[1:]), layer.kind, seed), np.zeros(units)
+    weights, biases = fresh_weights((units, *layer.shape[1:]), layer.kind, seed), np.zeros(units)
     if kept is not None:
         weights, biases = kept(weights), kept(biases)
     if columns_are_units(node, layer.operand):
         weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
-    new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
+    new = [add_initializer(op, weights, layer.dtype, f"{name}.weight")]
     if layer.bias:
         shape: tuple[int, ...] = (units,)
         dtype = layer.dtype
         if layer.add is not None and (bias := layer.add.inputs[layer.addend]) is not None:
             before, dtype = static(dims(bias)) or (1,), bias.dtype or dtype
             shape = tuple(units if i == layer.bias_axis else 1 for i in range(-len(before), 0))
-        new.append(initializer(op, biases.reshape(shape), dtype, f"{name}.bias"))
-    for each in (layer, *twins):
-        for (reader, i), value in zip(operands(each), new, strict=True):
+        new.append(add_initializer(op, biases.reshape(shape), dtype, f"{name}.bias"))
+    for each in layers:
+        for (reader, i), value in zip(weight_operands(each), new, strict=True):
             reader.replace_input_with(i, value)
         for attribute in ("alpha", "beta") if kept is None else ():
             each.node.attributes.pop(attribute, None)
@@ -96,7 +144,7 @@ def replace_weights(
             op.graph.initializers.pop(str(value.name), None)
     for value, role in zip(new, ("weight", "bias"), strict=False):
         former = op.graph.initializers.get(f"{name}.{role}")
-        if former in old and former is not None and not former.uses():  # of an earlier new head
+        if former in old and former is not None and not former.uses():  # from an earlier new head
             former.name = op.name("unused")
             value.name = f"{name}.{role}"
     return [str(v.name) for v in new]

@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
-from onnxgrad.data.audio import Waveforms
-from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
-from onnxgrad.data.images import ImageFolder, layout_of
+from onnxgrad.data.audio import WaveformTransform
+from onnxgrad.data.image_transforms import (
+    IMAGES,
+    Normalize,
+    adapt_transform,
+    check_normalize_is_last,
+)
+from onnxgrad.data.images import ImageFolder, layout_and_channels
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -91,15 +95,22 @@ def preprocess(
     proto = deepcopy(raise_opset(read(model)))
     write_note(proto, IMAGES, [])  # of the values of the input that is replaced
     target = _Target.of(proto, input)
-    front = _write_transforms(target, list(map(adapted, transforms)), size, layout, dtype, scale)
+    front = _write_transforms(
+        target, list(map(adapt_transform, transforms)), size, layout, dtype, scale
+    )
     return _put_in_front(proto, front, target, name)
 
 
 @dataclass
 class _Target:
-    """The input that is replaced, and the graph of the new nodes, which `op` writes.
+    """The input that is replaced, and the graph of the new nodes.
 
-    - `taken`: the names of values and dimensions of the model.
+    Attributes:
+        name: name of the input.
+        dtype: dtype of the input.
+        shape: shape of the input, if the model states its rank.
+        op: emitter of the graph of the new nodes.
+        taken: the names of values and dimensions of the model.
     """
 
     name: str
@@ -129,17 +140,19 @@ class _Target:
             raise ValueError(f"the input {printable(name)!r} holds no floats or uint8")
         opset = next(o.version for o in proto.opset_import if not standard(o.domain))
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
-        taken = {*names(proto.graph), *_declared_symbols(proto)}
+        declared = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
+        taken = {d.dim_param for v in declared for d in v.type.tensor_type.shape.dim if d.dim_param}
+        taken.update(names(proto.graph))
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
 
-    def raw(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
-        """Return the new input, with the batch axis of the one that it replaces.
+    def add_raw_input(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
+        """Return the new input, with the batch axis of the input that it replaces.
 
         `rest` are lengths of the other axes, or names of symbols.
         """
         batch = (self.shape or ("N",))[0]
         others = [free_name(d, self.taken) if isinstance(d, str) else d for d in rest]
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([batch, *others]))
+        value = ir.val(name, dtype, [batch, *others])
         self.op.graph.inputs.append(value)
         return value
 
@@ -159,7 +172,9 @@ def _write_transforms(
                 f"the transform {transform!r} has no nodes: use transforms of onnxgrad, or an "
                 "object with a method write(op, x)"
             )
-    if dtype is None and not any(isinstance(transform, Waveforms) for transform in transforms):
+    if dtype is None and not any(
+        isinstance(transform, WaveformTransform) for transform in transforms
+    ):
         return _write_image_transforms(target, transforms, size, layout, scale)
     for transform in transforms:
         if type(transform).__module__ == Normalize.__module__:
@@ -177,7 +192,7 @@ def _write_image_transforms(
     scale: float,
 ) -> ir.Value:
     """Write the transforms of images; return their result, in the layout of the input."""
-    check_order(transforms)
+    check_normalize_is_last(transforms)
     op = target.op
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
@@ -186,8 +201,8 @@ def _write_image_transforms(
             f"the input {target.name!r} has {len(target.shape)} axes: images have 4, as in "
             "(N, channels, height, width)"
         )
-    layout, channels = layout_of(target.name, target.shape, layout, None, "preprocess")
-    x = target.raw("image", ir.DataType.UINT8, "height", "width", channels)
+    layout, channels = layout_and_channels(target.name, target.shape, layout, None, "preprocess")
+    x = target.add_raw_input("image", ir.DataType.UINT8, "height", "width", channels)
     normalize = transforms[-1] if transforms and isinstance(transforms[-1], Normalize) else None
     for transform in transforms[:-1] if normalize else transforms:
         x = transform.write(op, x)
@@ -227,7 +242,7 @@ def _write_waveform_transforms(
     op = target.op
     if dtype not in (np.float32, np.int16):
         raise unknown("dtype", str(dtype), ["float32", "int16"])
-    x = target.raw("waveform", ir.DataType.from_numpy(dtype), "samples")
+    x = target.add_raw_input("waveform", ir.DataType.from_numpy(dtype), "samples")
     if dtype == np.int16:
         x = op.Div(op.Cast(x, to=ir.DataType.FLOAT), 32768.0)
     for transform in transforms:
@@ -239,25 +254,22 @@ def _write_waveform_transforms(
     if want is not None and have is not None and len(want) == len(have) + 1 and want[1] == 1:
         x = op.Unsqueeze(x, [1])
         have = (have[0], 1, *have[1:])
-    if want is not None and have is not None and not _shapes_fit(have, want):
+    if want is None or have is None:
+        return x
+    pairs, swapped = zip(have, want, strict=False), _are_swapped(have, want)
+    differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
+    if len(have) != len(want) or differ or swapped:
         hint = ": try onnxgrad.data.mel_spectrogram(..., frames_first={})"
         other = isinstance(have[-1], int) and not isinstance(have[-2], int)
         raise ValueError(
             f"the transforms return {_shape_text(have)}, and the input {target.name!r} takes "
-            f"{_shape_text(want)}{hint.format(not other) if _are_swapped(have, want) else ''}"
+            f"{_shape_text(want)}{hint.format(not other) if swapped else ''}"
         )
     return x
 
 
-def _shapes_fit(have: shapes.Dims, want: shapes.Dims) -> bool:
-    """Return whether a tensor may fit an input; not if the last two axes seem to be swapped."""
-    pairs = zip(have, want, strict=False)
-    differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
-    return len(have) == len(want) and not differ and not _are_swapped(have, want)
-
-
 def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
-    """Return whether one of the last two axes has the static length that the other should have."""
+    """Return whether one of the last two axes has the length that the other should have."""
     if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
         return False
     (a, b), (c, d) = have[-2:], want[-2:]
@@ -296,21 +308,9 @@ def _put_in_front(proto: ModelProto, x: ir.Value, target: _Target, name: str | N
     for node in reversed(written.graph.node):
         main.node.insert(0, node)
     main.initializer.extend(written.graph.initializer)
-    main.value_info.extend(_buffer_note(t) for t in written.graph.initializer)
+    for tensor in written.graph.initializer:
+        note = ir.val(tensor.name, ir.DataType(tensor.data_type), tensor.dims)
+        note.metadata_props[_KIND] = _BUFFER
+        main.value_info.append(ir.to_proto(note))
     proto.ir_version = max(proto.ir_version, written.ir_version)
     return proto
-
-
-def _buffer_note(tensor: TensorProto) -> ValueInfoProto:
-    """Return the statement that an initializer is no parameter."""
-    dtype, shape = ir.TensorType(ir.DataType(tensor.data_type)), ir.Shape(tensor.dims)
-    return ir.to_proto(
-        ir.Value(name=tensor.name, type=dtype, shape=shape, metadata_props={_KIND: _BUFFER})
-    )
-
-
-def _declared_symbols(proto: ModelProto) -> set[str]:
-    """Return the names of the dimensions that the model declares."""
-    graph = proto.graph
-    values = [*graph.input, *graph.output, *graph.value_info]
-    return {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}

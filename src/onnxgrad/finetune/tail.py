@@ -1,8 +1,8 @@
-"""What follows a layer that gets another number of units: the axis of the units is followed.
+"""The values behind a layer that gets another number of units, and the axis of the units in each.
 
 Operators that work for any number of units stay; lengths in Reshape, Resize, Split and the like are
-corrected; what depends on the old number is refused, by name. Units may share their axis with
-others, as scores with the coordinates of boxes behind a Concat: their `Span` says where they are.
+corrected; nodes that depend on the old number are refused, by name. Units may share their axis with
+other values, as scores with the coordinates of boxes behind a Concat: their `Span` says where.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import argument, named, node_text
-from onnxgrad.finetune.head_groups import nodes_text
-from onnxgrad.finetune.layers import Layer, initializer, substitute
+from onnxgrad.finetune.layers import Layer, add_initializer, substitute
+from onnxgrad.finetune.locate import nodes_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.operators.shapes import constant, dims, rank, static
@@ -25,7 +25,7 @@ INDEX = 0
 
 
 class Span(NamedTuple):
-    """Where the units are on their axis, and how long it is, in the file."""
+    """The position of the units on their axis, and the length of the axis, in the file."""
 
     start: int
     length: int
@@ -44,7 +44,7 @@ class Tail:
         old: the number of units of each in the file.
         axes: `{value: axis}` of the values that have an axis of units, counted from the end, or
             INDEX.
-        spans: `{value: span}` of the values whose units share the axis with others.
+        spans: `{value: span}` of the values in which the units share their axis.
         changed: values whose shapes change.
     """
 
@@ -58,7 +58,7 @@ class Tail:
         self.upstream = {x for node in nodes_behind(self.axes) for x in reads(node)}
 
     def span(self, value: ir.Value) -> Span:
-        """Return where the units are on their axis in `value`."""
+        """Return the span of the units on their axis in `value`."""
         return self.spans.get(value, Span(0, self.old))
 
     def is_whole(self, value: ir.Value | None) -> bool:
@@ -70,7 +70,7 @@ class Tail:
         return self.span(value).length + self.new - self.old
 
     def set_span(self, value: ir.Value, span: Span) -> None:
-        """Note where the units are on their axis in `value`."""
+        """Note the span of the units on their axis in `value`."""
         self.spans.pop(value, None)
         if span != Span(0, self.old):
             self.spans[value] = span
@@ -81,8 +81,8 @@ class Tail:
         self.set_span(value, self.span(other))
         self.changed.add(value)
 
-    def moved(self, span: Span, position: int) -> int | None:
-        """Return where a boundary on the axis is for the new number; None if it is among units."""
+    def new_boundary(self, span: Span, position: int) -> int | None:
+        """Return a position on the axis for the new number of units; None if it is among units."""
         if position <= span.start:
             return position
         behind = position >= span.start + self.old
@@ -117,7 +117,7 @@ class Tail:
 
     # -- constants that hold the old number ----------------------------------------------------
 
-    def vector(
+    def correct_length(
         self, node: ir.Node, index: int, position: int, reader: ir.Node | None = None
     ) -> None:
         """Correct element `position` of the vector of lengths that `node` reads.
@@ -139,7 +139,7 @@ class Tail:
         if producer is None:
             self.refuse(reader, "its lengths are not constant")
         if producer.op_type in ("Cast", "Identity"):
-            self.vector(producer, 0, position, reader)
+            self.correct_length(producer, 0, position, reader)
         elif producer.op_type == "Concat":
             lengths = [(static(dims(part)) or (None,))[0] for part in producer.inputs]
             for i, length in enumerate(lengths):
@@ -147,7 +147,7 @@ class Tail:
                     self.refuse(reader, "its lengths are not constant")
                 if position < length:
                     if constant(producer.inputs[i]) is not None or length > 1:
-                        self.vector(producer, i, position, reader)
+                        self.correct_length(producer, i, position, reader)
                     return
                 position -= length
 
@@ -156,10 +156,10 @@ class Tail:
         x = node.inputs[index]
         assert x is not None
         dtype = x.dtype or ir.DataType.from_numpy(array.dtype)
-        node.replace_input_with(index, initializer(self.op, array, dtype, str(x.name)))
+        node.replace_input_with(index, add_initializer(self.op, array, dtype, str(x.name)))
 
-    def operand(self, node: ir.Node, index: int, axis: int) -> None:
-        """Make an operand that is broadcast against the units fit their new number."""
+    def resize_operand(self, node: ir.Node, index: int, axis: int) -> None:
+        """Fit an operand that is broadcast against the units to their new number, or refuse."""
         x = node.inputs[index]
         shape = dims(x)
         if x is None or shape is None:
@@ -181,12 +181,12 @@ class Tail:
         if resized is not None:
             self.replace_constant(node, index, resized)
         elif producer is not None and producer.op_type == "OneHot":
-            self.depth(producer)
+            self.correct_depth(producer)
         else:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}, a number for each unit")
 
     def _resized_constant(self, array: np.ndarray, axis: int, span: Span) -> np.ndarray | None:
-        """Return `array` for the new number of units; None if those have different numbers."""
+        """Return `array` for the new number of units; None if it differs between units."""
         before, units, behind = np.split(array, [span.start, span.start + self.old], axis)
         first = np.take(units, [0], axis)
         if not np.array_equal(units, np.broadcast_to(first, units.shape)):
@@ -195,8 +195,8 @@ class Tail:
             return first
         return np.concatenate([before, np.repeat(first, self.new, axis), behind], axis)
 
-    def depth(self, node: ir.Node) -> None:
-        """Correct the depth of a OneHot."""
+    def correct_depth(self, node: ir.Node) -> None:
+        """Correct the depth of a OneHot, or refuse."""
         length = constant(node.inputs[1])
         if length is None or length.item() != self.old:
             self.refuse(node, "its depth is not the number of units")

@@ -62,7 +62,13 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
 
 
 def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
-    """Return a graph with a Scan over `body`, of these states before and after a step."""
+    """Return a graph with a Scan over `body`.
+
+    Args:
+        body: the graph of one step.
+        befores: names of the states before a step, inputs of `body`.
+        afters: names of the states after a step, outputs of `body`.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
     _move_constants(body, graph)
@@ -73,7 +79,11 @@ def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Gra
     )
     scanned = [x for x in inputs if x not in before and dims(x)]
     rest = [y for y in outputs if y not in after]
-    outer = {v: _outer_value(v, v in scanned or v in rest) for v in (*inputs, *outputs)}
+    outer = {}  # the inputs and outputs of the model, with an axis of steps if they are stacked
+    for v in (*inputs, *outputs):
+        own = list(v.shape or ())
+        shape = [*own[:1], _STEPS, *own[1:]] if v in scanned or v in rest else own
+        outer[v] = ir.Value(name=v.name, type=v.type, shape=ir.Shape(shape))
     for x in inputs:
         if x not in before and x not in scanned:
             ir.convenience.replace_all_uses_with(x, outer[x])
@@ -96,7 +106,7 @@ def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Gra
 
 
 def _check_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
-    """Raise `ValueError` for states that there are not, or shapes that are not declared."""
+    """Raise `ValueError` for unknown or unlike states, and for shapes that are not declared."""
     inputs, outputs = ({str(v.name): v for v in vs} for vs in (body.inputs, body.outputs))
     if not carry or len({*carry.values()}) < len(carry):
         raise ValueError(f"carry={dict(carry)}: name each state, as {{input: its output}}")
@@ -129,10 +139,3 @@ def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
     for node in [node for node in body if node.op_type == "Constant" and not node.domain]:
         body.remove(node)
         graph.append(node)
-
-
-def _outer_value(value: ir.Value, stacked: bool) -> ir.Value:
-    """Return an input or output of the same name, with an axis of steps if it is `stacked`."""
-    own = list(value.shape or ())
-    shape = ir.Shape([*own[:1], _STEPS, *own[1:]] if stacked else own)
-    return ir.Value(name=value.name, type=value.type, shape=shape)

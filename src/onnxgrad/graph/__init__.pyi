@@ -14,7 +14,7 @@ from onnxgrad.autodiff.partition import (
     Partition as Partition,
     SavedTensor as SavedTensor,
 )
-from onnxgrad.finetune.features import (
+from onnxgrad.finetune.heads import (
     features as features,
 )
 from onnxgrad.finetune.preprocess import (

@@ -202,7 +202,7 @@ class _WordEncoder:
         if names is None:
             raise ValueError(f"{text.place} has no labels: add them, as 'tags' or 'entities'")
         if learned and (wrong := [name for name in names if name not in numbers]):
-            raise ValueError(f"{text.place}: {wrong[0]!r} is none of the classes {self.classes}")
+            raise ValueError(f"{text.place}: {wrong[0]!r} is not one of the classes {self.classes}")
         inside = [f"I-{name[2:]}" if name.startswith("B-") else name for name in names]
         first = [numbers.get(name, 0) for name in names]
         rest = [numbers.get(*pair) for pair in zip(inside, first, strict=True)]

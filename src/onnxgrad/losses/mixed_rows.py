@@ -64,5 +64,5 @@ def check_mixable(losses: Mapping[str | None, Any]) -> None:
         if not loss.mixes:
             raise ValueError(
                 f"mix does not take the loss {loss.name!r}, whose rows are sequences, or are "
-                "compared with each other: leave it out"
+                "compared with each other: leave out mix"
             )

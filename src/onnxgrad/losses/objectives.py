@@ -379,7 +379,8 @@ def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Los
     if class_weight is not None:
         if isinstance(name, str) and name in LOSSES and not takes_class_weight(name):
             raise ValueError(
-                f"{named('class_weight')} has no effect on the loss {name!r}: leave it out"
+                f"{named('class_weight')} has no effect on the loss {name!r}: leave out "
+                f"{named('class_weight')}"
             )
         chosen["class_weight"] = class_weight
     if hasattr(loss, "output_terms"):

@@ -31,7 +31,7 @@ class _BoxMetric(Metric):
         """Add a batch; raise ValueError for sample weights."""
         self.check_begun()
         if weight is not None:
-            raise ValueError(f"metric {self.name!r} takes no sample weights: leave them out")
+            raise ValueError(f"metric {self.name!r} takes no sample weights: do not pass any")
         found, true = self.read(prediction, label)
         self._found += found
         self._true += true

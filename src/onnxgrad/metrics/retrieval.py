@@ -39,7 +39,7 @@ class EmbeddingMetric(Metric):
         if not np.isfinite(z).all():
             raise ValueError(f"metric {self.name!r}: the embeddings are not finite")
         if weight is not None and (np.asarray(weight) != 1).any():
-            raise ValueError(f"metric {self.name!r}: it has no sample weights: leave them out")
+            raise ValueError(f"metric {self.name!r} takes no sample weights: do not pass any")
         lengths = np.linalg.norm(z, axis=1, keepdims=True)
         self._batches.append((z / np.maximum(lengths, 1e-12), y))
 

@@ -1,4 +1,12 @@
-"""All that is known of operators: one record for each, one file for each family."""
+"""All that is known of operators: one record for each, one file for each family.
+
+`records.py` has the record: traits, named axes, shapes, elements of short vectors, roles of
+operands, rule, lowering, form for members. A file of a family declares its operators and writes
+their rules (`registry.py`), with nodes that several families write (`rule_nodes.py`,
+`windows.py`); `user_rules.py` has the public `rule` and `lowering`. Records are read by
+`outputs.py` (types, shapes and elements of results), `axes.py` (where an axis stands in a result)
+and `member_forms.py`; `marks.py` lists the keys of `meta`.
+"""
 
 from onnxgrad.operators import (
     attention,

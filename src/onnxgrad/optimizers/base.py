@@ -324,7 +324,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             raise ValueError(
                 f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
-                "correct it, or leave it out"
+                "correct the pattern, or remove it from the groups"
             )
 
 

@@ -25,19 +25,19 @@ from onnxgrad.model.read import read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
-from onnxgrad.quantization.masks import masked
+from onnxgrad.quantization.masks import mask_values
 from onnxgrad.reporting import logger
 
 _PER_AXIS_OPSET = 13  # the first whose QuantizeLinear has an axis
-_PRODUCTS = ["MatMul", "Gemm"]  # whose weights onnxruntime reads in blocks
+_PRODUCTS = ["MatMul", "Gemm"]  # operators whose weights onnxruntime reads in blocks
 
 
-def prepared(proto: ModelProto, folder: Path) -> ModelProto:
-    """Return `proto` as it is quantized; mostly, it is so already.
+def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
+    """Return `proto` in a form that onnxruntime quantizes well, or `proto` itself.
 
-    An opset whose QuantizeLinear has no axis is raised. BatchNormalization nodes become a part of
-    the convolutions in front of them, by onnxruntime: nodes in between would be rounded, and then
-    no kernel of integers would remain. Without them, the names of the file stay.
+    An opset whose QuantizeLinear has no axis is raised. onnxruntime makes BatchNormalization nodes
+    part of the convolutions in front of them: nodes in between would be rounded, and then no kernel
+    of integers would remain. Without BatchNormalization, the names of the file stay.
     """
     proto = with_imports(proto)
     if opset_versions(proto.opset_import).get("", 0) < _PER_AXIS_OPSET:
@@ -48,15 +48,15 @@ def prepared(proto: ModelProto, folder: Path) -> ModelProto:
 
     before, after = folder / "given.onnx", folder / "prepared.onnx"
     save(proto, before)
-    with _quiet(), _as_model_error():
+    with _muted_onnxruntime(), _as_model_error():
         large = external.inline_nbytes(proto) > external.IN_MODEL
         quant_pre_process(before, after, skip_symbolic_shape=True, save_as_external_data=large)
     return read(after)
 
 
 @dataclass
-class Job:
-    """How onnxruntime quantizes.
+class QuantizationJob:
+    """The arguments of a quantization by onnxruntime.
 
     Attributes:
         weights: name of a `QuantType`.
@@ -90,19 +90,19 @@ class Job:
         save(proto, before)
         large = external.inline_nbytes(proto) > external.IN_MODEL or bool(external.files_of(proto))
         left: list[str] = []
-        with _quiet(), _as_model_error():
+        with _muted_onnxruntime(), _as_model_error():
             if feeds is None:
-                self._weights_alone(before, after, large)
+                self._quantize_weights(before, after, large)
             else:
-                left = self._with_activations(before, after, list(feeds), large)
+                left = self._quantize_activations(before, after, list(feeds), large)
         if left:
             logger.info("%d nodes with masks stay floats: %s", len(left), ", ".join(left))
         return read(after)
 
-    def _with_activations(
+    def _quantize_activations(
         self, before: Path, after: Path, feeds: list[dict[str, Any]], large: bool
     ) -> list[str]:
-        """Quantize by `quantize_static`; return the nodes that stay floats, for masks."""
+        """Quantize weights and activations; return the nodes that stay floats, for masks."""
         from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
         from onnxruntime.quantization.calibrate import save_tensors_data
         from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
@@ -116,13 +116,15 @@ class Job:
         _name_nodes(model.graph)
         onnx.save_model(model, before, save_as_external_data=large)
 
-        ranges = self._calibrated("MinMax", before, operators, feeds, set(), large)
+        ranges = self._activation_ranges("MinMax", before, operators, feeds, set(), large)
         ends = {x: (float(np.min(r.lowest)), float(np.max(r.highest))) for x, r in ranges.items()}
         graph = onnx.load(before).graph
-        wide = masked(graph, ends)
+        wide = mask_values(graph, ends)
         nodes = [n for n in graph.node if not wide.isdisjoint([*n.input, *n.output])]
         if self.calibration != "MinMax":
-            ranges = self._calibrated(self.calibration, before, operators, feeds, wide, large)
+            ranges = self._activation_ranges(
+                self.calibration, before, operators, feeds, wide, large
+            )
         ranges.data = {name: entry for name, entry in ranges.items() if name not in wide}
         save_tensors_data(ranges, before.with_name("ranges.json"))
         quantize_static(
@@ -142,7 +144,7 @@ class Job:
         return [n.name for n in nodes if n.op_type in operators and n.name not in self.exclude]
 
     @staticmethod
-    def _calibrated(
+    def _activation_ranges(
         method: str,
         path: Path,
         operators: list[str],
@@ -150,20 +152,21 @@ class Job:
         without: set[str],
         large: bool,
     ) -> Any:
-        """Return the ranges of activations by a method, which looks at feeds one by one."""
+        """Return the ranges of all activations but `without`, by a method of calibration."""
         from onnxruntime.quantization import CalibrationMethod
         from onnxruntime.quantization.calibrate import create_calibrator
 
         kind = CalibrationMethod[method]
         file = path.with_name(f"{method}.onnx")
         calibrator = create_calibrator(path, operators, str(file), kind, large)
-        if without:  # histograms of what is not finite do not exist
+        if without:  # infinite values have no histogram
             calibrator.tensors_to_calibrate -= without
         for feed in feeds:
             calibrator.collect_data(SimpleNamespace(get_next=partial(next, iter([feed]), None)))
         return calibrator.compute_data()
 
-    def _weights_alone(self, before: Path, after: Path, large: bool) -> None:
+    def _quantize_weights(self, before: Path, after: Path, large: bool) -> None:
+        """Quantize weights alone."""
         from onnxruntime.quantization import QuantType
         from onnxruntime.quantization.quantize import update_opset_version
         from onnxruntime.quantization.registry import QDQRegistry
@@ -189,7 +192,7 @@ class Job:
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Name the nodes that have no name, as onnxruntime leaves nodes out by name."""
+    """Name the nodes without a name, in place: onnxruntime leaves nodes out by name."""
     taken = {node.name for node in graph.node}
     for node in graph.node:
         if not node.name:
@@ -230,30 +233,30 @@ def _weight_quantizer() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop what onnxruntime logs by the root logger, and prints, in the block."""
+def _muted_onnxruntime() -> Iterator[None]:
+    """Drop the records that onnxruntime logs by the root logger, and its prints, in the block."""
     root, drop = logging.getLogger(), logging.NullHandler()
     own = logging.getLogger("onnxruntime.quantization")
     level = own.level
-    root.addFilter(_never)
-    root.addHandler(drop)  # without any, it would add one that writes to stderr, and stays
+    root.addFilter(_reject_record)
+    root.addHandler(drop)  # without a handler, logging would add one that writes to stderr
     own.setLevel(logging.CRITICAL)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             yield
     finally:
-        root.removeFilter(_never)
+        root.removeFilter(_reject_record)
         root.removeHandler(drop)
         own.setLevel(level)
 
 
-def _never(record: logging.LogRecord) -> bool:
+def _reject_record(record: logging.LogRecord) -> bool:
     return False
 
 
 @contextmanager
 def _as_model_error() -> Iterator[None]:
-    """Raise what onnxruntime raises as `ModelError`, but errors of the data."""
+    """Raise errors of onnxruntime in the block as `ModelError`, but not errors of the data."""
     try:
         yield
     except (ValueError, OSError):

@@ -12,33 +12,36 @@ from onnxgrad.operators import REORDERS, SELECTS, names_with_trait, operator_of
 
 Range = tuple[float, float]
 
-LARGEST = 1e6  # that an activation reaches
-WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
+_LARGEST = 1e6  # the largest absolute value of an activation
+_WIDEST = 64  # range of scores: by steps of 8 bits, a Softmax changes by a factor of exp(1/8)
 _SUMS = names_with_trait("sums") | REORDERS | SELECTS
 _SCALES = {"Mul", "Div"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
-def masked(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
-    """Return the values that have ranges of masks; nodes that read or write them stay floats.
+def mask_values(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
+    """Return the values that hold masks; nodes that read or write them stay floats.
 
-    - Values that are not finite or beyond `LARGEST`.
-    - Scores, values of which a Softmax reads sums, that range over more than `WIDEST`; those that a
-      product writes are no sums yet, and remain integers.
-    - Scores that are computed from such values: rows without a masked position do not show it.
+    1. Values that are not finite, or beyond 1e6.
+    2. Scores, values of which a Softmax reads sums, that range over more than 64. Results of a
+       product are no sums yet, and are quantized.
+    3. Scores that are computed from values of 1 or 2: rows without a masked position have narrow
+       ranges.
 
     Args:
-        graph: model of floats.
-        ranges: least and greatest element of values.
+        graph: a model of floats.
+        ranges: least and greatest element of each value.
     """
     ends = {**ranges, **_constant_ranges(graph)}
     makers = {name: node for node in graph.node for name in node.output}
     scores = _values_before_softmax(graph, makers)
-    found = {name for name, (low, high) in ends.items() if not max(-low, high) <= LARGEST}  # or NaN
+    found = {
+        name for name, (low, high) in ends.items() if not max(-low, high) <= _LARGEST
+    }  # or NaN
     for name in scores & ends.keys():
         low, high = ends[name]
         made = name in makers and "quantizable" in operator_of(makers[name]).traits
-        if not made and max(high, 0) - min(low, 0) > WIDEST:  # scales of integers have zero
+        if not made and max(high, 0) - min(low, 0) > _WIDEST:  # 0 is an integer of each scale
             found.add(name)
     for node in graph.node:
         summed = node.op_type in _SUMS | _SCALES and not found.isdisjoint(node.input)

@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 from onnx import ModelProto, TensorProto
 
+from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.checks import check_choice, check_count
+from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import ModelError, argument, printable, unknown
+from onnxgrad.losses.objectives import Written
 from onnxgrad.model import external
+from onnxgrad.model.draft import Draft
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.operators import operator_of
-from onnxgrad.quantization.by_onnxruntime import Job, prepared
-from onnxgrad.quantization.calibration import feeds
-from onnxgrad.quantization.overflow import integer_products_overflow
+from onnxgrad.quantization.by_onnxruntime import QuantizationJob, prepare_for_quantization
 from onnxgrad.reporting import frames_inside
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded
+from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.job import Job
+from onnxgrad.training.model_loss import BATCH
 from onnxgrad.training.modes.stored_integers import as_floats, stored
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import as_list
 
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
 _CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_LABELS = frozenset({"label", "weight"})  # parts of a batch that no input takes
+_TERMS = 64  # products in one sum of the test for overflow
 
 
 def quantize(
@@ -49,10 +64,10 @@ def quantize(
 
     Weights and biases are floats, under their names, with QuantizeLinear and DequantizeLinear
     behind weights and around products. A `Trainer` trains them by default, the gradient passing
-    straight through the rounding, and what it saves holds integers.
+    straight through the rounding, and saves models with integers.
 
-    Nodes with masks stay floats: those that read or write values that are not finite or beyond 1e6,
-    or scores (sums of which Softmax reads) that range over more than 64; the logger names them.
+    Nodes with masks stay floats: nodes that read or write values that are not finite or beyond 1e6,
+    or scores (sums that a Softmax reads) that range over more than 64; the logger names them.
 
     Args:
         model: model of floats, serialized model or path; never modified.
@@ -61,7 +76,7 @@ def quantize(
         activations: "uint8", "int8", "uint16" or "int16"; None: weights alone are quantized.
         per_channel: whether each output channel has a scale; otherwise each weight.
         block_size: elements, along the inputs of a MatMul or Gemm, that share a scale: a power of
-            2, at least 16. Of weights alone; those of other operators stay floats.
+            2, at least 16. For weights alone; weights of other operators stay floats.
         reduce_range: whether weights get 7 of 8 bits, for processors without VNNI: where products
             overflow on this one, a warning says so.
         calibration: how ranges follow from values: "minmax", "entropy" or "percentile".
@@ -86,57 +101,44 @@ def quantize(
         >>> {t.name: t.data_type for t in trained.graph.initializer}["w_quantized"]  # INT8
         3
     """
-    job = _job(weights, activations, per_channel, block_size, calibration)
-    job.reduce_range = reduce_range
-    job.operators = None if operators is None else as_list(operators)
-    sizes = check_count("batch_size", batch_size), check_count("rows", rows)
-    if not reduce_range and integer_products_overflow(activations, weights):
-        kinds = f"{argument('weights', weights)} and {argument('activations', activations)}"
-        warnings.warn(
-            f"onnxruntime's products of {kinds} overflow on this processor, as on others without "
-            "VNNI: the saved file may compute something else than the model that trained. Pass "
-            f"{argument('reduce_range', True)}, which gives weights 7 bits",
-            stacklevel=frames_inside() + 1,
-        )
-    return _quantized(read(model), data, job, sizes, as_list(exclude))
-
-
-def _job(
-    weights: str,
-    activations: str | None,
-    per_channel: bool,
-    block_size: int | None,
-    calibration: str,
-) -> Job:
-    """Return how onnxruntime is to quantize.
-
-    Raises:
-        ValueError: an invalid argument.
-    """
     check_choice("weights", weights, tuple(_WEIGHTS))
     check_choice("calibration", calibration, tuple(_CALIBRATIONS))
     if activations is not None:
         check_choice("activations", activations, tuple(_ACTIVATIONS))
     if block_size is not None:
         _check_block_size(block_size, activations)
-    kinds = _WEIGHTS[weights], None if activations is None else _ACTIVATIONS[activations]
-    return Job(*kinds, per_channel, block_size or 0, _CALIBRATIONS[calibration])
-
-
-def _quantized(
-    proto: ModelProto, data: Any, job: Job, sizes: tuple[int, int], exclude: list[str]
-) -> ModelProto:
-    if job.activations is not None and data is None:
+    check_count("batch_size", batch_size)
+    check_count("rows", rows)
+    if not reduce_range and integer_products_overflow(activations, weights):
+        kinds = f"{argument('weights', weights)} and {argument('activations', activations)}"
+        warnings.warn(
+            f"onnxruntime's products of {kinds} overflow on this processor, as on others without "
+            "VNNI: the saved file may return other results than the model that trained. Pass "
+            f"{argument('reduce_range', True)}, which gives weights 7 bits",
+            stacklevel=frames_inside() + 1,
+        )
+    proto = read(model)
+    if activations is not None and data is None:
         raise ValueError(
             "quantize needs data to find the ranges of activations: pass some rows, or "
             f"{argument('activations', None)} to quantize weights alone"
         )
-    _check_floats(proto)
-    job.exclude = _excluded(proto, exclude)
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        origin = prepared(proto, Path(folder))
-        calibrating = None if job.activations is None else feeds(origin, data, *sizes)
-        quantized = job.run(origin, Path(folder), calibrating)
+    _refuse_quantized(proto)
+    job = QuantizationJob(
+        weights=_WEIGHTS[weights],
+        activations=None if activations is None else _ACTIVATIONS[activations],
+        per_channel=per_channel,
+        block_size=block_size or 0,
+        calibration=_CALIBRATIONS[calibration],
+        reduce_range=reduce_range,
+        operators=None if operators is None else as_list(operators),
+        exclude=_matching_nodes(proto, as_list(exclude)),
+    )
+    with TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        origin = prepare_for_quantization(proto, folder)
+        feeds = None if activations is None else calibration_feeds(origin, data, batch_size, rows)
+        quantized = job.run(origin, folder, feeds)
         floats = {t.name: t for t in origin.graph.initializer if t.data_type in _FLOATS}
         names = [entry.tensor.name for entry in stored(quantized)]
         if not names:
@@ -144,10 +146,11 @@ def _quantized(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
-        return _in_memory(as_floats(quantized, names, floats), Path(folder))
+        return _load_external_data(as_floats(quantized, names, floats), folder)
 
 
 def _check_block_size(size: int, activations: str | None) -> None:
+    """Raise `ValueError` for a size of blocks that onnxruntime does not have."""
     check_count("block_size", size)
     if size < 16 or size & (size - 1):
         raise ValueError(f"{argument('block_size', size)}: give a power of 2, at least 16")
@@ -158,7 +161,7 @@ def _check_block_size(size: int, activations: str | None) -> None:
         )
 
 
-def _check_floats(proto: ModelProto) -> None:
+def _refuse_quantized(proto: ModelProto) -> None:
     """Raise `ModelError` if a model is quantized already."""
     for node in nodes_of(proto):
         stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
@@ -169,11 +172,11 @@ def _check_floats(proto: ModelProto) -> None:
             )
 
 
-def _excluded(proto: ModelProto, patterns: list[str]) -> list[str]:
-    """Return the names of the nodes that patterns name.
+def _matching_nodes(proto: ModelProto, patterns: list[str]) -> list[str]:
+    """Return the names of the nodes that match one of the patterns.
 
     Raises:
-        ValueError: a pattern that matches none.
+        ValueError: a pattern matches no node.
     """
     names = [node.name for node in proto.graph.node if node.name]
     chosen: dict[str, None] = {}
@@ -185,8 +188,8 @@ def _excluded(proto: ModelProto, patterns: list[str]) -> list[str]:
     return list(chosen)
 
 
-def _in_memory(proto: ModelProto, folder: Path) -> ModelProto:
-    """Return `proto` with the data that are in a folder which will be removed, in place."""
+def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
+    """Load the data that a model has in a folder into the model, in place; return the model."""
     for _, tensor in external.external_tensors(proto):
         place = {entry.key: entry.value for entry in tensor.external_data}["location"]
         if Path(place).is_relative_to(folder.resolve()):
@@ -195,3 +198,55 @@ def _in_memory(proto: ModelProto, folder: Path) -> ModelProto:
             tensor.ClearField("data_location")
             tensor.raw_data = data
     return proto
+
+
+def calibration_feeds(
+    proto: ModelProto, data: Any, batch_size: int, rows: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the feeds of a model for the first rows of data, batch by batch.
+
+    Raises:
+        ValueError: the inputs do not accept the data.
+    """
+    model = prepare(proto, batch=BATCH)  # tells symbols of one name apart
+    graph, inputs = model.graph, list(model.graph.inputs)
+    objective = Objective(
+        Job(proto), model, inputs, [], Written(), {}, indexed_tables(graph, inputs)
+    )
+    fields = Fields(objective)
+    fields.left_out = _LABELS
+    size = fields.fixed_rows or min(batch_size, rows)
+    source = Dataset(as_dataset(data).X).source(fields, size)
+    left = rows
+    for piece in source.epoch(None, 0, lambda batch: 1):
+        arrays = piece.one_batch()
+        if fields.fixed_rows is None and piece.own > left:
+            arrays = fields.row_axes.take_rows(arrays, slice(0, left))
+        data = fields.row_axes.as_declared(arrays)
+        yield {name: np.ascontiguousarray(array) for name, array in data.items()}
+        left -= piece.own
+        if left <= 0:
+            return
+
+
+@cache
+def integer_products_overflow(activations: str | None, weights: str) -> bool:
+    """Return whether onnxruntime's CPU kernel sums the largest products of two dtypes wrongly.
+
+    Processors without VNNI add pairs of products of uint8 and int8 in 16 bits, which saturate.
+    Other dtypes have no kernel of integers.
+    """
+    if not {activations, weights} <= {"uint8", "int8"}:
+        return False
+    feed: dict[str, np.ndarray] = {}
+    draft, exact = Draft("products"), _TERMS
+    for kind, shape in ((activations, (1, _TERMS)), (weights, (_TERMS, 1))):
+        most = np.iinfo(np.dtype(kind)).max
+        name, exact = f"x{len(feed)}", exact * int(most)
+        feed[name] = np.full(shape, most, kind)
+        draft.add(ir.val(name, ir.DataType.from_numpy(feed[name].dtype), shape))
+    sums = draft.op.MatMulInteger(*draft.graph.inputs)
+    sums.dtype = ir.DataType.INT32
+    model = draft.model({"sums": sums})
+    session = loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
+    return bool(session.run(None, feed)[0].item() != exact)

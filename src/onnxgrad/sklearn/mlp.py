@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
-from onnxgrad.finetune.layers import initializer
+from onnxgrad.finetune.layers import add_initializer
 from onnxgrad.model.draft import Draft
 
 ACTIVATIONS = {"relu": "Relu", "tanh": "Tanh", "logistic": "Sigmoid", "identity": "Identity"}
@@ -62,7 +62,9 @@ def build_mlp(
         bound = sqrt(factor / (fan_in + fan_out))
         arrays = [rng.uniform(-bound, bound, shape) for shape in ((fan_in, fan_out), fan_out)]
         names = [f"layers.{i}.{part}" for part in ("weight", "bias")]
-        operands = [initializer(op, a, draft.dtype, n) for n, a in zip(names, arrays, strict=True)]
+        operands = [
+            add_initializer(op, a, draft.dtype, n) for n, a in zip(names, arrays, strict=True)
+        ]
         x = op.Gemm(x, *operands)
         if i + 1 < len(layers) and activation != "identity":
             x = op.emit(ACTIVATIONS[activation], [x], {})

@@ -15,15 +15,12 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
-from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import WORK_PER_THREAD, work
+from onnxgrad.runtime.predictor import MANY_ROWS, Predictor
+from onnxgrad.runtime.session import work, work_of_calls
 from onnxgrad.sklearn.frozen_part import FrozenPart, is_by_input, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.trainer import Trainer
-
-_ROWS_PER_CALL = 1024  # of the session
-_WORK_OF_ONE_THREAD = 2 * WORK_PER_THREAD  # multiply-adds of a call for which one thread is enough
 
 
 class Network:
@@ -114,9 +111,9 @@ class RowPredictor:
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
         self._device, self._work = device, work(model.graph)
-        self._predictors: dict[bool, Predictor] = {}
+        self._predictors = dict[float, Predictor]()  # by their multiply-adds
         self._proto = proto
-        if self._work >= _WORK_OF_ONE_THREAD:  # the only session: large weights are not kept twice
+        if work_of_calls(self._work, 1, 1):  # the only session: large weights are not kept twice
             self._predictor_for(1)
             self._proto = ModelProto()
 
@@ -128,23 +125,22 @@ class RowPredictor:
         """
         fed = self._input_arrays(X)
         rows = len(next(iter(fed.values())))
-        predictor = self._predictor_for(min(rows, self.fixed_rows or _ROWS_PER_CALL))
-        if predictor.fixed_rows or not 0 < rows <= _ROWS_PER_CALL:
-            return predictor.predict(fed, _ROWS_PER_CALL)
+        predictor = self._predictor_for(rows)
+        if predictor.fixed_rows or not 0 < rows <= MANY_ROWS:
+            return predictor.predict(fed, MANY_ROWS)
         try:  # without the checks of `predict`, which take longer than the session for one row
             found = predictor.session.run(self.outputs, fed)
         except Exception:  # onnxruntime raises several types; the file may take one row at a time
-            return predictor.predict(fed, _ROWS_PER_CALL)
+            return predictor.predict(fed, MANY_ROWS)
         return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
         """Return the predictor for calls of `rows` rows: it has one thread where they are few."""
-        few = self._work * rows < _WORK_OF_ONE_THREAD
-        if few not in self._predictors:
-            most = 0.0 if few else self._work * (self.fixed_rows or _ROWS_PER_CALL)
-            arguments = self._proto, self.outputs, self._device, self.fixed_rows, most
-            self._predictors[few] = Predictor(*arguments)
-        return self._predictors[few]
+        effort = work_of_calls(self._work, rows, self.fixed_rows or MANY_ROWS)
+        if effort not in self._predictors:
+            arguments = self._proto, self.outputs, self._device, self.fixed_rows, effort
+            self._predictors[effort] = Predictor(*arguments)
+        return self._predictors[effort]
 
     def _input_arrays(self, X: Any) -> dict[str, np.ndarray]:
         """Return the array of each input, from arrays by input, a table, or the only array."""

@@ -15,7 +15,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.data.boxes import coco_image_ids, names_annotations
+from onnxgrad.data.boxes import names_annotations
+from onnxgrad.data.coco_files import coco_image_ids
 from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
@@ -40,8 +41,7 @@ from onnxgrad.tasks.detection_heads import (
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.image_values import as_pixels
 
-_PIXELS = {"yolox": "bgr255", "detr": "imagenet"}  # other heads take 0 to 1
-_IDS = "onnxgrad.category_ids"  # metadata: the numbers of the classes in COCO's files
+_IDS = "onnxgrad.category_ids"  # metadata: the numbers of classes in a COCO file
 
 __all__ = [
     "Detection",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Detections(NamedTuple):
-    """What was found in a picture, the best first.
+    """The boxes that were found in a picture, the best first.
 
     Attributes:
         boxes: x1, y1, x2, y2 in pixels of the picture, float32 (n, 4).
@@ -153,7 +153,7 @@ class Detection(Task):
         self.class_layers = class_layers(self.model, self.head)
         if not self.head.has_anchors:
             self.model = _with_joined_output(self.model)
-        self.pixels = as_pixels(pixels or _PIXELS.get(self.head.kind))
+        self.pixels = as_pixels(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
         only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
@@ -176,7 +176,7 @@ class Detection(Task):
                 )
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the head of the trained model."""
+        """Return the given options, with the head of the trained model."""
         own = {"head": asdict(self.head)} if "head" in options else {}
         return options | own
 
@@ -210,7 +210,7 @@ class Detection(Task):
             Among others "map50_per_class", a dict by the names of the classes, NaN without a box;
             and "confusion_matrix", (classes + 1, classes + 1).
         """
-        if self.metrics and self.metrics is not self._usual_metrics:  # the user's own
+        if self.metrics and self.metrics is not self._usual_metrics:  # chosen by the user
             return super().evaluate(data, batch_size=batch_size, device=device)
         rows, lists, count = self.read(data), self.decoder.lists, len(self.classes)
         self.rows = row_count(rows)
@@ -364,7 +364,7 @@ class Detection(Task):
 
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """The matcher of all batches, whose sessions it keeps."""
+        """The function that matches queries and boxes; it keeps its sessions."""
         return matcher(self.head)
 
     def _replace_classes(self) -> None:

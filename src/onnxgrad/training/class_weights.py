@@ -34,7 +34,8 @@ def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
             return []
         if outputs := [name for name in loss if takes_class_weight(loss[name])]:
             return outputs
-        raise ValueError(f"{named('class_weight')} has no effect on these losses: leave it out")
+        given = named("class_weight")
+        raise ValueError(f"{given} has no effect on these losses: leave out {given}")
     by_output = weight if isinstance(weight, Mapping) else {}
     outputs = [name for name, value in by_output.items() if isinstance(value, str)]
     for name in outputs:

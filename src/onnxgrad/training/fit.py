@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.data.columns import Names
-from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.data.torch_data import has_random_sampler
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.reporting import frames_inside, logger
@@ -302,7 +302,7 @@ class Fit:
         if found is not None:
             path, state = found
             require_equal(state.identity, identity, path)
-            if draws_its_order(self.data.X):
+            if has_random_sampler(self.data.X):
                 warnings.warn(
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
@@ -313,8 +313,8 @@ class Fit:
             return state
         if resume is not None and not self.job.callbacks.writes_to(resume):
             raise FileNotFoundError(
-                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
-                "begin anew, or pass Checkpoint of that folder among the callbacks"
+                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave out resume to "
+                "start from the beginning, or pass a Checkpoint of this folder in callbacks"
             )
         state = TrainState(
             seed=self.job.seed,

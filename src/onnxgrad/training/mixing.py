@@ -254,7 +254,7 @@ def mix_rows(
         computed = isinstance(loss, ComputedLoss)
         kind = "computed by a model" if computed else f"a {type(loss).__name__}"
         raise ValueError(
-            f"mix takes losses of onnxgrad.losses.LOSSES, not one that is {kind}: leave it out"
+            f"mix takes a loss of onnxgrad.losses.LOSSES, not a loss that is {kind}: leave out mix"
         )
     for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved))):
         if given:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names, read_names
-from onnxgrad.data.indices import Table
+from onnxgrad.data.indices import IndexedTable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
@@ -60,7 +60,7 @@ class Objective:
     weights: list[ir.Value]
     written: Written
     predictions: dict[str, ir.Value]
-    tables: Mapping[str, tuple[Table, ...]]
+    tables: Mapping[str, tuple[IndexedTable, ...]]
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
     states: dict[str, ir.Value] = field(default_factory=dict)
     stop_gradient: Collection[ir.Value] = frozenset()

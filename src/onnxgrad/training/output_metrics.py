@@ -122,7 +122,7 @@ def metrics_of_outputs(
     by_output = {info.prediction: (label, info) for label, info in labels.items()}
     chosen = {output: listed for output, listed in metrics.items() if listed}
     if chosen and not labels:
-        raise ValueError("metrics need labels, and this loss has none: leave out metrics")
+        raise ValueError("metrics need labels, and this loss has no labels: leave out metrics")
     result = []
     for output, listed in chosen.items():
         if output is None and len(by_output) > 1:

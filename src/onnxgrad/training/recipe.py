@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.data.indices import tables
+from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
@@ -146,7 +146,7 @@ class Recipe:
             if (loss is None or written or of_model) and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
                 raise ValueError(
-                    f"{named(name)} has no effect on a loss that is {kind}: leave it out"
+                    f"{named(name)} has no effect on a loss that is {kind}: leave out {named(name)}"
                 )
         if loss is None:
             return ComputedLoss(loss_output(job.proto))
@@ -349,7 +349,7 @@ def build_objective(
     return Objective(
         *(job, model, data, trained, written),
         predictions={name: results[name] for name in predicted} | others,
-        tables=tables(graph, data),
+        tables=indexed_tables(graph, data),
         buffers=buffers,
         states=states,
         stop_gradient=stopped,

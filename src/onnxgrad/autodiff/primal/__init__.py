@@ -1,1 +1,6 @@
-"""Preparation: any model -> the primal, in the working dialect."""
+"""Preparation: any model -> the primal, in the working dialect.
+
+`prepare.py` inlines functions (`local_functions.py`), then visits every node once: infers its
+results, folds sizes, takes branches and function bodies (`bodies.py`), reads the final states of
+recurrent layers and lowers operators. `free_rows.py` makes the number of rows of a file free.
+"""

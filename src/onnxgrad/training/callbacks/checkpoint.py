@@ -166,7 +166,7 @@ class Checkpoint(Callback):
             return
         raise ValueError(
             f"training begins at step {state.step}, and {path} is of a later one: pass "
-            f"{argument('resume', str(self.folder))} to go on with it, or write to another folder"
+            f"{argument('resume', str(self.folder))} to continue it, or write to another folder"
         )
 
     def _note_best(self, state: Any, control: TrainingControl) -> None:

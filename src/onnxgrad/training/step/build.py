@@ -121,7 +121,7 @@ class Step:
     def warn(self) -> None:
         """Warn of weights without a gradient, and once of weights that train in 16 bits."""
         if self.unreached:
-            text = f"the loss does not depend on {self.unreached}: they stay as they are"
+            text = f"the loss does not depend on {self.unreached}: they are not trained"
             warnings.warn(text, stacklevel=frames_inside() + 1)
         half = [group for group in self.groups if numpy_dtype(group.state).itemsize == 2]
         if half and not self.warned:

@@ -1,4 +1,4 @@
-"""Adapters that are inputs of a file: by the note of `adapter_inputs`, or found in the graph.
+"""Places of adapters in a file: inputs that `adapter_inputs` noted, or adapters of other tools.
 
 Other tools (Olive, the builder of onnxruntime-genai) write `y = x W + x A B`, where A and B are
 inputs, with or without a default, or tensors called lora_A and lora_B.
@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from onnxgrad.adapters.graph import remove
-from onnxgrad.adapters.uses import Target, attributes, targets
+from onnxgrad.adapters.graph import remove_adapters
+from onnxgrad.adapters.uses import Target, attribute_values, find_targets
 from onnxgrad.model.constants import FLOATS, standard
 from onnxgrad.model.notes import INPUTS, read_adapters, read_note, write_note
 from onnxgrad.model.traversal import all_nodes, graphs_of, names_in
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import ELEMENTWISE, REORDERS
 
-_IN_PLACE = (ELEMENTWISE & REORDERS) | {"Dropout"}  # keep each element, and cast it at most
+_COPIES = (ELEMENTWISE & REORDERS) | {"Dropout"}  # operators that keep or cast each element
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The inputs for the adapter beside one weight.
+class AdapterPlace:
+    """Where a file has, or takes, the adapter of one weight.
 
     Attributes:
         tensors: names of A and B.
         base: the product of data and weight, to which the adapter is added.
         output: the sum of base and adapter.
-        layout: where another tool wrote the file: which of the two are "transposed" there, their
-            "dtypes", and the "scale" by which its own nodes multiply their product.
-        inputs: whether they are inputs of the file, and no constants.
-        values: A and B, if the file has them and they are no zeros.
+        layout: of a file by another tool, which of A and B are "transposed", their "dtypes", and
+            the "scale" by which nodes of the file multiply A B; otherwise empty.
+        inputs: whether A and B are inputs of the file, and no constants.
+        values: A and B, if the file stores both and neither is zero.
     """
 
     tensors: tuple[str, str]
@@ -47,8 +47,8 @@ class Slot:
     inputs: bool = True
     values: tuple[np.ndarray, np.ndarray] | None = None
 
-    def place(self, target: Target) -> Target:
-        """Return `target` with its use where the file adds the adapter: also behind a bias."""
+    def target_at_sum(self, target: Target) -> Target:
+        """Return `target` with its use at the node that computes `output`, behind a bias too."""
         if not self.output:
             return target
         use = target.uses[0]
@@ -56,46 +56,51 @@ class Slot:
         return replace(target, uses=[replace(use, node=node)])
 
 
-def taken_slots(proto: ModelProto) -> tuple[ModelProto, dict[str, Slot]]:
-    """Remove the inputs for adapters from `proto`, in place.
+def transpose_pair(
+    pair: Iterable[np.ndarray], layout: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and B, each transposed if the layout of a file says so."""
+    a, b = pair
+    flip_a, flip_b = layout.get("transposed", (False, False))
+    return a.T if flip_a else a, b.T if flip_b else b
 
-    Returns:
-        `proto`, and the removed inputs, by the names of their weights.
-    """
+
+def take_places(proto: ModelProto) -> dict[str, AdapterPlace]:
+    """Remove inputs for adapters, and adapters of other tools, in place; return them by weight."""
     noted = read_note(proto, INPUTS)
     if noted:
         bases = [use["base"] for note in noted for use in note["uses"]]
-        slots = {n["weight"]: Slot((n["tensors"][0], n["tensors"][1])) for n in noted}
+        places = {n["weight"]: AdapterPlace((n["tensors"][0], n["tensors"][1])) for n in noted}
     else:
-        slots = _find_slots(proto)
-        bases = [slot.base for slot in slots.values()]
-    if slots:
-        remove(proto, bases, [name for slot in slots.values() for name in slot.tensors])
+        places = _find_places(proto)
+        bases = [place.base for place in places.values()]
+    if places:
+        remove_adapters(proto, bases, [name for place in places.values() for name in place.tensors])
         write_note(proto, INPUTS, [])
-    return proto, slots
+    return places
 
 
-def _find_slots(proto: ModelProto) -> dict[str, Slot]:
-    """Return the inputs for adapters that another tool wrote, by the names of their weights.
+def _find_places(proto: ModelProto) -> dict[str, AdapterPlace]:
+    """Return the adapters that another tool wrote, as inputs or constants, by weight.
 
-    A weight with several uses has no slot: each use may have another adapter.
+    A weight with several uses is left out: each use may have another adapter.
     """
-    search = _Search(proto)
-    found = {} if not search.factors else {slot.base: (x, slot) for x, slot in search.slots()}
+    search = _AdapterSearch(proto)
+    found = {place.base: (x, place) for x, place in search.sums()} if search.factors else {}
     if not found:
         return {}
-    slots = {}
-    for name, target in targets(proto).items():
+    places = {}
+    for name, target in find_targets(proto).items():
         for use in target.uses if len(target.uses) == 1 else ():
             base = use.node.output[0]
-            x, slot = found.get(base) or found.get(search.behind_bias(base)) or ("", None)
-            if slot and search.source(x) == search.source(use.x) and not target.reason:
-                slots[name] = slot
-    return slots
+            x, place = found.get(base) or found.get(search.bias_sum(base)) or ("", None)
+            if place and search.source(x) == search.source(use.x) and not target.reason:
+                places[name] = place
+    return places
 
 
-class _Search:
-    """Finds x A B in a model without local functions.
+class _AdapterSearch:
+    """Search for sums of a value and x A B in a model without local functions.
 
     Attributes:
         factors: {name: dtype} of values that can be A or B: float inputs, and constants whose
@@ -123,12 +128,12 @@ class _Search:
         for name in (name for note in read_adapters(proto) for name in note["tensors"]):
             self.factors.pop(name, None)
 
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Yield the data and the factors of each x A B that is added to a value."""
+    def sums(self) -> Iterator[tuple[str, AdapterPlace]]:
+        """Yield the data x and the place of each x A B that is added to a value."""
         for node in all_nodes(self.proto.graph.node):
             for i in range(2) if _is_standard(node, "Add") else ():
-                base, second = node.input[1 - i], self.product(node.input[i])
-                first = second and self.product(second[0])
+                base, second = node.input[1 - i], self.scaled_product(node.input[i])
+                first = second and self.scaled_product(second[0])
                 if not (first and second and self.reads[base] == 1 and base in self.nodes):
                     continue
                 (x, a, flip_a, scale_a), (_, b, flip_b, scale_b) = first, second
@@ -140,25 +145,21 @@ class _Search:
                     "scale": scale_a * scale_b,
                 }
                 inputs = {a, b} <= self.inputs
-                values = self.values(a, b)
-                yield x, Slot((a, b), base, node.output[0], layout, inputs, values)
+                values = None
+                if {a, b} <= self.refs.keys():
+                    values = self.refs[a].array(), self.refs[b].array()
+                    values = values if values[0].any() and values[1].any() else None
+                yield x, AdapterPlace((a, b), base, node.output[0], layout, inputs, values)
 
-    def values(self, a: str, b: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the stored A and B; None for inputs without default, or if one is zero."""
-        if a not in self.refs or b not in self.refs:
-            return None
-        pair = self.refs[a].array(), self.refs[b].array()
-        return pair if pair[0].any() and pair[1].any() else None
-
-    def product(self, name: str) -> tuple[str, str, bool, float] | None:
-        """Return x, A, whether A is transposed, and the factor, if `name` is factor x A."""
+    def scaled_product(self, name: str) -> tuple[str, str, bool, float] | None:
+        """Return x, A, whether A is transposed, and a number c, if `name` is c x A."""
         scale = 1.0
         while (node := self.nodes.get(name)) is not None and self.reads[name] == 1:
-            options = attributes(node)
-            if _is_standard(node, *_IN_PLACE):
+            options = attribute_values(node)
+            if _is_standard(node, *_COPIES):
                 name = node.input[0]
-            elif _is_standard(node, "Mul") and (number := self.number(node)):
-                name, scale = number[0], scale * number[1]
+            elif _is_standard(node, "Mul") and (scaled := self.scaled_operand(node)):
+                name, scale = scaled[0], scale * scaled[1]
             elif _is_standard(node, "MatMul") or (
                 _is_standard(node, "Gemm") and len(node.input) < 3
             ):
@@ -182,21 +183,21 @@ class _Search:
             name = node.input[0]
         return name, flips
 
-    def number(self, node: NodeProto) -> tuple[str, float] | None:
-        """Return the operand that a Mul scales, and the number, if the other one is a constant."""
+    def scaled_operand(self, node: NodeProto) -> tuple[str, float] | None:
+        """Return an operand of a Mul and the number it is multiplied by; None without a number."""
         for i, name in enumerate(node.input):
             if name in self.refs and math.prod(self.refs[name].read().dims) == 1:
                 return node.input[1 - i], float(self.refs[name].array().reshape(()))
         return None
 
     def source(self, name: str) -> str:
-        """Return the value of which `name` is a copy, perhaps in another dtype."""
-        while (node := self.nodes.get(name)) is not None and _is_standard(node, *_IN_PLACE):
+        """Return the value that nodes copied, or cast, to `name`."""
+        while (node := self.nodes.get(name)) is not None and _is_standard(node, *_COPIES):
             name = node.input[0]
         return name
 
-    def behind_bias(self, name: str) -> str:
-        """Return the sum of `name` and a constant, if no other node reads `name`, or ""."""
+    def bias_sum(self, name: str) -> str:
+        """Return the sum of `name` and a constant, or "" if other nodes read `name`, too."""
         for node in all_nodes(self.proto.graph.node) if self.reads[name] == 1 else ():
             if _is_standard(node, "Add") and name in node.input and {*node.input} & {*self.refs}:
                 return str(node.output[0])
@@ -204,5 +205,5 @@ class _Search:
 
 
 def _is_standard(node: NodeProto, *op_types: str) -> bool:
-    """Return whether `node` is one of these standard operators."""
+    """Return whether `node` is an operator of ONNX with one of these names."""
     return node.op_type in op_types and standard(node.domain) == ""

@@ -1,11 +1,11 @@
-"""`onnxgrad report`: a training as a page of HTML; and what `onnxgrad train --record` records."""
+"""`onnxgrad report`, and what `train` writes beside the model: record, card and samples."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,10 @@ from onnxgrad.cli.command_options import ReportOptions
 from onnxgrad.cli.console import complain, print_json, say
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.errors import printable
+from onnxgrad.errors import first_line, printable
 from onnxgrad.estimator import NotFittedError
+from onnxgrad.language.generation import generate
+from onnxgrad.language.text_readers import Texts
 from onnxgrad.model.files import check_writable, one_line
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def recorder(options: TrainOptions) -> Recorder:
     chosen: dict[str, str] = {}
     for name, each in Described.fields_of(type(options)).items():
         value = getattr(options, name)
-        if value or type(value) in (int, float) or each.is_set(options, name):
+        if value or type(value) in (int, float) or each.is_set(options):
             text = ", ".join(value) if isinstance(value, list) else str(value)
             chosen[name.replace("_", "-")] = text
     made = Recorder(options.record, about={"command": command, "options": chosen})
@@ -105,3 +107,28 @@ def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
 
     replaces = options.overwrite or options.resume
     check_writable(Path(options.record, FILE), replaces, inputs)
+
+
+def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
+    """Return the prompts of `--prompt`; the recorder of a training gets them, too.
+
+    Raises:
+        ValueError: the data are no texts.
+    """
+    texts = job.task.data
+    if prompts and not isinstance(texts, Texts):
+        raise ValueError("--prompt is for language models, and the data are no texts")
+    for callback in job.trainer._job.callbacks.callbacks:
+        if prompts and callback.key == "Recorder":
+            callback.prompts, callback.tokenizer = list(prompts), texts.tokenizer
+    return list(prompts)
+
+
+def sample(job: Job, prompts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return prompts, and how the trained model goes on with them; none if that fails."""
+    try:
+        new = generate(job.trainer, prompts, tokenizer=job.task.data.tokenizer)
+    except Exception as e:  # the trained model is written, which matters more
+        complain(f"no text is generated: {first_line(e)}")
+        return []
+    return list(zip(prompts, new, strict=True))
