@@ -14,8 +14,8 @@ import onnxgrad as og
 from onnxgrad.graph import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.parallel.collectives import MESSAGES, all_reduce
-from onnxgrad.parallel.part import Part
-from onnxgrad.parallel.pieces import cut
+from onnxgrad.parallel.pieces import cut_at_exchanges
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker
 from tests.support.commands import succeed
@@ -246,7 +246,7 @@ def _chain() -> ir.Model:
 
 
 def test_a_graph_is_cut_at_its_exchanges():
-    pieces = cut(_chain())
+    pieces = cut_at_exchanges(_chain())
     assert [len(p.exchanges) for p in pieces] == [1, 1, 0]
     assert [n.op_type for n in pieces[0].model.graph.node] == ["Mul"]
     read = [{x.name for x in p.model.graph.input} for p in pieces]
@@ -272,8 +272,8 @@ def test_half_of_a_large_message_is_sent_earlier():
     op.give([y, count])
     y.shape = ir.Shape([6, 3])
     model = ir.Model(graph, ir_version=10)
-    assert [len(p.exchanges) for p in cut(model, 100)] == [4, 0]
-    pieces = cut(model, 50)
+    assert [len(p.exchanges) for p in cut_at_exchanges(model, 100)] == [4, 0]
+    pieces = cut_at_exchanges(model, 50)
     operators = [[node.op_type for node in p.model.graph.node] for p in pieces]
     assert operators == [["Abs", "Neg"], ["Exp", "Sin"], ["Concat"]]
     assert [len(p.exchanges) for p in pieces] == [2, 2, 0]
@@ -293,7 +293,7 @@ def test_sums_of_parts_of_a_vector_are_one_message():
     op.give([y, count])
     y.shape = ir.Shape([10])
     rewrite(graph, GROUPS[MESSAGES])
-    first, *_ = cut(ir.Model(graph, ir_version=10))
+    first, *_ = cut_at_exchanges(ir.Model(graph, ir_version=10))
     sent = {e.shape: e.ratio for e in first.exchanges}
     assert sent == {(10,): ("r", count.name), (): ()}
 

@@ -1,4 +1,4 @@
-"""The names of `onnxcustom.training` and `experimental_experiment.gradient`."""
+"""The public names of `onnxcustom.training` and `experimental_experiment.gradient`."""
 
 from onnxgrad.lazy_names import offer_names
 

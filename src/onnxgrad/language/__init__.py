@@ -1,4 +1,4 @@
-"""Language models in the forms that users hold: folders, tokenizers, texts; and generation."""
+"""Language models: their folders, tokenizers and texts, encoder-decoders, and generation."""
 
 from onnxgrad.lazy_names import offer_names
 

@@ -1,4 +1,4 @@
-"""A model in training: its trainer, and a session that predicts; pickled without sessions."""
+"""`Network`, a model in training with its trainer, and `RowPredictor`, which runs a model."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.predictor import MANY_ROWS, Predictor
 from onnxgrad.runtime.session import work, work_of_calls
-from onnxgrad.sklearn.front import Front, by_name, raw_array
+from onnxgrad.sklearn.frozen_part import FrozenPart, is_by_input, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.trainer import Trainer
 
 
 class Network:
-    """A model in training.
+    """A model in training; it is pickled without sessions.
 
     Args:
         proto: the model.
-        head: what it says of its end.
-        arguments: those of its `Trainer`, without callbacks.
-        raw: whether data hold text, or lack values: then a frozen part in front of what trains runs
-            once, see `Front`.
+        head: the end of the model.
+        arguments: the arguments of its `Trainer`, without callbacks.
+        raw: whether data hold text or NaN: then the encoders in front of the layers that train run
+            once, see `FrozenPart`.
 
     Attributes:
-        from_logits: whether the target holds scores, not probabilities; None if the loss does not
-            say, or before training.
+        from_logits: whether the target holds scores, not probabilities; None before training, and
+            for a loss that takes neither.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Network:
     ) -> None:
         self.head, self.arguments = head, arguments
         self.from_logits: bool | None = None
-        self.front = Front(proto, head.target, arguments) if raw else None
+        self.front = FrozenPart(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self.trainer._is_watched = False  # as estimators of scikit-learn, which have `verbose`
+        self.trainer._is_watched = False  # estimators print nothing unless they are `verbose`
         self._encoder: RowPredictor | None = None
         self._predictor: RowPredictor | None = None
 
     def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
-        """Train: `fit` of the trainer, or `partial_fit` with `further`, on encoded labels."""
+        """Train on encoded labels, by `partial_fit` of the trainer if `further`, else by `fit`."""
         if self.front is not None:
             if self._encoder is None:
                 device = self.arguments["device"]
@@ -65,7 +65,7 @@ class Network:
 
     @property
     def model(self) -> ModelProto:
-        """The trained model, with the names of columns."""
+        """The trained model, which stores the names of columns."""
         model = self.trainer.model
         model = self.front.merge(model) if self.front else model
         self.trainer._names.keep(model)
@@ -73,16 +73,14 @@ class Network:
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
         """Let the trained model store the names of the columns of inputs and labels."""
-        whole, names = (
-            self.front.whole if self.front else self.trainer._job.proto,
-            self.trainer._names,
-        )
-        inputs = names_without_default(whole)
-        names.columns |= names.by_input(columns, inputs) if columns else {}
+        names = self.trainer._names
+        if columns:
+            whole = self.front.whole if self.front else self.trainer._job.proto
+            names.columns |= names.by_input(columns, names_without_default(whole))
         names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the target, and the labels if the model has an output of them."""
+        """Return the values of the target, and of the label if the model has one, by name."""
         if self._predictor is None:
             raw, device = self.front is not None, self.arguments["device"]
             self._predictor = RowPredictor(self.model, self.head.tensors, device, raw)
@@ -99,7 +97,7 @@ class RowPredictor:
         proto: the model.
         outputs: names of tensors of the graph.
         device: where to run.
-        raw: whether data may hold text, or lack values.
+        raw: whether data may hold text or NaN.
     """
 
     def __init__(
@@ -120,40 +118,44 @@ class RowPredictor:
             self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the tensors, by name.
+        """Return the values of the tensors for rows of data, by name.
 
         Raises:
             ValueError: data that an input does not accept.
         """
-        fed = self._feeds(X)
+        fed = self._input_arrays(X)
         rows = len(next(iter(fed.values())))
         predictor = self._predictor_for(rows)
         if predictor.fixed_rows or not 0 < rows <= MANY_ROWS:
             return predictor.predict(fed, MANY_ROWS)
-        try:  # faster than `predict`: the arrays have been checked
+        try:  # without the checks of `predict`, which take longer than the session for one row
             found = predictor.session.run(self.outputs, fed)
-        except Exception:  # of several types; the file may take one row at a time
+        except Exception:  # onnxruntime raises several types; the file may take one row at a time
             return predictor.predict(fed, MANY_ROWS)
         return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
-        """Return the predictor of calls of `rows` rows: a few may not be worth another thread."""
+        """Return the predictor for calls of `rows` rows: it has one thread where they are few."""
         effort = work_of_calls(self._work, rows, self.fixed_rows or MANY_ROWS)
         if effort not in self._predictors:
             arguments = self._proto, self.outputs, self._device, self.fixed_rows, effort
             self._predictors[effort] = Predictor(*arguments)
         return self._predictors[effort]
 
-    def _feeds(self, X: Any) -> dict[str, np.ndarray]:
+    def _input_arrays(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the array of each input, from arrays by input, a table, or the only array."""
         names = [field.name for field in self.fields]
         columns: Mapping[str, Any] = X
-        if not by_name(X):
+        if not is_by_input(X):
             if len(names) == 1:
                 columns = {names[0]: X}
-            elif (own := column_names(X)) is None:
-                raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
+            elif (in_table := column_names(X)) is None:
+                raise ValueError(
+                    f"the model has the inputs {names}: pass a table with these columns, or a "
+                    "dict with an array for each"
+                )
             else:
-                groups = Names().by_input(own, names)
+                groups = Names().by_input(in_table, names)
                 columns = {name: X[group[0]] for name, group in groups.items()}
         read = raw_array if self.raw else Field.check
         return {field.name: read(field, columns[field.name]) for field in self.fields}

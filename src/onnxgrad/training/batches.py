@@ -15,7 +15,7 @@ from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, RowAxes

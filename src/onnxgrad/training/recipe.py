@@ -28,7 +28,7 @@ from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.scaling import clip_by_global_norm
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset, array_shape, names_in
 from onnxgrad.training.filled import fill, fillable, is_cache

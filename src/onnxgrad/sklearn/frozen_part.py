@@ -1,7 +1,7 @@
-"""Raw data: a frozen part in front of a model turns text and missing values into numbers.
+"""`FrozenPart`: the encoders, imputers and scalers of a pipeline, in front of the trained layers.
 
-Encoders, imputers and scalers of a pipeline do not train. They run once on the data, and training
-goes on with what they compute; the whole file gets the weights.
+They turn text and missing values into numbers, and do not train. They run once on the data; the
+rest of the model trains on their outputs, and its weights go into the whole model.
 """
 
 from __future__ import annotations
@@ -27,42 +27,47 @@ from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
 
-class Front:
-    """The part of a model in front of what trains, and the rest.
+class FrozenPart:
+    """The part of a model in front of the layers that train, and the rest of the model.
 
     Args:
         proto: the whole model.
         target: the tensor that the loss reads.
-        arguments: those of the trainer: `train` and `freeze` choose what trains.
+        arguments: the arguments of the trainer: `train` and `freeze` choose the weights.
 
     Attributes:
-        cuts: the tensors that the part computes and the rest reads.
-        trained: names of the tensors that train.
-        rest: the model behind the cuts, without labels.
+        whole: the whole model.
+        cuts: names of the tensors that the frozen part computes and the rest reads.
+        trained: names of the weights that train.
+        part: the model that computes the cuts.
+        rest: the model that computes the target from the cuts, without labels.
 
     Raises:
-        ValueError: text goes into what trains, or a local function has what trains.
+        ValueError: a layer that trains reads text, or weights are inside of a local function.
     """
 
     def __init__(self, proto: ModelProto, target: str, arguments: Mapping[str, Any]) -> None:
         self.whole = proto = separate_merged(proto)
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
-        self.cuts = _cuts(proto, target, set(self.trained))
-        proto = _with_types(proto, self.cuts)
+        self.cuts = _cut_tensors(proto, target, set(self.trained))
+        proto = _with_inferred_types(proto, self.cuts)
         self.part = select_model_inputs_outputs(proto, self.cuts)
         for y in self.part.graph.output:
             if y.type.tensor_type.elem_type == TensorProto.STRING:
-                raise ValueError(f"what trains reads the text {y.name!r}: encode it in front")
+                raise ValueError(
+                    f"a node with weights that train reads the text {y.name!r}: put an encoder "
+                    "in front of it, or freeze these weights"
+                )
         self.rest = select_model_inputs_outputs(proto, [target], self.cuts)
-        own = {ref.name for ref in constant_refs(self.rest)}
-        if lost := [name for name in self.trained if name not in own]:
+        kept = {ref.name for ref in constant_refs(self.rest)}
+        if lost := [name for name in self.trained if name not in kept]:
             raise ValueError(
-                f"{lost} are inside of a local function, or of nodes without names: name the "
-                "nodes, or pass data without text and missing values"
+                f"the weights {lost} are inside of a local function, or of nodes without names: "
+                "name the nodes, or pass data without text and missing values"
             )
 
     def merge(self, trained: ModelProto) -> ModelProto:
-        """Return the whole model with the constants of the trained rest."""
+        """Return the whole model with the constants of `trained`, the rest after training."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {
             ref.name: new[ref.name]
@@ -72,16 +77,21 @@ class Front:
         return replace(self.whole, changed)
 
 
-def by_name(X: Any) -> bool:
-    """Return whether data are arrays by input; sparse ones may be dicts, too."""
+def is_by_input(X: Any) -> bool:
+    """Return whether data are a dict of arrays by input; a sparse matrix may be a Mapping, too."""
     return isinstance(X, Mapping) and not hasattr(X, "toarray")
 
 
-def takes_raw(proto: ModelProto, X: Any) -> bool:
-    """Return whether a model takes text or fills in missing values, or the data lack values."""
+def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
+    """Return whether a model takes text or fills in missing values, or the data hold NaN."""
     if text_inputs(proto) or any(node.op_type == "Imputer" for node in proto.graph.node):
         return True
-    return any(map(_has_missing, X.values() if by_name(X) else [X]))
+    for part in X.values() if is_by_input(X) else [X]:
+        columns = [part[name] for name in part.columns] if is_table(part) else [part]
+        arrays = [np.asarray(column) for column in columns]
+        if any(a.dtype.kind == "f" and bool(np.isnan(a).any()) for a in arrays):
+            return True
+    return False
 
 
 def text_inputs(proto: ModelProto) -> list[str]:
@@ -91,24 +101,17 @@ def text_inputs(proto: ModelProto) -> list[str]:
 
 
 def raw_array(field: Field, values: Any) -> np.ndarray:
-    """Return data for an input as they are but for dtype and shape: with text, and NaN."""
+    """Return data in the dtype and shape of an input, without a check for text and NaN."""
     array = np.asarray(values)
     if field.dtype == object:
         array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
     return fit_shape(array.astype(field.dtype), field.shape, field.name, reshape=True)
 
 
-def _has_missing(X: Any) -> bool:
-    """Return whether an array, or a column of a table, holds NaN."""
-    columns = [X[name] for name in X.columns] if is_table(X) else [X]
-    arrays = [np.asarray(column) for column in columns]
-    return any(a.dtype.kind == "f" and bool(np.isnan(a).any()) for a in arrays)
+def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return the model with the types of these tensors, inferred by onnxruntime.
 
-
-def _with_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return the model with the types of these tensors, as onnxruntime infers them.
-
-    onnx does not infer those of most operators of `ai.onnx.ml`.
+    onnx does not infer the types of most operators of `ai.onnx.ml`.
     """
     typed, ran = deepcopy(proto), deepcopy(proto)
     del ran.graph.output[:]
@@ -122,8 +125,12 @@ def _with_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     return typed
 
 
-def _cuts(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
-    """Return the tensors, computed from data without what trains, that what trains reads."""
+def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
+    """Return the names of the tensors that the trained layers read from the layers in front.
+
+    They depend on data and not on trained weights; a node that has such weights, or depends on
+    them, reads them.
+    """
     refs = [ref for ref in constant_refs(proto) if ref.name in trained]
     behind = {ref.graph_name or ref.name for ref in refs if ref.node is None}
     holders = {y for ref in refs if ref.node is not None for y in ref.node.output}
@@ -138,7 +145,10 @@ def _cuts(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
             data.update(node.output)
         reads.update(dict.fromkeys(node.output, read))
     if target not in behind:
-        raise ValueError(f"nothing that trains is in front of {target!r}")
+        raise ValueError(
+            f"the tensor {target!r} that the loss reads depends on no weight that trains: choose "
+            "others with train and freeze"
+        )
     cuts: dict[str, None] = {}
     waiting = [target]
     for name in waiting:  # the loop appends to it
