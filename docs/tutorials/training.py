@@ -86,7 +86,7 @@ head = og.Trainer(MODEL, "cross_entropy", train="head*").fit(X, y)
 assert list(head.state.weights) == ["head_weight", "head_bias"]
 
 # %%
-# The loss may also be in the model already, as one of its outputs. Then leave `loss` out.
+# The loss may also be in the model already, as one of its outputs. Then pass no argument `loss`.
 
 with_loss = og.add_loss_output(MODEL, "cross_entropy", reduction="mean")
 inside = og.Trainer(with_loss).fit(X, y, shuffle=False)
