@@ -151,7 +151,7 @@ judge("then the last blocks", block, epochs=12)
 
 # %%
 # With ``param_groups``, groups of weights have rates of their own. Here, all weights train, and the
-# head at three times the rate of the others.
+# head at three times the rate of all other weights.
 
 groups = og.optimizers.param_groups(
     {"head.*": og.optimizers.ParamGroup(rate=3)}, default=og.optimizers.adam()
@@ -234,7 +234,7 @@ assert results["then all"][1] > results["head"][1] + 0.1
 # - A file that ends in features, such as a sentence encoder, gets a head by ``add_head``; one that
 #   ends in something else is cut by ``features``, and joined to a head of yours by ``attach``:
 #   :doc:`Fine-tune a model </finetune>`.
-# - Weights of quantized models stay as they are; heads and adapters beside them train.
+# - Weights of quantized models do not change; heads and adapters beside them train.
 # - Numbered names such as ``onnx::MatMul_137`` have readable aliases, which patterns match:
 #   :doc:`What trains by default </trainable>`.
 # - Adapters in detail: :doc:`LoRA </lora>`. The trainer in detail:
