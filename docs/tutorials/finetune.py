@@ -7,7 +7,7 @@ from the one it was trained for. This tutorial goes the whole way: what in the f
 last layer, training that layer alone, then more of the model, LoRA adapters, and a clean ``.onnx``
 file for the ordinary onnxruntime. Neither PyTorch nor a conversion back to it is needed.
 
-It runs in an empty folder, after ``pip install 'onnxgrad[images]'``.
+It runs in an empty folder, after ``pip install '.[images]'`` in the folder of the repository.
 """
 
 import subprocess

@@ -4,7 +4,7 @@ Your first training
 
 In five minutes: take a model that exists only as an ``.onnx`` file, train it on handwritten digits,
 and run the result with onnxruntime. PyTorch is not needed. The page runs in an empty folder, after
-``pip install 'onnxgrad[sklearn]'``: scikit-learn has the digits.
+``pip install '.[sklearn]'`` in the folder of the repository: scikit-learn has the digits.
 """
 
 import subprocess
