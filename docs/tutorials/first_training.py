@@ -93,8 +93,8 @@ assert before["accuracy"] < 0.3
 assert after["accuracy"] > 0.88
 
 # %%
-# The rows that were held out are digits of the people who wrote the digits of the training. The last
-# rows of the data are by other people: these are read less well.
+# The rows that were held out are digits of the people who wrote the digits of the training. The
+# last rows of the data are by other people: these are read less well.
 #
 # ``history`` has one entry for every epoch.
 

@@ -251,8 +251,8 @@ og.Trainer(two, {"price": relative}, train="a").fit(rows, labels["label_price"])
 # -------------------------
 #
 # Files are exported for inference. `batch_norm="train"` normalizes by the batch and updates the
-# running statistics; the default, "frozen", uses the statistics of the file. `dropout` zeroes elements
-# behind the nodes whose name or output matches. What is evaluated and saved has neither.
+# running statistics; the default, "frozen", uses the statistics of the file. `dropout` zeroes
+# elements behind the nodes whose name or output matches. What is evaluated and saved has neither.
 
 normalized = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)

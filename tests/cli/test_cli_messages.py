@@ -328,8 +328,9 @@ def test_numbers_of_a_file_of_options_may_be_at_their_bounds(tmp_path):
 def test_the_file_of_options_in_the_documents(here):
     page = (DOCS / "cli" / "train.md").read_text()
     [text] = re.findall(r"<<'END'\n(.*?)^END$", page, re.DOTALL | re.MULTILINE)
-    for there, here_ in {"houses.onnx": "linear.onnx", "houses.csv": "rows.csv", "price": "y"}.items():
-        text = text.replace(there, here_)
+    names = {"houses.onnx": "linear.onnx", "houses.csv": "rows.csv", "price": "y"}
+    for name, own in names.items():
+        text = text.replace(name, own)
     Path("run.toml").write_text(text)
     result = as_json("train", "--config", "run.toml", "--epochs", 2)
     assert result["epochs"] == 2
