@@ -12,7 +12,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(DOCS / "_ext"))
-sys.path.insert(0, str(ROOT / "benchmarks"))  # recipes fetch published models by `published`
+sys.path.insert(0, str(ROOT / "benchmarks"))  # pages fetch published models by `published`
 # pages are executed by kernels of Jupyter, which inherit this
 READ = (ROOT / "src", DOCS / "_ext", ROOT / "benchmarks")
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, READ))
@@ -34,12 +34,11 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_ext", "tutorials", "recipes", "auto_*/**.ipynb"]
+exclude_patterns = ["_ext", "tutorials", "auto_*/**.ipynb"]
 nitpicky = True  # a link to a name that is on no page is a warning, hence an error
 nitpick_ignore_regex = [("py:(?!obj).*", ".*")]  # types, which may be of other packages
 default_role = "backticks"
@@ -59,8 +58,7 @@ repository = repository_of("onnxgrad")
 myst_substitutions = {
     "source": f"[The repository]({repository}) has all sources"
     if repository
-    else "All sources, tests and pages are in the source distribution: "
-    "`pip download --no-deps --no-binary onnxgrad onnxgrad`"
+    else "All sources, tests and pages are in the folder of the repository"
 }
 
 # -- theme -------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ nb_merge_streams = True
 SCRIPTS = ROOT / "build" / "scripts"
 FOLDERS = [
     folder
-    for folder in ("examples", "docs/tutorials", "docs/recipes")
+    for folder in ("examples", "docs/tutorials")
     if any((ROOT / folder / name).exists() for name in ("GALLERY_HEADER.rst", "README.rst"))
 ]
 shutil.rmtree(SCRIPTS, ignore_errors=True)
@@ -135,7 +133,7 @@ with suppress(UnavailableError):  # then the scripts download it, as they do for
     unpack_here("paddle-lines", SCRIPTS / "docs" / "tutorials")
 
 
-SECTIONS = "first_steps networks finetuning derivatives sklearn_torch data processes".split()
+SECTIONS = "first_steps networks extending derivatives pytorch data processes".split()
 sphinx_gallery_conf = {
     "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
     "gallery_dirs": [f"auto_{Path(folder).name}" for folder in FOLDERS],
@@ -143,6 +141,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "subsection_order": [*(f"../build/scripts/examples/{name}" for name in SECTIONS), "*"],
     "within_subsection_order": "FileNameSortKey",
+    "nested_sections": False,  # one index, which has all sections
     "reset_modules": ("matplotlib",),
     "parallel": 2,
     "show_signature": False,

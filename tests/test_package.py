@@ -263,7 +263,7 @@ def test_readme_commands_of_the_command_line():
 
 
 def test_docs_example(capsys):
-    [code] = code_of("gradients.md")
+    code, *_ = code_of("derivatives.md")
     exec(code, {})
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["['X', 'W', 'Y_grad']", "['X_grad', 'W_grad']", "['X_grad', 'W_grad', 'Y']"]

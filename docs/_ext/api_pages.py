@@ -1,4 +1,4 @@
-"""Sphinx: the directive `api`, which documents public names, and what it needs.
+"""Sphinx: the directives `api`, which documents public names, and `methods`.
 
 Docstrings are plain text with code in single backticks, and sections as Google's: `as_rest` and
 `Backticks` show them as such.
@@ -67,14 +67,29 @@ def _documented(name: str, thing: Any) -> list[str]:
     """Return the directive of autodoc for a public name."""
     if isinstance(thing, type):
         kind = "exception" if issubclass(thing, BaseException) else "class"
-        lines = [f".. auto{kind}:: {name}", "   :members:"]
-        if issubclass(thing, TrainerBase):  # which has most methods of both trainers
-            lines.append("   :inherited-members: object")
-        return lines
+        if issubclass(thing, TrainerBase):  # `methods` documents theirs on other pages
+            return [f".. auto{kind}:: {name}"]
+        return [f".. auto{kind}:: {name}", "   :members:"]
     if callable(thing):
         return [f".. autofunction:: {name}"]
     keys = ", ".join(f"`{key}`" for key in sorted(thing))
     return [f".. py:data:: {name}", "   :type: dict", "", f"   By name: {keys}."]
+
+
+class Methods(SphinxDirective):
+    """The documentation of the methods in its content, of the class that is the argument."""
+
+    has_content = True
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return what autodoc writes for the methods."""
+        owner, lines = self.arguments[0], [".. currentmodule:: onnxgrad"]
+        for name in [line.strip() for line in self.content if line.strip()]:
+            thing = getattr(getattr(import_module("onnxgrad"), owner), name)
+            kind = "property" if isinstance(thing, property) else "method"
+            lines += ["", f".. auto{kind}:: {owner}.{name}"]
+        return self.parse_text_to_nodes(StringList(lines, source=self.get_source_info()[0]))
 
 
 class Backticks(SphinxRole):
@@ -124,6 +139,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Add all to a site."""
     app.setup_extension("sphinx.ext.autodoc")
     app.add_directive("api", Api)
+    app.add_directive("methods", Methods)
     app.add_role("backticks", Backticks())
     app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", readable)

@@ -1,4 +1,4 @@
-"""Sphinx: the directive `commands`, the options of `onnxgrad` as the command line declares them."""
+"""Sphinx: the directives `command-help` and `command-options`, for the pages of commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,28 @@ from sphinx.util.docutils import SphinxDirective
 from onnxgrad.cli import app as shell
 
 GENERAL = "Other"  # the panel of what every command takes
+MOST_IN_ONE_TABLE = 20  # options; of a command with more, each panel is a section
 
 
-class Commands(SphinxDirective):
-    """A section for each command: what it does, its examples, and a table of its options."""
+class CommandHelp(SphinxDirective):
+    """The paragraphs of the help of the command that is the argument."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the paragraphs."""
+        parts = commands()[self.arguments[0]].help.split("\n\n")
+        return [nodes.paragraph("", "", *text(part)) for part in parts]
+
+
+class CommandOptions(SphinxDirective):
+    """A section with the options of the command that is the argument."""
+
+    required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        return [section(name, command) for name, command in commands().items()]
+        return [options_section(self.arguments[0], commands()[self.arguments[0]])]
 
 
 def commands() -> dict[str, Any]:
@@ -28,27 +42,34 @@ def commands() -> dict[str, Any]:
     return dict(typer.main.get_command(shell).commands)
 
 
-def section(name: str, command: Any) -> nodes.section:
-    """Return the title, the help and the options of a command."""
-    made = nodes.section(ids=[f"onnxgrad-{name}"], names=[f"onnxgrad {name}"])
-    made += nodes.title("", f"onnxgrad {name}")
-    made += [nodes.paragraph("", "", *text(part)) for part in command.help.split("\n\n")]
-    examples = [line for line in command.epilog.split("\n\n") if "onnxgrad " in line]
-    code = nodes.literal_block("", "\n".join(examples), language="bash")
-    made += [code] if examples else []
-    made += table([p for p in command.params if not getattr(p, "hidden", False)])
+def options_section(name: str, command: Any) -> nodes.section:
+    """Return a section with all options of a command, of many options by panel of the help."""
+    shown = [p for p in command.params if not getattr(p, "hidden", False)]
+    panels = list(dict.fromkeys(map(panel_of, shown)))  # in the order of the help
+    panels.sort(key=lambda panel: panel == GENERAL)
+    parts = {panel: [p for p in shown if panel_of(p) == panel] for panel in panels}
+    made = nodes.section(ids=[f"{name}-options"], names=[f"{name} options"])
+    made += nodes.title("", "Options")
+    if len(shown) <= MOST_IN_ONE_TABLE:
+        made += options_table(parts)
+        return made
+    for panel in panels:
+        label = f"{name}-{panel.lower()}"
+        part = nodes.section(ids=[label], names=[label])
+        part += nodes.title("", panel)
+        part += options_table({"": parts[panel]})
+        made += part
     return made
 
 
-def table(parameters: list[Any]) -> nodes.table:
-    """Return a table of two columns, with a line for each panel of the help."""
+def options_table(parts: dict[str, list[Any]]) -> nodes.table:
+    """Return a table of two columns, with a line for each panel that has a title."""
     body = nodes.tbody()
-    panels = list(dict.fromkeys(map(panel_of, parameters)))  # in the order of the help
-    panels.sort(key=lambda panel: panel == GENERAL)
-    for panel in panels:
-        heading = nodes.entry("", nodes.paragraph("", "", nodes.strong("", panel)), morecols=1)
-        body += nodes.row("", heading)
-        for each in (p for p in parameters if panel_of(p) == panel):
+    for panel, parameters in parts.items():
+        if panel:
+            heading = nodes.entry("", nodes.paragraph("", "", nodes.strong("", panel)), morecols=1)
+            body += nodes.row("", heading)
+        for each in parameters:
             meaning = nodes.paragraph("", "", *text(description(each)))
             name = nodes.paragraph("", "", nodes.literal("", usage(each)))
             body += nodes.row("", nodes.entry("", name), nodes.entry("", meaning))
@@ -92,6 +113,7 @@ def text(line: str) -> list[nodes.Node]:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Add the directive to a site."""
-    app.add_directive("commands", Commands)
+    """Add the directives to a site."""
+    app.add_directive("command-help", CommandHelp)
+    app.add_directive("command-options", CommandOptions)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

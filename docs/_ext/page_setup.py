@@ -78,6 +78,13 @@ LINE = """
     line (float[N,4] x) => (float[N,1] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
 """
 
+HOUSES = """
+    <ir_version: 9, opset_import: ["": 20]>
+    houses (float[N,3] x) => (float[N,1] price)
+    <float[3,1] slope = {0.0, 0.0, 0.0}, float[1] intercept = {0.0}>
+    { a = MatMul(x, slope)  price = Add(a, intercept) }
+"""
+
 BOWL = """
     <ir_version: 9, opset_import: ["": 20]>
     bowl (float[1,2] x) => (float[1,2] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
@@ -146,6 +153,20 @@ def language_model(folder: str, texts: list[str]) -> None:
         Path(folder, name).write_text(json.dumps(content))
 
 
+def houses() -> None:
+    """Write `houses.onnx`, a linear model of three columns, and tables to train, test, predict."""
+    proto = onnx.parser.parse_model(HOUSES)
+    onnx.save(proto, "houses.onnx")
+    for name, count in (("houses.csv", 200), ("test.csv", 50), ("new.csv", 5)):
+        table = rng.normal(size=(count, 3))
+        price = table @ [3.0, 2.0, -1.0] + 0.1 * rng.normal(size=count)
+        columns = ["rooms", "area", "age", "price"]
+        made = np.column_stack([table, price])
+        if name == "new.csv":
+            columns, made = columns[:3], made[:, :3]
+        np.savetxt(name, made, delimiter=",", header=",".join(columns), comments="", fmt="%.4f")
+
+
 def bowl() -> onnx.ModelProto:
     """Return a function of two numbers, in float32, for solvers."""
     return model(BOWL, body=(2, 3), head=(3, 2))
@@ -186,5 +207,7 @@ def publish(page: str, text: str) -> Any:
     from IPython.display import HTML
 
     name = f"live/{Path(page).name}"
-    shutil.copy(page, Path(__file__).parents[2] / "build" / "extra" / name)
+    extra = Path(__file__).parents[2] / "build" / "extra"
+    if (extra / "live").is_dir():  # which the build of the site makes
+        shutil.copy(page, extra / name)
     return HTML(f'<a href="{name}">{text}</a>')

@@ -7,7 +7,7 @@ from the one it was trained for. This tutorial goes the whole way: what in the f
 last layer, training that layer alone, then more of the model, LoRA adapters, and a clean ``.onnx``
 file for the ordinary onnxruntime. Neither PyTorch nor a conversion back to it is needed.
 
-It runs in an empty folder, after ``pip install 'onnxgrad[images]'``.
+It runs in an empty folder, after ``pip install '.[images]'`` in the folder of the repository.
 """
 
 import subprocess
@@ -151,7 +151,7 @@ judge("then the last blocks", block, epochs=12)
 
 # %%
 # With ``param_groups``, groups of weights have rates of their own. Here, all weights train, and the
-# head at three times the rate of the others.
+# head at three times the rate of all other weights.
 
 groups = og.optimizers.param_groups(
     {"head.*": og.optimizers.ParamGroup(rate=3)}, default=og.optimizers.adam()
@@ -234,7 +234,7 @@ assert results["then all"][1] > results["head"][1] + 0.1
 # - A file that ends in features, such as a sentence encoder, gets a head by ``add_head``; one that
 #   ends in something else is cut by ``features``, and joined to a head of yours by ``attach``:
 #   :doc:`Fine-tune a model </finetune>`.
-# - Weights of quantized models stay as they are; heads and adapters beside them train.
+# - Weights of quantized models do not change; heads and adapters beside them train.
 # - Numbered names such as ``onnx::MatMul_137`` have readable aliases, which patterns match:
 #   :doc:`What trains by default </trainable>`.
 # - Adapters in detail: :doc:`LoRA </lora>`. The trainer in detail:

@@ -4,7 +4,7 @@ Your first training
 
 In five minutes: take a model that exists only as an ``.onnx`` file, train it on handwritten digits,
 and run the result with onnxruntime. PyTorch is not needed. The page runs in an empty folder, after
-``pip install 'onnxgrad[sklearn]'``: scikit-learn has the digits.
+``pip install '.[sklearn]'`` in the folder of the repository: scikit-learn has the digits.
 """
 
 import subprocess
@@ -93,8 +93,8 @@ assert before["accuracy"] < 0.3
 assert after["accuracy"] > 0.88
 
 # %%
-# The rows that were held out are digits of the people who wrote those of the training, and the last
-# rows of the data are of others: these are read less well.
+# The rows that were held out are digits of the people who wrote the digits of the training. The
+# last rows of the data are by other people: these are read less well.
 #
 # ``history`` has one entry for every epoch.
 

@@ -86,7 +86,7 @@ head = og.Trainer(MODEL, "cross_entropy", train="head*").fit(X, y)
 assert list(head.state.weights) == ["head_weight", "head_bias"]
 
 # %%
-# The loss may also be in the model already, as one of its outputs. Then leave `loss` out.
+# The loss may also be in the model already, as one of its outputs. Then pass no argument `loss`.
 
 with_loss = og.add_loss_output(MODEL, "cross_entropy", reduction="mean")
 inside = og.Trainer(with_loss).fit(X, y, shuffle=False)
@@ -251,8 +251,8 @@ og.Trainer(two, {"price": relative}, train="a").fit(rows, labels["label_price"])
 # -------------------------
 #
 # Files are exported for inference. `batch_norm="train"` normalizes by the batch and updates the
-# running statistics; the default, "frozen", uses those of the file. `dropout` zeroes elements
-# behind the nodes whose name or output matches. What is evaluated and saved has neither.
+# running statistics; the default, "frozen", uses the statistics of the file. `dropout` zeroes
+# elements behind the nodes whose name or output matches. What is evaluated and saved has neither.
 
 normalized = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)

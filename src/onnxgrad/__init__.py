@@ -8,9 +8,9 @@ import os
 from importlib.util import find_spec
 
 from onnxgrad.lazy_names import offer_names
-from onnxgrad.lazy_sympy import defer
+from onnxgrad.lazy_sympy import defer_sympy_import
 
-defer()
+defer_sympy_import()
 __getattr__, __dir__, __all__ = offer_names(__name__, __file__)
 if find_spec("sklearn") is None:  # or `from onnxgrad import *` would raise
     __all__ = [name for name in __all__ if name not in ("OnnxClassifier", "OnnxRegressor")]

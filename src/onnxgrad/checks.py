@@ -15,7 +15,7 @@ from onnxgrad.errors import named, unknown
 
 
 def _is_truth_value(value: Any) -> bool:
-    """Return whether a value is a bool of Python or of numpy, which older numpy takes for 1."""
+    """Return whether a value is a bool of Python or numpy, which older numpy counts as 1."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     return isinstance(value, bool) or kind == "b"
 

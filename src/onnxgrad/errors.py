@@ -1,4 +1,4 @@
-"""The package's own errors. Each message says what is wrong and how to correct it.
+"""Errors of the package. Each message names the mistake and the remedy.
 
 Messages show names from model files, so their control characters are escaped.
 """
@@ -6,7 +6,7 @@ Messages show names from model files, so their control characters are escaped.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -35,7 +35,7 @@ def printable_lines(text: object) -> str:
 
 
 def escape(error: BaseException | None) -> None:
-    """Make the message of `error`, and those of the errors that caused it, printable, in place."""
+    """Make the messages of `error` and of the errors that caused it printable, in place."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -196,20 +196,20 @@ class ProcessLostError(PrintableError, RuntimeError):
 class Face:
     """How messages name arguments: as the keywords of a call in Python.
 
-    Another face, such as the command line, names them by its own words. `first` is the number of a
-    first column.
+    Another face, such as the command line, has other words for them. `first` is the number that
+    users give to the first row or column.
     """
 
     first = 0
 
     def named(self, python: str) -> str:
-        """Return the name of an argument, of a function, or of what else Python calls so."""
+        """Return the user's name for an argument or a function with a name in Python."""
         return python
 
     def given(self, argument: str, *value: Any) -> str:
-        """Return an argument with its value, if there is one.
+        """Return an argument as the user writes it, with its value if one is given.
 
-        One whose name others have as well is called by its owner, too: `loss_options.alpha`.
+        An argument of a dict of options is given with the name of the dict: `loss_options.alpha`.
         """
         name = argument.rpartition(".")[2]
         return f"{name}={value[0]!r}" if value else f"{name}="
@@ -230,7 +230,7 @@ def speaking(face: Face) -> Iterator[None]:
 
 
 def named(python: str) -> str:
-    """Return what the user calls an argument or a function, which Python calls so."""
+    """Return the user's name for an argument or a function with a name in Python."""
     return _face.named(python)
 
 
@@ -240,12 +240,12 @@ def argument(name: str, *value: Any) -> str:
 
 
 def first_number() -> int:
-    """Return the number that the user gives to a first column."""
+    """Return the number that users give to the first row or column: 0 in Python."""
     return _face.first
 
 
 def not_installed(what: str, package: str, extra: str) -> ImportError:
-    """Return the error of what needs an optional package, which an extra of this one installs."""
+    """Return the error for a missing optional package, which an extra of onnxgrad installs."""
     return ImportError(f"{what} needs {package}: pip install 'onnxgrad[{extra}]'")
 
 
@@ -256,9 +256,9 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] = ()) -> ValueError:
-    """Return a ValueError for a `name` that is not in `valid`; it suggests similar valid names.
+    """Return a ValueError for a `name` that is not in `valid`, which suggests similar names.
 
-    They are those of `close`, if there are any.
+    It suggests the names `close` if there are any, else valid names that are spelled similarly.
     """
     names = [str(v) for v in valid]
     lower = {n.lower(): n for n in names}
@@ -269,13 +269,19 @@ def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] 
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
 
 
+def join_first(texts: Sequence[object], most: int) -> str:
+    """Return the first `most` texts with commas between them, and how many more there are."""
+    more = f", and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(map(str, texts[:most])) + more
+
+
 def check_options(
     what: str, options: Iterable[str], function: Callable[..., Any], skip: int = 0
 ) -> None:
     """Raise `ValueError` if an option is not a parameter of `function`.
 
     Args:
-        what: what the message calls an option, such as "option of loss 'huber'".
+        what: the kind of option in the message, such as "option of loss 'huber'".
         options: names of options.
         function: function or class that takes the options by name.
         skip: number of leading parameters that are not options.

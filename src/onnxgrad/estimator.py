@@ -1,4 +1,4 @@
-"""The base class of estimators, which imports scikit-learn when scikit-learn asks for it."""
+"""The base class of estimators, which imports scikit-learn only when scikit-learn needs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NotFittedError(ValueError, AttributeError):
     def __new__(cls, *args: Any) -> Self:  # noqa: D102
         # only who has imported scikit-learn's error can catch it
         if cls is NotFittedError and "sklearn.exceptions" in sys.modules:
-            return super().__new__(_with_theirs(), *args)
+            return super().__new__(_combined_error_class(), *args)
         return super().__new__(cls, *args)
 
     def __reduce__(self) -> Any:
@@ -38,15 +38,15 @@ class NotFittedError(ValueError, AttributeError):
 
 
 @cache
-def _with_theirs() -> Any:
-    """Return the class of errors that are ours and scikit-learn's."""
+def _combined_error_class() -> Any:
+    """Return a class of errors that derives from this one and scikit-learn's."""
     from sklearn.exceptions import NotFittedError as Theirs
 
     return type("NotFittedError", (NotFittedError, Theirs), {"__module__": __name__})
 
 
 @cache
-def _parameters(cls: type) -> tuple[str, ...]:
+def _init_arguments(cls: type) -> tuple[str, ...]:
     """Return the names of the arguments of `__init__`."""
     return tuple(signature(cls).parameters)
 
@@ -59,10 +59,10 @@ class BaseEstimator:
     """
 
     def _argument_names(self) -> tuple[str, ...]:
-        return _parameters(type(self))  # type: ignore[arg-type]
+        return _init_arguments(type(self))  # type: ignore[arg-type]
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the arguments of `__init__`; `deep` adds those of nested estimators."""
+        """Return the arguments of `__init__`; `deep` adds the arguments of nested estimators."""
         params: dict[str, Any] = {}
         for name in self._argument_names():
             params[name] = value = getattr(self, name)
@@ -71,7 +71,7 @@ class BaseEstimator:
         return params
 
     def set_params(self, **params: Any) -> Self:
-        """Set arguments of `__init__`; `name__argument` sets that of a nested estimator."""
+        """Set arguments of `__init__`; `name__argument` sets an argument of a nested estimator."""
         valid, nested = self._argument_names(), dict[str, dict[str, Any]]()
         for name, value in params.items():
             head, _, tail = name.partition("__")
@@ -89,30 +89,31 @@ class BaseEstimator:
         shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in self._argument_names())
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    # -- what scikit-learn asks for ---------------------------------------------------------------
+    # -- methods that scikit-learn calls ----------------------------------------------------------
 
-    def _theirs(self) -> Any:
+    def _as_sklearn_estimator(self) -> Any:
         """Return an object with the same attributes that derives from scikit-learn's base, too."""
-        theirs: Any = object.__new__(_derived(type(self)))  # type: ignore[arg-type]
+        theirs: Any = object.__new__(_with_sklearn_base(type(self)))  # type: ignore[arg-type]
         theirs.__dict__ = self.__dict__
         return theirs
 
     def __sklearn_tags__(self) -> Any:
-        return super(BaseEstimator, self._theirs()).__sklearn_tags__()  # type: ignore[misc]
+        return super(BaseEstimator, self._as_sklearn_estimator()).__sklearn_tags__()  # type: ignore[misc]
 
     def get_metadata_routing(self) -> Any:
         """Return the metadata that its methods request of scikit-learn."""
-        return super(BaseEstimator, self._theirs()).get_metadata_routing()  # type: ignore[misc]
+        return super(BaseEstimator, self._as_sklearn_estimator()).get_metadata_routing()  # type: ignore[misc]
 
     def set_fit_request(self, **requests: Any) -> Self:
         """Say which metadata scikit-learn shall pass to `fit`, such as `sample_weight=True`."""
-        return self._request("fit", requests)
+        return self._set_request("fit", requests)
 
     def set_score_request(self, **requests: Any) -> Self:
         """Say which metadata scikit-learn shall pass to `score`, such as `sample_weight=True`."""
-        return self._request("score", requests)
+        return self._set_request("score", requests)
 
-    def _request(self, method: str, requests: dict[str, Any]) -> Self:
+    def _set_request(self, method: str, requests: dict[str, Any]) -> Self:
+        """Store which metadata scikit-learn shall pass to a method."""
         from sklearn import get_config
 
         if not get_config()["enable_metadata_routing"]:
@@ -129,11 +130,11 @@ class BaseEstimator:
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         if "sklearn.base" not in sys.modules:
             return {"text/plain": repr(self)}
-        return super(BaseEstimator, self._theirs())._repr_mimebundle_(**options)  # type: ignore[misc]
+        return super(BaseEstimator, self._as_sklearn_estimator())._repr_mimebundle_(**options)  # type: ignore[misc]
 
 
 @cache
-def _derived(cls: Any) -> type:
+def _with_sklearn_base(cls: Any) -> type:
     """Return `cls` with scikit-learn's base class as another base."""
     from sklearn.base import BaseEstimator as Theirs
 

@@ -1,4 +1,4 @@
-"""Names of packages by their stubs: what `__init__.pyi` lists is imported when it is first used."""
+"""Names that the stub `__init__.pyi` of a package lists, each imported when it is first used."""
 
 from __future__ import annotations
 

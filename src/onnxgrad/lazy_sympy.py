@@ -21,7 +21,7 @@ class _Deferred(ModuleType):
     """Stands in for a module, which is imported when an attribute of it is first used."""
 
     def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:  # onnx_ir itself uses it
+        if sys.modules.get(self.__name__) is self:  # the import of onnx_ir uses it
             del sys.modules[self.__name__]
         module = import_module(self.__name__)
         vars(self).update(vars(module))
@@ -29,8 +29,8 @@ class _Deferred(ModuleType):
 
 
 @contextmanager
-def _deferring(names: Sequence[str]) -> Iterator[None]:
-    """Let imports of modules that are not there yet return stand-ins, in the block only."""
+def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
+    """Let imports in the block return stand-ins for modules that are not imported yet."""
     added = {name: _Deferred(name) for name in names if name not in sys.modules}
     sys.modules.update(added)
     try:
@@ -42,7 +42,7 @@ def _deferring(names: Sequence[str]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finds onnx_ir, and nothing else; once."""
+    """A finder of onnx_ir alone, which removes itself when it has found it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "onnx_ir":
@@ -53,14 +53,14 @@ class _Finder:
             execute = spec.loader.exec_module
 
             def deferring(module: ModuleType) -> None:
-                with _deferring(_DEFERRED):
+                with _import_stand_ins(_DEFERRED):
                     execute(module)
 
             spec.loader.exec_module = deferring  # type: ignore[method-assign]
         return spec
 
 
-def defer() -> None:
-    """Let the first import of onnx_ir defer that of sympy."""
+def defer_sympy_import() -> None:
+    """Let the first import of onnx_ir not import sympy before an attribute of it is used."""
     if "onnx_ir" not in sys.modules:
         sys.meta_path.insert(0, _Finder())

@@ -1,22 +1,23 @@
 """Limits on the size of models and data files, which `set_limits` changes.
 
-They prevent a small file from using all time or memory. `LIMITS` lists them.
+They prevent a small file from using all time or memory.
 """
 
 from __future__ import annotations
 
 import os
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import ModelError, unknown
 
-LIMITS = {  # and their defaults; `set_limits` says what they count
+LIMITS = {  # default of each limit; see `set_limits`
     "nodes": 75_000,
     "rank": 64,
     "dense_elements": 1 << 26,
     "constant_elements": 1 << 26,
     "table_bytes": 1 << 28,
 }
-_chosen: dict[str, int] = {}
+_chosen: dict[str, int | None] = {}
 
 
 def set_limits(**limits: int | None) -> None:
@@ -28,8 +29,8 @@ def set_limits(**limits: int | None) -> None:
         **limits: new values, positive integers, by name. None restores the value of the environment
             variable `ONNXGRAD_MAX_<NAME>`, or the default where it is not set. The names are
 
-            - `nodes` (default 75,000): nodes of a model, including those of subgraphs, after its
-              functions were inlined;
+            - `nodes` (default 75,000): nodes of a model and of its subgraphs, after its functions
+              were inlined;
             - `rank` (64): axes of a tensor;
             - `dense_elements` (2^26): elements of a sparse constant, zeros included;
             - `constant_elements` (2^26): elements of a result that nodes compute from smaller
@@ -53,25 +54,21 @@ def set_limits(**limits: int | None) -> None:
         too many nodes
         >>> og.graph.set_limits(nodes=None)  # restore the default
     """
+    chosen = {}
     for name, value in limits.items():
         if name not in LIMITS:
             raise unknown("limit", name, LIMITS)
-        if value is not None:
-            _positive(value, name)
-    for name, value in limits.items():
-        if value is None:
-            _chosen.pop(name, None)
-        else:
-            _chosen[name] = value
+        chosen[name] = None if value is None else check_count(name, value)
+    _chosen.update(chosen)
 
 
 def limit(name: str) -> int:
     """Return the current value of the limit `name`."""
-    if name in _chosen:
-        return _chosen[name]
+    if (chosen := _chosen.get(name)) is not None:
+        return chosen
     variable = variable_of(name)
-    text = os.environ.get(variable)
-    return LIMITS[name] if not text else _positive(text, variable)
+    text = os.environ.get(variable, "")
+    return check_count(variable, int(text) if text.isdecimal() else text) if text else LIMITS[name]
 
 
 def variable_of(name: str) -> str:
@@ -86,10 +83,7 @@ def check_limit(name: str, count: int, what: str, error: type[Exception] = Model
         name: a key of `LIMITS`.
         count: the size to check.
         what: the beginning of the message: the node, tensor or file, and its problem.
-        error: the class of the error.
-
-    Raises:
-        ModelError: or `error`; the message says how to raise the limit.
+        error: class of the error, whose message says how to raise the limit.
     """
     maximum = limit(name)
     if count > maximum:
@@ -98,13 +92,3 @@ def check_limit(name: str, count: int, what: str, error: type[Exception] = Model
             f"{what}: {number}, where the limit is {maximum}; raise it with "
             f"onnxgrad.graph.set_limits({name}=...) or the environment variable {variable_of(name)}"
         )
-
-
-def _positive(value: int | str, name: str) -> int:
-    try:
-        number = int(value) if isinstance(value, str) else value
-    except ValueError:
-        number = 0
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"limit {name} must be a positive integer, not {value!r}")
-    return number

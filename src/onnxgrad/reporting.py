@@ -1,4 +1,4 @@
-"""The logger "onnxgrad", and the levels that `verbose` and `enable_logging` turn on in it."""
+"""The logger "onnxgrad", and the levels that `verbose` and `enable_logging` enable in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxgrad.errors import printable
 logger = logging.getLogger("onnxgrad")
 
 
-def _escape(record: logging.LogRecord) -> bool:
+def _escape_record(record: logging.LogRecord) -> bool:
     """Make the message of a record printable: it may show names from model files."""
     text = record.getMessage()
     if not text.isprintable():
@@ -25,14 +25,14 @@ def _escape(record: logging.LogRecord) -> bool:
     return True
 
 
-logger.addFilter(_escape)
+logger.addFilter(_escape_record)
 
 
 def escape_loggers(package: str) -> None:
     """Make the messages of the existing loggers of another package printable."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(f"{package}."):
-            logging.getLogger(name).addFilter(_escape)
+            logging.getLogger(name).addFilter(_escape_record)
 
 
 _SILENT = logging.CRITICAL + 1
@@ -42,7 +42,7 @@ _call_level: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
 
 @lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
-    """Warn unless this message was logged before: a file is read many times for one training."""
+    """Log a warning once, as one training may read a file many times."""
     logger.warning("%s", message)
 
 
@@ -63,23 +63,23 @@ def reporting(level: int | None) -> Iterator[None]:
         if level is None:
             yield
             return
-        _active.add(level)
+        _running_calls.add(level)
         try:
             yield
         finally:
-            _active.remove(level)
+            _running_calls.remove(level)
     finally:
         _call_level.reset(token)
 
 
-class _Active(logging.Filter):
-    """The levels of the calls that are running; as a filter, it passes the records they enable."""
+class _RunningCalls(logging.Filter):
+    """The levels of the running calls, and a filter that passes the records they enable."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = Lock()
         self._levels: list[int] = []
-        self._own = self._set = logging.NOTSET  # level set by the program, and by this class
+        self._own = self._set = logging.NOTSET  # levels set by the program, and by this class
         self._was_disabled = False
         self._handler: logging.Handler | None = None
 
@@ -87,23 +87,24 @@ class _Active(logging.Filter):
         """Enable messages of `level` when a call begins."""
         with self._lock:
             if not self._levels:
-                self._begin()
+                self._attach_to_logger()
             self._levels.append(level)
-            self._apply()
+            self._update_level()
 
     def remove(self, level: int) -> None:
         """Undo `add` when the call ends."""
         with self._lock:
             self._levels.remove(level)
-            self._apply()
+            self._update_level()
             if not self._levels:
-                self._end()
+                self._detach_from_logger()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the running call, or the program, has enabled the level of `record`."""
         return record.levelno >= min(_call_level.get(), self._level_of_program())
 
-    def _begin(self) -> None:
+    def _attach_to_logger(self) -> None:
+        """Add this filter to the logger, and a handler if the program has none."""
         self._own = self._set = logger.level
         self._was_disabled, logger.disabled = logger.disabled, False
         logger.addFilter(self)
@@ -111,15 +112,16 @@ class _Active(logging.Filter):
             self._handler = logging.StreamHandler()
             logger.addHandler(self._handler)
 
-    def _end(self) -> None:
+    def _detach_from_logger(self) -> None:
+        """Undo `_attach_to_logger`."""
         if self._handler is not None:
             logger.removeHandler(self._handler)
             self._handler = None
         logger.removeFilter(self)
         logger.disabled = self._was_disabled
 
-    def _apply(self) -> None:
-        """Set the lowest level that the active calls and the program need.
+    def _update_level(self) -> None:
+        """Set the lowest level that the running calls and the program need.
 
         The program may have changed its level since the last call.
         """
@@ -129,11 +131,12 @@ class _Active(logging.Filter):
         logger.setLevel(self._set)
 
     def _level_of_program(self) -> int:
+        """Return the level that the program has set for the logger."""
         parent = logger.parent
         return self._own or (parent.getEffectiveLevel() if parent else logging.WARNING)
 
 
-_active = _Active()
+_running_calls = _RunningCalls()
 
 
 def frames_inside() -> int:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onnxgrad import add_loss_output
-from onnxgrad.tasks.model_with_loss import with_loss
+from onnxgrad.tasks.rows_task import with_loss
 from tests.support.commands import (
     LAYERS,
     LINEAR,

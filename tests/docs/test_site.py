@@ -10,20 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from published import LINES, UnavailableError, fetched_tokenizer, models, unpack_here
+from published import LINES, UnavailableError, models, unpack_here
 
 from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import TrainOptions
-from tests.support.pages import DOCS, TUTORIALS, code_of
-from tests.support.running import in_sweep
+from tests.support.pages import DOCS, TUTORIALS
 
 UNPACKED = re.compile(r"^unpack_here\(\"(.*)\"\)$", re.MULTILINE)
-# pages whose code runs in an empty folder; the language model's is made by the build
-PASTED = [
-    *map(in_sweep, ("index.md", "hold/image_classifier.md", "hold/quantized.md")),
-    *map(in_sweep, ("hold/detector.md", "hold/sentence_encoder.md", "hold/scikit_learn.md")),
-    "hold/speech.md",
-]
 
 
 def printed_by_code(code: str) -> str:
@@ -54,23 +47,6 @@ def extensions(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "_ext"))
 
 
-@pytest.mark.parametrize("page", PASTED)
-def test_page_runs_in_an_empty_folder(page, tmp_path, monkeypatch):
-    """What a reader sees is all that is run, after the commands of the page."""
-    monkeypatch.chdir(tmp_path)
-    code = "\n".join(code_of(page))
-    for package in {"sklearn", "skl2onnx", "PIL", "tokenizers"}:
-        if re.search(rf"^(from|import) {package}\b", code, re.MULTILINE):
-            pytest.importorskip(package)
-    for name in UNPACKED.findall((DOCS / page).read_text()):
-        lay_model(name)
-    if page == "hold/sentence_encoder.md":
-        Path("published/tokenizer").mkdir()
-        Path("published/tokenizer/tokenizer.json").symlink_to(fetched_tokenizer())
-    assert printed_by_code(code).strip()
-    assert "__file__" not in code
-
-
 @pytest.mark.sweep
 def test_first_training_runs_in_an_empty_folder(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
@@ -95,9 +71,9 @@ def test_commands_download_what_the_page_reads():
 
 
 def test_options_are_those_of_the_code(extensions):
-    """The page of the command line has every command and option, and says what `--json` prints."""
-    page, shell = (DOCS / "cli.md").read_text(), importlib.import_module("cli_options")
-    text = shell.section("train", shell.commands()["train"]).astext()
+    """The page of `onnxgrad train` has every option."""
+    shell = importlib.import_module("cli_options")
+    text = shell.options_section("train", shell.commands()["train"]).astext()
     described = Described.fields_of(TrainOptions).values()
     names = [n for each in described if not each.positional for n in each.names]
     names += [f"--{each.name.replace('_', '-')}" for each in described if not each.names]
@@ -106,9 +82,20 @@ def test_options_are_those_of_the_code(extensions):
     # arguments have no names: they are shown in capitals
     missing = [name for name in shown if name not in text and name[2:].upper() not in text]
     assert missing == []
-    assert "```{commands}\n```" in page
-    keys = page[page.index("## Keys") :]
-    assert [name for name in shell.commands() if f"\n| `{name}` |" not in keys] == []
+
+
+def test_every_command_has_a_page(extensions):
+    """It has the help, the options and the keys of `--json`, and the index leads to it."""
+    names = set(importlib.import_module("cli_options").commands())
+    index = (DOCS / "cli.md").read_text()
+    assert {path.stem for path in (DOCS / "cli").glob("*.md")} == names
+    assert set(re.findall(r"^cli/(\w+)$", index, re.MULTILINE)) == names
+    for name in names:
+        page = (DOCS / "cli" / f"{name}.md").read_text()
+        assert f"](cli/{name}.md) |" in index
+        assert f"```{{command-help}} {name}\n```" in page
+        assert f"```{{command-options}} {name}\n```" in page
+        assert f"\n| `{name}` |" in page[page.index("## Keys of `--json`") :]
 
 
 def test_picture_of_the_idea_is_that_of_today(monkeypatch):

@@ -1,6 +1,6 @@
-"""The tutorials, recipes and guides run as they stand, and check themselves.
+"""The tutorials and guides run as they stand, and check themselves.
 
-Building the site runs them, too: so here, they run in the sweep, but for one recipe and one page.
+Building the site runs them, too: so here, they run in the sweep, but for one page.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from published import UnavailableError, unpack_here
 from tests.support.pages import DOCS, TUTORIALS, code_of, require_imports
 from tests.support.running import in_sweep
 
-QUICK = ("own_rule", "concepts.md")
-RECIPES = sorted((DOCS / "recipes").glob("*.py"))
-SCRIPTS = [*RECIPES, TUTORIALS / "first_training.py", TUTORIALS / "finetune.py"]
-PAGES = [*sorted(f"guides/{path.name}" for path in (DOCS / "guides").glob("*.md")), "concepts.md"]
+QUICK = "concepts.md"
+SCRIPTS = [TUTORIALS / "first_training.py", TUTORIALS / "finetune.py"]
+PAGES = [f"guides/{path.name}" for path in sorted((DOCS / "guides").glob("from_*.md"))] + [QUICK]
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,9 @@ def pictures_in_a_temporary_folder(tmp_path, monkeypatch):
     plt.close("all")
 
 
-@pytest.mark.filterwarnings("ignore:the loss does not depend on")  # own_rule.py shows it
 @pytest.mark.parametrize(
     "path",
-    [path if path.stem in QUICK else in_sweep(path) for path in SCRIPTS],
+    [in_sweep(path) for path in SCRIPTS],
     ids=[path.stem for path in SCRIPTS],
 )
 def test_script(path: Path, capsys):
@@ -51,7 +49,7 @@ def test_script(path: Path, capsys):
     assert plt.get_fignums(), "no picture"
 
 
-@pytest.mark.parametrize("page", [page if page in QUICK else in_sweep(page) for page in PAGES])
+@pytest.mark.parametrize("page", [page if page == QUICK else in_sweep(page) for page in PAGES])
 def test_page(page: str):
     code = "\n".join(code_of(page))
     require_imports(code)

@@ -10,7 +10,7 @@ import pytest
 from language_models import SENTENCES
 
 import onnxgrad as og
-from onnxgrad.language.generation import Choice
+from onnxgrad.language.generation import TokenChoice
 from tests.support.errors import naming
 from tests.support.models import parse_model
 
@@ -65,9 +65,9 @@ def test_draws_follow_a_seed_and_the_probabilities(genai_folder, forget_genai):
     rng, scores = np.random.default_rng(0), np.log([0.5, 0.3, 0.15, 0.05])
     counts = np.zeros(4)
     for _ in range(4000):
-        counts[Choice(1.0, 0.7).of(scores, rng)] += 1
+        counts[TokenChoice(1.0, 0.7).choose_token(scores, rng)] += 1
     np.testing.assert_allclose(counts / 4000, [0.625, 0.375, 0, 0], atol=0.03)
-    assert {Choice(1.0, 0.5).of(np.zeros(4), rng) for _ in range(100)} == {0, 1}
+    assert {TokenChoice(1.0, 0.5).choose_token(np.zeros(4), rng) for _ in range(100)} == {0, 1}
 
 
 def test_what_generation_refuses(genai_folder):

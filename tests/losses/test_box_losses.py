@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxgrad.losses.boxes import box_iou, distribution_focal, varifocal
+from onnxgrad.losses.image_losses import box_iou, distribution_focal, varifocal
 from tests.support.detection_cases import (
     assert_same_values,
     random_boxes,

@@ -7,9 +7,8 @@ import pytest
 
 from onnxgrad import Trainer
 from onnxgrad.errors import ModelError
-from onnxgrad.losses.other_models import LossModel
+from onnxgrad.losses.other_models import LossModel, distillation
 from onnxgrad.losses.output_losses import OutputLoss
-from onnxgrad.losses.teacher_loss import distillation
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep

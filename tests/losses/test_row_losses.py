@@ -6,8 +6,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.label_checks import require_labels
+from onnxgrad.losses.info import LossInfo, require_labels
 from onnxgrad.model.convert import to_proto
 from tests.support.errors import naming
 from tests.support.models import parse_model

@@ -508,11 +508,11 @@ def test_outputs():
         ("cross_entrop", {}, ["loss", "'cross_entrop'", "'cross_entropy'"]),
         (3, {}, ["loss", "3"]),
         ("mse", {"class_weight": [1, 2]}, ["class_weight", "'squared_error'"]),
-        ("mse", {"loss_weights": {"y": 2}}, ["loss_weights", "by output"]),
+        ("mse", {"loss_weights": {"y": 2}}, ["loss_weights", "{output: loss}"]),
         ({}, {}, ["loss", "no output"]),
         ({"y": "mse"}, {"loss_weights": {"z": 2}}, ["output", "loss_weights", "'z'"]),
         ({"y": "mse"}, {"loss_weights": {"y": np.inf}}, ["finite", "inf"]),
-        ({"y": "ce"}, {"class_weight": [1, 2]}, ["class_weight", "by output"]),
+        ({"y": "ce"}, {"class_weight": [1, 2]}, ["class_weight", "{output: ...}"]),
         ({"y": "ce"}, {"options": {"z": {}}}, ["output", "options", "'z'"]),
     ],
 )

@@ -77,11 +77,11 @@ def test_limits_can_be_set(monkeypatch):
         set_limits(nodes=None)
     assert limit("nodes") == 3
     monkeypatch.setenv(variable_of("nodes"), "many")
-    with pytest.raises(ValueError, match=naming(variable_of("nodes"), "positive integer")):
+    with pytest.raises(ValueError, match=naming(variable_of("nodes"), "1 or more", "many")):
         limit("nodes")
     with pytest.raises(ValueError, match="Unknown limit 'node'"):
         set_limits(node=3)
-    with pytest.raises(ValueError, match="positive integer, not 0"):
+    with pytest.raises(ValueError, match=naming("nodes", "1 or more", "0")):
         set_limits(nodes=0)
 
 

@@ -347,8 +347,11 @@ def test_the_first_pattern_counts():
 WRONG = [  # an optimizer, and what the message must name
     (lambda: of.adamw(exclude="*bias"), ["exclude=('*bias',)"]),
     (lambda: of.adam(exclude=("*bias",)), ["weight_decay"]),
-    (lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))), ["begin the chain"]),
-    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["behind it"]),
+    (
+        lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))),
+        ["ClipByGlobalNorm", "first in the chain"],
+    ),
+    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["averages", "after it"]),
     (lambda: of.ema(of.swa(of.adam(), 1)), ["Swa", "averages"]),
     (lambda: of.lookahead(of.schedule_free()), ["ScheduleFree", "averages"]),
     (lambda: of.ema("adam"), ["adam()", "'adam'"]),

@@ -14,12 +14,12 @@ import onnxgrad as og
 from onnxgrad.graph import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.parallel.collectives import MESSAGES, all_reduce
-from onnxgrad.parallel.part import Part
-from onnxgrad.parallel.pieces import cut
+from onnxgrad.parallel.pieces import cut_at_exchanges
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.sharing import _leaf_texts as flat
 from tests.support import parallel_worker as worker
 from tests.support.commands import succeed
-from tests.support.models import initializer_arrays
+from tests.support.models import initializer_arrays, parse_model
 from tests.support.process_pool import (
     errors_of_group,
     results_of_group,
@@ -30,6 +30,7 @@ from tests.support.process_pool import (
 from tests.support.running import in_sweep
 
 torch = pytest.importorskip("torch")
+Image = pytest.importorskip("PIL.Image")
 
 
 @cache
@@ -211,12 +212,28 @@ def test_processes_without_a_group_are_told(monkeypatch):
 
 
 @pytest.mark.sweep  # the groups of `test_parallel_failures` start it by mpirun
-def test_the_command_line_trains_together(tmp_path):
-    (tmp_path / "model.onnx").write_bytes(worker.network_file("mlp"))
-    X, y = worker.rows_and_labels("mlp")
-    np.savez(tmp_path / "data.npz", x=X, label=y)
-    options = "--loss cross_entropy --target label --epochs 3 --no-curves --seed 3 --output".split()
-    files = [tmp_path / "model.onnx", tmp_path / "data.npz"]
+@pytest.mark.parametrize("task", ["table", "images"])
+def test_the_command_line_trains_together(tmp_path, task):
+    options = "--loss cross_entropy --epochs 3 --no-curves --seed 3 --output".split()
+    if task == "table":
+        (tmp_path / "model.onnx").write_bytes(worker.network_file("mlp"))
+        X, y = worker.rows_and_labels("mlp")
+        np.savez(tmp_path / "data.npz", x=X, label=y)
+        files = [tmp_path / "model.onnx", tmp_path / "data.npz"]
+        options = ["--target", "label", *options]
+    else:
+        text = """f (float[N,3,8,8] x) => (float[N,2] z)
+            { p = GlobalAveragePool(x) h = Flatten(p) z = MatMul(h, W) }"""
+        onnx.save(parse_model(text, W=np.eye(3, 2, dtype=np.float32)), tmp_path / "model.onnx")
+        rng = np.random.default_rng(0)
+        for name in ("dark", "light"):
+            (tmp_path / "photos" / name).mkdir(parents=True)
+            for i in range(12):
+                pixels = rng.integers(0, 100, (8, 8, 3), np.uint8) + 100 * (name == "light")
+                Image.fromarray(pixels.astype(np.uint8)).save(
+                    tmp_path / "photos" / name / f"{i}.png"
+                )
+        files = [tmp_path / "model.onnx", tmp_path / "photos"]
     command = ["-m", "onnxgrad", "train", *files, *options]
     two = run_program(torchrun(2, *command, tmp_path / "two.onnx"))
     assert two.returncode == 0, two.stderr[-3000:]
@@ -246,7 +263,7 @@ def _chain() -> ir.Model:
 
 
 def test_a_graph_is_cut_at_its_exchanges():
-    pieces = cut(_chain())
+    pieces = cut_at_exchanges(_chain())
     assert [len(p.exchanges) for p in pieces] == [1, 1, 0]
     assert [n.op_type for n in pieces[0].model.graph.node] == ["Mul"]
     read = [{x.name for x in p.model.graph.input} for p in pieces]
@@ -272,8 +289,8 @@ def test_half_of_a_large_message_is_sent_earlier():
     op.give([y, count])
     y.shape = ir.Shape([6, 3])
     model = ir.Model(graph, ir_version=10)
-    assert [len(p.exchanges) for p in cut(model, 100)] == [4, 0]
-    pieces = cut(model, 50)
+    assert [len(p.exchanges) for p in cut_at_exchanges(model, 100)] == [4, 0]
+    pieces = cut_at_exchanges(model, 50)
     operators = [[node.op_type for node in p.model.graph.node] for p in pieces]
     assert operators == [["Abs", "Neg"], ["Exp", "Sin"], ["Concat"]]
     assert [len(p.exchanges) for p in pieces] == [2, 2, 0]
@@ -293,7 +310,7 @@ def test_sums_of_parts_of_a_vector_are_one_message():
     op.give([y, count])
     y.shape = ir.Shape([10])
     rewrite(graph, GROUPS[MESSAGES])
-    first, *_ = cut(ir.Model(graph, ir_version=10))
+    first, *_ = cut_at_exchanges(ir.Model(graph, ir_version=10))
     sent = {e.shape: e.ratio for e in first.exchanges}
     assert sent == {(10,): ("r", count.name), (): ()}
 

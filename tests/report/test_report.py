@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.report import figures, measures
+from onnxgrad.report import figures, predictions, recorder
 from onnxgrad.report.run import load_run
 from tests.support.commands import as_json, assert_names, refusal, succeed
 from tests.support.errors import naming
@@ -187,7 +187,7 @@ def test_histograms_are_those_of_numpy(recorded_classifier):
     run, before = recorded_values(folder), initializer_arrays(recorded_network(3))
     for key, weights in (("before", before), ("after", trainer.state.weights)):
         for name, w in weights.items():
-            counts, edges = np.histogram(w.astype(float), measures.BINS)
+            counts, edges = np.histogram(w.astype(float), predictions.BINS)
             assert run[key][name]["counts"] == counts.tolist()
             assert [run[key][name]["low"], run[key][name]["high"]] == [edges[0], edges[-1]]
 
@@ -254,7 +254,7 @@ def test_residuals_are_those_of_numpy(recorded_regressor):
     assert column["rmse"] == pytest.approx(np.sqrt((residuals**2).mean()), rel=1e-5)
     points = np.array(column["points"])
     np.testing.assert_allclose(points[:, 1] - points[:, 0], residuals, rtol=1e-4, atol=1e-6)
-    assert column["residuals"]["counts"] == np.histogram(residuals, measures.BINS)[0].tolist()
+    assert column["residuals"]["counts"] == np.histogram(residuals, predictions.BINS)[0].tolist()
     assert found["worst"][0]["row"] == np.abs(residuals).argmax()
     assert "RMSE" in page_of(folder)
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
     trainer.fit(iter(batches), epochs=1)
     page = PageReader(page_of(tmp_path)).text
     assert_names(page, "Predictions were not ... no validation data")
-    assert_names(page, "by operator were not ... told so")
+    assert_names(page, "by operator were not ... profile=0")
 
 
 def test_a_training_that_breaks_off_is_recorded(tmp_path):
@@ -344,14 +344,16 @@ def test_a_resumed_training_goes_on_with_its_records(tmp_path):
     assert [r["since"] for r in run["norms"]] == [0, 4, 8, 12]
     assert run["first_step"] == 0
     assert len(run["environments"]) == 1
-    assert run["before"] == measures.histograms(initializer_arrays(recorded_network(3)))
+    weights = initializer_arrays(recorded_network(3))
+    assert run["before"] == {name: predictions.histogram(w) for name, w in weights.items()}
 
 
-def test_many_records_are_thinned():
-    records, stride = list(range(measures.MOST + 1)), 1
-    assert measures.thin(records, stride) == 2
-    assert records[-1] == measures.MOST
-    assert len(records) == measures.MOST // 2 + 1
+def test_many_records_are_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "MOST_NORMS", 4)
+    train_recorded(tmp_path, epochs=8)
+    run = recorded_values(tmp_path)
+    assert [r["step"] for r in run["norms"]] == [4, 20, 32]
+    assert [r["since"] for r in run["norms"]] == [0, 16, 24]
 
 
 # -- what is read ---------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def test_damaged_files_are_refused(tmp_path, content):
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     (tmp_path / "a.txt").write_text("")
-    for name, message in (("a.csv", "'step'"), ("a.txt", "no recorded training")):
+    for name, message in (("a.csv", "'step'"), ("a.txt", "Recorder")):
         with pytest.raises(ValueError, match=naming(name, message)):
             og.plot.write_report(tmp_path / name)
     for path in (tmp_path, tmp_path / "nothing"):

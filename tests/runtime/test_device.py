@@ -373,7 +373,7 @@ def test_a_module_runs_on_the_device_of_its_tensors(machine, monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream())
     module = OnnxModule(two_column_model())
     weights = [p.detach().requires_grad_() for p in module.parameters()]
-    variant = module._build(torch.device(name), tuple(w.dtype for w in weights))
+    variant = module._build_variant(torch.device(name), tuple(w.dtype for w in weights))
     x = torch.from_numpy(X)
     variant.graph((x, *weights))[0].sum().backward()
     torch.testing.assert_close(weights[0].grad.ravel(), x.sum(0))

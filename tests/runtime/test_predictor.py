@@ -1,6 +1,7 @@
 """`Predictor` against a plain session of onnxruntime."""
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from onnxgrad.reporting import warn_once
@@ -50,6 +51,38 @@ def test_arrays_are_cast_to_the_dtypes_of_inputs():
     assert [np.shape(y) for y in wide] == [np.shape(y) for y in plain.values()]
 
 
+def test_a_session_computes_from_arrays_and_ortvalues_among_other_values():
+    model = parse_model(
+        """f (float[N,3] x, float[3,2] w) => (float[N,2] y, float[N,2] z)
+        { y = MatMul(x, w) z = Neg(y) }"""
+    )
+    predictor = Predictor(ort.InferenceSession(model.SerializeToString()), ["z"], fixed_rows=0)
+    values = {"w": ort.OrtValue.ortvalue_from_numpy(WEIGHTS), "x": X, "unused": COUNTS}
+    expected = run_named(model, {"x": X, "w": WEIGHTS})
+    np.testing.assert_array_equal(predictor.compute(values)[0], expected["z"])
+    np.testing.assert_array_equal(predictor.compute(values, ["y"])[0], expected["y"])
+
+
+@pytest.mark.parametrize(("rows", "size"), [("N", 4), ("N", None), (4, None)])
+def test_an_array_without_rows_goes_into_every_call(rows, size):
+    model = parse_model(
+        f"f (float[{rows},3] x, float[3,2] w) => (float[{rows},2] y) {{ y = MatMul(x, w) }}"
+    )
+    predictor = Predictor(model, fixed_rows=0 if rows == "N" else rows)
+    found = predictor.run_rows({"w": WEIGHTS, "x": X}, size, {"w"})
+    np.testing.assert_allclose(found["y"], X @ WEIGHTS, rtol=1e-5)
+
+
+def test_calls_whose_outputs_differ_in_length_are_named():
+    model = parse_model(
+        "f (int64[N] k) => (int64[N,M] y) { r = Unsqueeze(k, one) "
+        "m = ReduceMax<keepdims=1>(k) s = Concat<axis=0>(one, m) y = Expand(r, s) }",
+        one=np.int64([1]),
+    )
+    with pytest.raises(ValueError, match=naming("'y'", "[N, 4]", "[N, 6]")):
+        Predictor(model).run_rows({"k": np.int64([3, 4, 5, 6])}, 2)
+
+
 def test_inputs_that_are_missing_or_unknown_are_named():
     predictor = Predictor(two_input_model())
     with pytest.raises(ValueError, match=naming("['k']", "x")):
@@ -74,6 +107,11 @@ def test_an_output_as_long_as_a_part_of_a_static_batch_has_no_rows():
     assert [*predictor.run_rows({"x": X[:3]})] == ["y"]
     with pytest.raises(ValueError, match=naming("'m'", "outputs")):
         predictor.predict({"x": X[:3]})
+
+
+def test_a_static_batch_needs_a_row():
+    with pytest.raises(ValueError, match=naming("4 rows", "no row")):
+        Predictor(two_input_model(4)).run_rows({"x": X[:0], "k": COUNTS[:0]})
 
 
 def test_no_rows():

@@ -26,7 +26,7 @@ from onnxgrad.schedules.curves import (
     step_decay,
 )
 from onnxgrad.schedules.plateaus import plateau
-from onnxgrad.schedules.rates import OfMembers
+from onnxgrad.schedules.rates import MemberRates
 from tests.support.errors import naming
 from tests.support.running import in_sweep
 
@@ -349,7 +349,7 @@ def test_each_member_of_a_stack_observes_its_own_numbers_until_it_is_frozen():
     state = SimpleNamespace(schedule={}, frozen={})
     members = [schedules[k % 2].rates_of_training(state, None, k) for k in range(3)]
     assert [member.steady for member in members] == [False, True, False]
-    stack = OfMembers(members, state)
+    stack = MemberRates(members, state)
     assert not stack.steady
     for step, losses in enumerate([(3.0, 3.0, 3.0), (2.0, 4.0, 4.0), (1.0, 4.0, 5.0)]):
         stack.observe({"step": step, "validation_loss": np.array(losses)})

@@ -1,4 +1,4 @@
-"""Scripts of `docs/tutorials` as modules, and the code of pages."""
+"""Scripts of `docs/tutorials` as modules, and the code and the shell lines of pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -16,7 +17,19 @@ TUTORIALS = DOCS / "tutorials"
 OPTIONAL = (
     "PIL jax matplotlib optax pandas scipy skl2onnx sklearn torch torchmetrics transformers".split()
 )
-CELL = re.compile(r"^```\{code-cell\} python\n((?::[^\n]*\n)*)(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^% not run: ([^\n]+)\n)?^```(\{code-cell\} python|bash)\n((?::[^\n]*\n)*)(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class PageBlock(NamedTuple):
+    """A cell of Python, or a block of shell lines, of a page."""
+
+    kind: str  # "python" or "bash"
+    code: str
+    hidden: bool  # the reader does not see it
+    not_run: str  # why the lines cannot run in a test, or ""
 
 
 def load_script(path: Path) -> ModuleType:
@@ -27,10 +40,20 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def blocks_of(page: str) -> list[PageBlock]:
+    """Return the cells of Python and the blocks of shell lines of a page, in their order.
+
+    A comment above a block, `% not run: WHY`, says that its lines cannot run in a test.
+    """
+    return [
+        PageBlock(kind.rpartition(" ")[2], code, "remove-cell" in options, not_run)
+        for not_run, kind, options, code in BLOCK.findall((DOCS / page).read_text())
+    ]
+
+
 def code_of(page: str) -> list[str]:
     """Return the cells of a page that its readers see."""
-    cells = CELL.findall((DOCS / page).read_text())
-    return [code for options, code in cells if "remove-cell" not in options]
+    return [b.code for b in blocks_of(page) if b.kind == "python" and not b.hidden]
 
 
 def require_imports(code: str) -> None:

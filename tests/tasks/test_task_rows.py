@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 import onnxgrad as og
+from onnxgrad.model.convert import in_precision
 from tests.support.commands import (
     LAYERS,
     LINEAR,
@@ -245,6 +247,21 @@ def test_trained_images_need_the_folder_only(tmp_path, trained_by):
     assert [row["label"] for row in printed] == [row["label"] for row in rows]
 
 
+def test_images_train_a_model_of_16_bits(tmp_path):
+    save_image_model(3)
+    onnx.save(in_precision(onnx.load("colors.onnx"), ir.DataType.FLOAT16), "half.onnx")
+    write_colors(tmp_path / "photos", ["blue", "green", "red"])
+    task = og.tasks.Images("half.onnx", "photos", normalize="imagenet")
+    trainer = task.trainer(learning_rate=0.1)
+    trainer.fit(task.data, validation=task.validation, epochs=15).save("trained.onnx")
+    rows = og.tasks.Images("trained.onnx").predict("trained.onnx", "photos")
+    assert [row["label"] for row in rows] == [row["file"].split("/")[1] for row in rows]
+    pixels = np.asarray(Image.open(rows[0]["file"]), np.float32) / 255
+    x = (pixels - np.float32([0.485, 0.456, 0.406])) / np.float32([0.229, 0.224, 0.225])
+    z = run_file("trained.onnx", x=np.moveaxis(x, -1, 0)[None].astype(np.float16))
+    np.testing.assert_allclose(rows[0]["z"], z[0], rtol=2e-3)
+
+
 NORMALIZED = """g (float[N,3,8,8] x) => (float[N,2] z) {
     h = BatchNormalization(x, one, zero, zero, one)
     p = GlobalAveragePool(h) f = Flatten(p) z = MatMul(f, W) }"""
@@ -326,8 +343,9 @@ def test_classes_that_a_model_does_not_have(tmp_path):
 # -- texts -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trained_by", ["python", "shell"])
-def test_texts_train_as_in_the_shell(tmp_path, trained_by):
+@pytest.fixture
+def language_model(tmp_path):
+    """The folder of a small language model, and texts beside it."""
     pytest.importorskip("tokenizers")
     from tests.support.text_models import bpe_tokenizer, text_beginnings, token_model
 
@@ -341,6 +359,23 @@ def test_texts_train_as_in_the_shell(tmp_path, trained_by):
     (tmp_path / "lm" / "tokenizer_config.json").write_text(json.dumps(special))
     rows = [json.dumps({"text": text}) for text in text_beginnings(30)]
     (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+
+
+def test_texts_train_a_model_of_16_bits(language_model):
+    whole = onnx.load("lm/model.onnx")
+    onnx.save(in_precision(whole, ir.DataType.FLOAT16), "lm/model.onnx")
+    before = og.tasks.Texts("lm").evaluate("texts.jsonl")["loss"]
+    task = og.tasks.Texts("lm", "texts.jsonl")
+    trainer = task.trainer()
+    trainer.fit(task.data, validation=task.validation, epochs=2)
+    og.save_folder(trainer.model, "out", og.load_folder("lm"))
+    after = onnx.load("out/model.onnx")
+    assert {t.data_type for t in after.graph.initializer} & {onnx.TensorProto.FLOAT16}
+    assert og.tasks.Texts("out").evaluate("texts.jsonl")["loss"] < before
+
+
+@pytest.mark.parametrize("trained_by", ["python", "shell"])
+def test_texts_train_as_in_the_shell(language_model, trained_by):
     task = og.tasks.Texts("lm", "texts.jsonl")
     assert task.loss == "causal_lm"
     if trained_by == "python":

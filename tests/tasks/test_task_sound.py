@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.tasks import sound_events
 from onnxgrad.tasks.sound import Sound
 from tests.support.errors import naming
 from tests.support.exports import export_module
@@ -337,21 +336,26 @@ def test_predictions_of_clips(tmp_path):
 
 
 def test_events_are_written(tmp_path):
-    task = Sound(one_layer_model(4, 1, "Sigmoid"), rate=4, word="beep")
-    scores = np.array([0.1, 0.9, 0.8, 0.2, 0.7, 0.1, 0.1, 0.6])[:, None]
-    seconds = (np.arange(8.0), 1.0, 1.0), ["beep"], "background"
-    heard = sound_events.hear(scores, *seconds, 0.5, 0.0)
-    assert heard.events == [(1, 3, "beep", 0.9), (4, 5, "beep", 0.7), (7, 8, "beep", 0.6)]
-    held = sound_events.hear(scores, *seconds, 0.5, 1.0)
+    first = np.float32([[1], [0], [0], [0]])  # of the four samples of a second
+    model = parse_model("f (float[N,4] x) => (float[N,1] y) { y = MatMul(x, w) }", w=first)
+    task = Sound(model, rate=4, word="beep", activation="none")
+    scores = np.float32([0.125, 0.875, 0.75, 0.25, 0.625, 0.125, 0.125, 0.5625])
+
+    def hear(**options):
+        [heard] = task.predict(task.model, [np.repeat(scores, 4)], **options)
+        return heard
+
+    heard, held = hear(threshold=0.5), hear(threshold=0.5, hold=1.0)
+    assert heard.events == [(1, 3, "beep", 0.875), (4, 5, "beep", 0.625), (7, 8, "beep", 0.5625)]
     assert [event[:2] for event in held.events] == [(1, 5), (7, 8)]
-    assert sound_events.hear(scores, *seconds, 0.95, 1.0).label is None
+    assert hear(threshold=0.95, hold=1.0).label is None
     files = task.write(["a/x.wav", "b/x.wav"], [heard, held], tmp_path / "out")
     assert [f.name for f in files] == ["events.csv", "x.txt", "x-2.txt"]
     assert files[1].read_text().splitlines()[0] == "1.000000\t3.000000\tbeep"
     rows = list(csv.DictReader(files[0].open()))
     assert len(rows) == 5
     assert list(rows[3]) == ["file", "start", "end", "label", "score"]
-    assert list(rows[3].values()) == ["b/x.wav", "1.0", "5.0", "beep", "0.9"]
+    assert list(rows[3].values()) == ["b/x.wav", "1.0", "5.0", "beep", "0.875"]
 
 
 def test_outputs_that_are_no_probabilities():

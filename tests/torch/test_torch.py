@@ -204,9 +204,9 @@ def test_frozen_weights_cost_nothing_but_can_change(net, module):
     module.requires_grad_(False)
     module.get_parameter("4.bias").requires_grad_()
     module(x).sum().backward()
-    [passes] = next(iter(module._variants.values())).graph._passes.values()
-    assert passes.names == ["4.bias"]
-    assert passes.saved == []
+    [sessions] = next(iter(module._variants.values())).graph._session_pairs.values()
+    assert sessions.names == ["4.bias"]
+    assert sessions.saved == []
     with torch.no_grad():
         for p, q in zip(net.parameters(), module.parameters(), strict=True):
             p += 1
@@ -924,8 +924,8 @@ def test_recompute(net, recompute):
     for m in (net, module):
         F.mse_loss(m(x), y).backward()
     assert_same_gradients(module, net)
-    [passes] = next(iter(module._variants.values())).graph._passes.values()
-    assert len(passes.saved) == (0 if recompute == "all" else 2)
+    [sessions] = next(iter(module._variants.values())).graph._session_pairs.values()
+    assert len(sessions.saved) == (0 if recompute == "all" else 2)
 
 
 # -- bad input --------------------------------------------------------------------------------
@@ -1078,7 +1078,7 @@ def test_bad_models(tmp_path):
         OnnxModule(tmp_path / "missing.onnx")
     with pytest.raises(TypeError):
         OnnxModule(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=naming("'s'", "no tensor")):
+    with pytest.raises(ValueError, match=naming("'s'", "STRING")):
         module_of("(string[N] s) => (int64[1] y) { y = Shape(s) }")
     integers = parse_model("g (float[N] x) => (float[N] y) { y = Expand(x, w) }", w=np.array([3]))
     with pytest.raises(ValueError, match="'w' holds INT64"):

@@ -1,1 +1,7 @@
-"""Low-rank adapters beside the weights of a model, and their files."""
+"""Low-rank adapters beside the weights of a model, and their files.
+
+`lora.py` chooses weights by patterns, `uses.py` finds the nodes that read them, `insertion.py`
+writes an adapter beside each (`graph.py`, `dora.py`). `merge.py` adds adapters to their weights,
+also to quantized ones (`requantize.py`); `inputs.py` makes them inputs of one base. Files are in
+`files.py`: of onnxruntime (`session_files.py`) and of PEFT (`peft_files.py`, `torch_modules.py`).
+"""

@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, write_to_stdout
 from onnxgrad.cli.signals import StopRequests
-from onnxgrad.language.folders import ModelFolder, file_of_adapter
+from onnxgrad.language.folders import ModelFolder, adapter_file
 from onnxgrad.language.save import check_folder, save_folder
 from onnxgrad.model.files import check_writable, one_line
 from onnxgrad.model.write import save
@@ -46,7 +46,7 @@ class Output:
     def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
         """Raise if a model cannot be written, before anything is computed."""
         if self.adapter is not None:
-            file_of_adapter(Path(), self.adapter)
+            adapter_file(Path(), self.adapter)
         if self.like is None and self.adapter is not None:
             raise ValueError(
                 "--adapter writes into a folder, and MODEL is a file: `onnxgrad.save_adapter` and "

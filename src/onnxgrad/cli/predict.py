@@ -23,7 +23,7 @@ from onnxgrad.cli.tasks import open_task, predict_arguments, standard_data
 from onnxgrad.cli.train_options import EvalOptions, PredictOptions
 from onnxgrad.language.generation import generate as go_on
 from onnxgrad.tasks import Task
-from onnxgrad.tasks.prediction_files import check_ending, column_writer
+from onnxgrad.tasks.row_predictions import check_ending, column_writer
 from onnxgrad.tasks.rows_task import RowsTask
 
 _FOLDER = "predictions"

@@ -37,7 +37,7 @@ from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
-from onnxgrad.parallel.process_groups import join
+from onnxgrad.parallel.process_groups import join_launched_group
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
 from onnxgrad.training.callbacks.diagnostics import NanWatch
@@ -59,7 +59,9 @@ def train(options: TrainOptions) -> None:
 
         dry_run(options, read_model(options.model, options.data))
         return
-    first = join()  # of the processes that train one model: it writes files, and reports
+    first = (
+        join_launched_group()
+    )  # of the processes that train one model: it writes files, and reports
     if first:
         _check_files(options, output)
     proto = read_model(options.model, options.data)
@@ -241,7 +243,7 @@ def _write_results(
         return [model_path]
     from matplotlib.figure import Figure  # slow to import; pyplot would start a window system
 
-    from onnxgrad.plot.loss_curves import plot_history
+    from onnxgrad.plot.figure import plot_history
 
     curves = result.curves(model_path)
     try:

@@ -1,4 +1,4 @@
-"""`OrtGradientForwardBackward`: the forward and the backward pass of a model, one at a time."""
+"""`OrtGradientForwardBackward`: the forward and the backward pass of a model, called separately."""
 
 from __future__ import annotations
 
@@ -35,35 +35,36 @@ _GRAPHS = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_back
 
 
 class OrtGradientForwardBackward:
-    """A model, its weights as inputs, whose forward and backward passes are called separately.
+    """A model with its weights as inputs, whose forward and backward passes are called separately.
 
-    Loss and optimizer are yours, in Python or in another framework.
+    The caller computes loss and update, in Python or in another framework.
 
     Args:
         onnx_model: model, serialized model or path; never modified.
         weights_to_train: names of the weights, or patterns as "layer4.*", in the order in which the
             weights are passed. None: the weights that train by default, see `trainable`.
-        input_names: the inputs, in the order in which they are passed; None for the inputs of the
-            model.
-        output_names: the outputs, in the order in which they are returned; None for the outputs of
-            the model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
+        input_names: names of the inputs, in the order in which they are passed; None for the inputs
+            of the model. They may be any tensors of the graph (`select_model_inputs_outputs`).
+        output_names: names of the outputs, in the order in which they are returned; None for the
+            outputs of the model. They may be any tensors of the graph, too.
         class_name: name of the pair of passes in messages and names of files.
         sess_options: `onnxruntime.SessionOptions` of both sessions.
         providers: a device, as "cpu" or "cuda:1", or execution providers as onnxruntime takes
             them: a list of names or of pairs (name, options). None is the CPU.
         provider_options: options of a list of names, a dict for each.
         run_options: `onnxruntime.RunOptions` of every call.
-        graph_builder_config: must be None; it configured the gradients of onnxruntime-training.
+        graph_builder_config: must be None; in onnxruntime-training it configured the gradients.
         device_index: number of the GPU, if neither `providers` nor their options contain it.
         enable_logging: report every call through `logging`, to stderr if it is not configured.
         debug: raise `EvaluationError` for NaN and infinity in the results of the passes.
 
     Attributes:
-        input_names, weights_to_train, output_names: in the order in which they are passed and
-            returned.
+        input_names: names of the inputs, in the order in which they are passed.
+        weights_to_train: names of the weights, in the order in which they are passed.
+        output_names: names of the outputs, in the order in which they are returned.
         partition: the forward and the backward model, `onnxgrad.graph.Partition`.
-        cls_type_: the class of what `new_instance` returns; it has the graphs of `save_onnx_graph`
-            as attributes.
+        cls_type_: the class of the objects that `new_instance` returns; it has the graphs of
+            `save_onnx_graph` as attributes.
 
     Raises:
         ValueError: an unknown name, missing inputs, a `graph_builder_config`.
@@ -101,7 +102,7 @@ class OrtGradientForwardBackward:
         debug: bool = False,
     ) -> None:
         if graph_builder_config is not None:
-            raise ValueError("graph_builder_config has no counterpart here: do not pass it")
+            raise ValueError("graph_builder_config has no effect in onnxgrad: do not pass it")
         self.providers, self.device = read_providers(
             providers, provider_options, device_index or None
         )
@@ -125,12 +126,12 @@ class OrtGradientForwardBackward:
         self.read = [x.name for x in self.partition.backward.graph.input]
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Return a pair of passes, which stores what its last forward pass saved."""
+        """Return a pair of passes, which stores the tensors that its last forward pass saved."""
         return self.cls_type_(self)
 
     @cached_property
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
-        """The class of what `new_instance` returns; its attributes are the graphs."""
+        """The class of the objects that `new_instance` returns; its attributes are the graphs."""
         name, bases = printable(self.class_name), (OrtGradientForwardBackwardFunction,)
         return type(name, bases, dict(self.graphs()))
 
@@ -182,12 +183,17 @@ class OrtGradientForwardBackward:
         shape: Dims | None,
         in_row: bool = False,
     ) -> Tensor:
-        """Return `value` in a form that can be bound, or raise if it does not fit.
+        """Return a tensor that can be bound to a session; raise `ValueError` if it does not fit.
 
-        Axes of length one may differ; with `in_row`, all numbers may be in one row (1, n).
+        Args:
+            what: the name of the tensor in messages.
+            value: an array or an OrtValue.
+            dtype: the dtype that it must have.
+            shape: the shape that it must have, up to axes of length one.
+            in_row: whether all numbers may be in one row, (1, n).
         """
         if value is None:
-            raise ValueError(f"{what} is None")
+            raise ValueError(f"{what} is None: pass an array or an OrtValue")
         if isinstance(value, ort.OrtValue):
             kind, given = session_dtype(value.data_type()), tuple(value.shape())
             self.device.check_holds(what, value)
@@ -213,7 +219,7 @@ class OrtGradientForwardBackward:
     def results_like(
         self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
     ) -> list[Tensor]:
-        """Return results as OrtValues if any of `inputs` is one, else as arrays."""
+        """Return results as OrtValues if one of `inputs` is an OrtValue, else as arrays."""
         if self.enable_logging:
             with reporting(logging.INFO):
                 logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
@@ -236,7 +242,7 @@ class OrtGradientForwardBackward:
 class OrtGradientForwardBackwardFunction:
     """The two passes of an `OrtGradientForwardBackward`, see `new_instance`.
 
-    Threads cannot share an instance: each needs its own.
+    Threads cannot share an instance: each thread needs one.
 
     Examples:
         >>> import numpy as np
@@ -254,8 +260,8 @@ class OrtGradientForwardBackwardFunction:
 
     def __init__(self, parent: OrtGradientForwardBackward) -> None:
         self.parent = parent
-        self._outputs: list[ort.OrtValue] | None = None  # of the last pass for training
-        self._saved: dict[str, Tensor] | None = None  # what its backward pass reads
+        self._outputs: list[ort.OrtValue] | None = None  # of the last forward pass for training
+        self._saved: dict[str, Tensor] | None = None  # inputs of its backward pass
 
     def forward(self, inputs: Sequence[Tensor], training: bool = False) -> list[Tensor]:
         """Return the outputs of the model.
@@ -264,10 +270,11 @@ class OrtGradientForwardBackwardFunction:
             inputs: the inputs of the model, then the weights, arrays or OrtValues; a weight may
                 lack axes of length one. With `training`, do not modify them before the backward
                 pass.
-            training: save what the backward pass needs, and forget the values saved before.
+            training: save the tensors that the backward pass needs, in place of the tensors of the
+                last call.
 
         Returns:
-            The outputs, OrtValues if any of the inputs is one, else arrays.
+            The outputs, OrtValues if one of the inputs is an OrtValue, else arrays.
 
         Raises:
             ValueError: another number of inputs, or an input of another dtype, shape or device.
@@ -275,7 +282,7 @@ class OrtGradientForwardBackwardFunction:
         parent, names = self.parent, self.parent.output_names
         expected = [*parent.input_names, *parent.weights_to_train]
         if isinstance(inputs, Mapping):
-            raise ValueError(f"forward takes a list, of the inputs {expected}, not a dict")
+            raise ValueError(f"forward takes a list of the inputs {expected}, not a dict")
         inputs = [wrapped(v) for v in inputs]
         if len(inputs) != len(expected):
             raise ValueError(f"forward takes {len(expected)} inputs {expected}, not {len(inputs)}")
@@ -301,14 +308,15 @@ class OrtGradientForwardBackwardFunction:
                 output.
 
         Returns:
-            The gradient with respect to each input of the model, then to each weight, in the shape
-            that was passed; None where there is none. They are OrtValues if any of `grad_outputs`
-            is one, else arrays.
+            The gradient w.r.t. each input of the model, then each weight, in the shape that was
+            passed to `forward`; None if there is no gradient. They are OrtValues if one of
+            `grad_outputs` is an OrtValue, else arrays.
 
         Raises:
             EvaluationError: there was no forward pass for training, or its backward pass was
                 called already.
-            ValueError: another number of cotangents, or one of another shape, dtype or device.
+            ValueError: another number of cotangents, or a cotangent of another shape, dtype or
+                device.
         """
         parent, outputs, saved = self.parent, self._outputs, self._saved
         grad_outputs = [wrapped(g) for g in grad_outputs]

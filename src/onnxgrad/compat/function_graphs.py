@@ -1,4 +1,4 @@
-"""Small models by name: losses, penalties and updates, the parts of a training loop."""
+"""`function_onnx_graph`: small models of losses, penalties and updates, by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxgrad.compat.learning_penalties import weight_names
 from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
 from onnxgrad.compat.small_models import build_model
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.losses.penalties import weight_penalty
+from onnxgrad.losses.in_graph import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
 
 Values = dict[str, ir.Value]
@@ -35,7 +35,7 @@ _functions: dict[str, Callable[..., Values]] = {f.__name__: f for f in (axpy, ax
 
 
 def _by_name(write: Callable[..., Values]) -> Callable[..., Values]:
-    """Let `function_onnx_graph` find what writes the outputs of a model into a draft."""
+    """Register a function that writes the outputs of a model into a draft, by its name."""
     _functions[write.__name__] = write
     return write
 
@@ -49,15 +49,15 @@ def function_onnx_graph(
 ) -> ModelProto:
     """Return a small model by name; `get_supported_functions` describes them.
 
-    An input of any shape is declared without a shape: onnxruntime runs such a model, `onnx.checker`
-    rejects it. The option `shape` declares one.
+    An input of any shape is declared without a shape: onnxruntime runs such a model, and
+    `onnx.checker` rejects it. The option `shape` declares a shape.
 
     Args:
         name: a key of `get_supported_functions()`.
         target_opset: 14 or newer; None is 18.
         dtype: numpy dtype of the floats.
         weight_name: for losses, the name of an input of sample weights, (N,), ones by default; None
-            for none.
+            for no such input.
         **kwargs: options of the function.
 
     Raises:
@@ -118,7 +118,7 @@ def square_error(draft: Draft, weight_name: str | None = None, multiply: float =
 
 @_by_name
 def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
-    """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
+    """Y_grad = multiply w (X2 - X1), the gradient of `square_error` w.r.t. X2."""
     return loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
 
 
@@ -126,7 +126,7 @@ def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: fl
 def grad_loss_square_error(
     draft: Draft, weight_name: str | None = None, multiply: float = 2
 ) -> Values:
-    """Y = `square_error`, Y_grad = its gradient with respect to X2."""
+    """Y = `square_error`, Y_grad = its gradient w.r.t. X2."""
     return loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
 
 
@@ -144,7 +144,7 @@ def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
 
 @_by_name
 def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
-    """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
+    """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient w.r.t. X2."""
     return loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
 
 
@@ -180,8 +180,8 @@ def grad_softmax_neg_log_loss_error(
     draft: Draft, weight_name: str | None = None, eps: float = 1e-5
 ) -> Values:
     """Y = sum of w times -log of the probability of the int64 label X1 (N,), clipped to
-    [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
-    gradient with respect to X2.
+    [eps, 1 - eps], where the classes of X2 (N, k) have the probabilities softmax(X2); Y_grad = its
+    gradient w.r.t. X2.
     """
     return loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
 
@@ -207,7 +207,7 @@ def update_penalty_elastic_error(
 def _penalty_and_gradient(
     draft: Draft, l1: float, l2: float, shape: Shape | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the input X, its penalty, (1, 1), and the gradient."""
+    """Return the input X, its penalty, (1, 1), and the gradient of the penalty."""
     op, x = draft.op, draft.input("X", shape)
     summed = weight_penalty(op, x, l1, l2)
     return x, summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]

@@ -1,8 +1,8 @@
 """Losses outside of the model, as functions of a prediction and a label.
 
-A loss writes itself and its gradient with respect to the prediction into any graph, or into two
-models, which `loss_gradient` and `loss_scores` run. They have the formulas of `formulas`, but for
-the square, which is halved here, and for `NegLogLearningLoss`, which takes logits.
+A loss writes itself and its gradient w.r.t. the prediction into any graph, or into two models,
+which `loss_gradient` and `loss_scores` run. The formulas are the formulas of `losses.formulas`,
+except that the square is halved, and that `NegLogLearningLoss` takes logits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
-from onnxgrad.losses.classification import softplus
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.formula_nodes import softplus, wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
@@ -44,7 +43,7 @@ Quantities = Mapping[str, str]
 class BaseLearningLoss(SmallFunctions):
     """Base of the losses.
 
-    A loss of your own overrides `loss`, and for class indices `label` and `info`, too. `loss` and
+    A new loss overrides `loss`, and for class indices `label` and `info`, too. `loss` and
     `gradient` are called inside of `with op:`, so that `a * b` writes a node.
 
     Examples:
@@ -84,20 +83,20 @@ class BaseLearningLoss(SmallFunctions):
         return label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return what limits the labels beyond shape and dtype: by default, nothing."""
+        """Return the limits of labels beyond shape and dtype: by default, there are none."""
         return LossInfo()
 
     def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the terms for a `Trainer`, and the gradient if the class writes that itself."""
+        """Write the terms for a `Trainer`, and the gradient if the class overrides `gradient`."""
         label = self.label(op, prediction, label_name)
         widen_label(label)
         value, expected = wide(op, prediction), label
         if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
             expected = op.Reshape(label, op.Shape(value))
-        terms, own = Terms(self.loss(op, value, expected)), None
+        terms, written = Terms(self.loss(op, value, expected)), None
         if type(self).gradient is not BaseLearningLoss.gradient:
-            own = value, self.gradient(op, value, expected)
-        return OutputTerms(label, terms, self.info(prediction), own)
+            written = value, self.gradient(op, value, expected)
+        return OutputTerms(label, terms, self.info(prediction), written)
 
     def rows_and_gradient(
         self, op: Any, prediction: ir.Value, label: ir.Value, weight: ir.Value | None = None
@@ -133,20 +132,19 @@ class BaseLearningLoss(SmallFunctions):
         """Write the models that `loss_gradient` and `loss_scores` run; return `self`.
 
         `loss_grad_onnx_` has the inputs X1 (expected), X2 (predicted) and the sample weights, ones
-        by default, and the outputs Y, the summed loss, a scalar, and Y_grad, its gradient with
-        respect to X2. `loss_score_onnx_` has the same inputs and the output Y, the loss of every
-        row, (N, 1).
+        by default, and the outputs Y, the summed loss, a scalar, and Y_grad, its gradient w.r.t.
+        X2. `loss_score_onnx_` has the same inputs and the output Y, the loss of every row, (N, 1).
 
         Args:
             opset: opset of the models, 14 or newer; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
-            weight_name: name of an input of sample weights, (N,); None for none.
+            weight_name: name of an input of sample weights, (N,); None for no such input.
             dtype: numpy dtype of the prediction.
             shape: shape of the prediction, with strings for symbolic dimensions.
 
         Raises:
             ValueError: an invalid dtype, opset or name, or a loss that needs another shape.
-            ProviderError: the installed onnxruntime has none for `device`.
+            ProviderError: the installed onnxruntime has no provider for `device`.
         """
         build = partial(
             build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
@@ -159,7 +157,7 @@ class BaseLearningLoss(SmallFunctions):
         return self
 
     def loss_gradient(self, expected: Any, predicted: Any, weight: Any = None) -> tuple[Any, Any]:
-        """Return the summed loss, a scalar, and its gradient with respect to the prediction.
+        """Return the summed loss, a scalar, and its gradient w.r.t. the prediction.
 
         Args:
             expected: labels, an array or OrtValue; (N,) stands for (N, 1).
@@ -171,33 +169,31 @@ class BaseLearningLoss(SmallFunctions):
             ValueError: shapes that do not fit, or labels that the loss does not allow; the message
                 names rows.
         """
-        feed = checked_feed(
-            self, self._model_session("loss_grad_onnx_"), expected, predicted, weight
-        )
-        binds = isinstance(predicted, ort.OrtValue)
-        loss, gradient = self._run_model("loss_grad_onnx_", feed, binds)
+        loss, gradient = self._run_loss("loss_grad_onnx_", expected, predicted, weight)
         if len(shape_of(predicted)) == 1:  # the model computes with (N, 1)
             flat = to_numpy(gradient).reshape(-1)
-            gradient = owned(flat, self._device) if binds else flat
+            gradient = owned(flat, self._device) if isinstance(predicted, ort.OrtValue) else flat
         return loss, gradient
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:
         """Return the weighted loss of every row, (N, 1); arguments as for `loss_gradient`."""
-        feed = checked_feed(
-            self, self._model_session("loss_score_onnx_"), expected, predicted, weight
-        )
-        return self._run_model("loss_score_onnx_", feed, isinstance(predicted, ort.OrtValue))[0]
+        return self._run_loss("loss_score_onnx_", expected, predicted, weight)[0]
+
+    def _run_loss(self, name: str, expected: Any, predicted: Any, weight: Any) -> list[Any]:
+        """Return the outputs of the model `name`, for checked labels and predictions."""
+        feed = checked_feed(self, self._model_session(name), expected, predicted, weight)
+        return self._run_model(name, feed, isinstance(predicted, ort.OrtValue))
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningLoss:
         """Return the loss for an instance, a class, a name, or a function `(op, f, y)`.
 
-        Names: the classes here, `square_error`, `squared_error`, `square`, `l2`;
+        Names: the names of the classes; `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
-        `logloss`, all four `NegLogLearningLoss`; and the other keys of `onnxgrad.losses.LOSSES`.
+        `logloss` for `NegLogLearningLoss`; and other keys of `onnxgrad.losses.LOSSES`.
 
         Raises:
-            ValueError: an unknown name or option, or options beside an instance.
+            ValueError: an unknown name or option, or options together with an instance.
         """
         selected = instance_of(BaseLearningLoss, "loss", class_name, _CLASSES, options)
         if selected is not None:
@@ -219,11 +215,12 @@ def loss_outputs(
     """Write a loss, with inputs X1 (expected), X2 (predicted) and sample weights.
 
     Args:
-        draft: the model, which gets the name of the `BaseLearningLoss`.
+        draft: the model, which gets the name of the class of the loss.
+        loss: a `BaseLearningLoss`.
         quantities: `{output: quantity}`, where the quantity is "sum", a scalar; "mean", the sum
-            divided by the number of elements; "rows", (N, 1); or "gradient" of the sum with respect
-            to X2.
-        weight_name: name of an input of sample weights, ones by default; None for none.
+            divided by the number of elements; "rows", (N, 1); or "gradient" of the sum w.r.t. X2.
+        weight_name: name of an input of sample weights, ones by default; None for no such input.
+        shape: shape of X2.
         scale: factor of all outputs.
     """
     op, draft.graph.name = draft.op, type(loss).__name__
@@ -244,7 +241,7 @@ def loss_outputs(
 def checked_feed(
     loss: Any, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
 ) -> dict[str, Any]:
-    """Return the inputs of a model of `loss_onnx`; arrays that fit are passed on without a copy.
+    """Return the inputs of a model of `loss_outputs`, by name; arrays that fit are not copied.
 
     Raises:
         ValueError: arrays that do not fit the model or each other, or labels that the loss does not
@@ -260,22 +257,25 @@ def checked_feed(
     if weight is not None:
         optional = session.get_overridable_initializers()
         if not optional:
-            raise ValueError("built without sample weights: build_onnx_function(weight_name=...)")
+            raise ValueError(
+                "the loss was built without sample weights: call build_onnx_function("
+                "weight_name=...)"
+            )
         fields[optional[0].name] = Field("weight", dtype.numpy(), (None,))
         values[optional[0].name] = weight
     for key, value in values.items():
         array = fields[key].check(to_numpy(value))
         if len(array) != shape[0]:
             name = fields[key].name
-            raise ValueError(f"{name!r} has {len(array)} rows, 'predicted' has {shape[0]}")
+            raise ValueError(f"{name!r} has {len(array)} rows, and 'predicted' has {shape[0]}")
         feed[key] = fit(value, array.shape, array.dtype, array)
     return feed
 
 
 def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a prediction is fed: a vector becomes one column."""
+    """Return the shape in which a prediction is passed to the model: a vector becomes a column."""
     if not shape or 0 in shape:
-        raise ValueError(f"'predicted' must have rows; its shape is {shape}")
+        raise ValueError(f"'predicted' has the shape {shape}: it must have rows")
     if len(shape) == 1 and len(declared) == 2:
         shape = (*shape, 1)
     if mismatch := shape_mismatch(shape, declared):
@@ -285,7 +285,7 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
 
 
 def _label_field(loss: Any, prediction: ir.Value) -> Field:
-    """Return the check of the labels for a prediction of static shape."""
+    """Return the `Field` that checks labels, for a prediction of static shape."""
     label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
     info, shape = loss.info(prediction), dims(label)
     assert label.dtype is not None
@@ -320,7 +320,7 @@ class SquareLearningLoss(BaseLearningLoss):
 
 
 class AbsoluteLearningLoss(BaseLearningLoss):
-    """|f - y|, with the gradient sign(f - y), zero where they are equal.
+    """|f - y|, with the gradient sign(f - y), which is zero where f = y.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -368,7 +368,7 @@ class NegLogLearningLoss(BaseLearningLoss):
     overflow nor lose digits (Goodfellow et al. 2016, "Deep Learning", 6.2.2).
 
     Args:
-        eps: at least 0 (no clipping) and below 0.5.
+        eps: distance of clipped probabilities from 0 and 1, at least 0 (no clipping), below 0.5.
         probability_function: "sigmoid": logits (N, 1) of class 1, int64 labels 0 and 1, (N, 1).
             "softmax": logits (N, k) of k classes, int64 labels 0 to k - 1, (N,).
 
@@ -415,6 +415,7 @@ class NegLogLearningLoss(BaseLearningLoss):
         return LossInfo(classes=classes, threshold=None if self._is_softmax() else 0.0)
 
     def _label_kind(self) -> LabelKind:
+        """Return the kind of the labels: class indices, or 0 and 1 for a sigmoid."""
         if self._is_softmax():
             return CLASS_INDICES
         return LabelKind(ir.DataType.INT64, classes=lambda prediction: 2)
@@ -426,7 +427,7 @@ class NegLogLearningLoss(BaseLearningLoss):
 
 @dataclass(eq=False, repr=False)
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `onnxgrad.losses.LOSSES`, or a function of your own; its gradient is by the sweep.
+    """A loss of `onnxgrad.losses.LOSSES`, or a function of the user; the sweep writes its gradient.
 
     Args:
         function: a key of `onnxgrad.losses.LOSSES`, or `(op, prediction, label, **options)` that
@@ -449,8 +450,8 @@ class FunctionLearningLoss(BaseLearningLoss):
         """Write the loss.
 
         Raises:
-            ValueError: the prediction is an input whose number of classes is unknown. Labels out of
-                range would cost nothing.
+            ValueError: the prediction is an input whose number of classes is unknown: then labels
+                out of range would add nothing to the loss.
         """
         spec = self.spec(prediction)
         classes = spec.label_kind.classes(dims(prediction))
@@ -471,7 +472,7 @@ class FunctionLearningLoss(BaseLearningLoss):
         return LossInfo.of(self.spec(prediction), prediction)
 
     def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the terms as for the name of the loss."""
+        """Write the terms that a `Trainer` writes for the name of the loss."""
         return formula_terms(op, self.spec(), prediction, label_name)
 
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:

@@ -1,4 +1,4 @@
-"""Penalties on weights outside of the model: written into any graph, or small models."""
+"""Penalties on weights outside of the model, written into any graph or into small models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxgrad.compat.small_models import SmallFunctions, instance_of
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.penalties import coefficients, weight_penalty
+from onnxgrad.losses.in_graph import penalty_coefficients, weight_penalty
 from onnxgrad.model.draft import Draft
 from onnxgrad.runtime.values import owned, to_numpy
 
@@ -34,16 +34,16 @@ def penalty_loss_onnx(
     """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed over a weight w.
 
     The last node computes the penalty, `penalty_<name>`, of shape (1, 1) and of the weight's dtype.
-    They are valid from opset 13 on.
+    The nodes are valid from opset 13 on.
 
     Args:
         name: name of the weight, a tensor of any shape.
-        dtype: its numpy dtype.
-        l1: coefficient of the absolute values, None or 0 for none.
-        l2: coefficient of the squares, None or 0 for none.
-        existing_names: names that the graph already has. A new name that is among them gets a
-            numeric suffix. If this is a set, the new names are added to it, so that it can be
-            passed for the next weight.
+        dtype: numpy dtype of the weight.
+        l1: coefficient of the absolute values; None is 0.
+        l2: coefficient of the squares; None is 0.
+        existing_names: names of the graph. A new name that is among them gets a numeric suffix. If
+            this is a set, the new names are added to it, so that it can be passed for the next
+            weight.
 
     Raises:
         ValueError: both coefficients are zero.
@@ -67,7 +67,7 @@ def penalty_loss_onnx(
     tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
     nodes = [ir.to_proto(node) for node in graph]
     for node in nodes:
-        node.name = ""  # or nodes of two penalties would have the same names
+        node.name = ""  # else nodes of two penalties would have the same names
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
@@ -85,7 +85,7 @@ def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
 
 
 class BaseLearningPenalty(SmallFunctions):
-    """Base of the penalties. A penalty of your own overrides `penalty`.
+    """Base of the penalties. A new penalty overrides `penalty`.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -100,15 +100,15 @@ class BaseLearningPenalty(SmallFunctions):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the term that a weight adds to the summed loss; called inside of `with op:`.
+        """Write the penalty of a weight, which is added to the summed loss, inside of `with op:`.
 
         Returns:
-            The term, of shape (1, 1) and of the weight's dtype, or None for no penalty.
+            The penalty, of shape (1, 1) and of the weight's dtype, or None for no penalty.
         """
         raise NotImplementedError
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if the penalty cannot be used for weights of these names."""
+        """Raise `ValueError` if the penalty does not apply to weights of these names."""
 
     def build_onnx_function(
         self,
@@ -122,7 +122,7 @@ class BaseLearningPenalty(SmallFunctions):
 
         `penalty_onnx_` has the weights as inputs, of any shape, and the output Y, their summed
         penalty, a scalar. `penalty_grad_onnx_` has the same inputs, and an output `W_grad` for
-        every weight W that has a penalty. If no weight has one, neither attribute is set.
+        every weight W that has a penalty. If no weight has a penalty, neither attribute is set.
 
         Args:
             opset: opset of the models, 14 or newer; None is 18.
@@ -155,7 +155,7 @@ class BaseLearningPenalty(SmallFunctions):
             for w in weights:
                 term = self.penalty(op, str(w.name), w)
                 if term is not None and type(self) is ElasticLearningPenalty:
-                    # its coefficients are constants of the model, 0 too
+                    # coefficients are constants of the model, also a coefficient of 0
                     term = weight_penalty(op, w, self.l1, self.l2, zeros=True)
                 terms += [] if term is None else [term]
             if not terms:
@@ -170,7 +170,7 @@ class BaseLearningPenalty(SmallFunctions):
 
         Args:
             *weights: arrays or OrtValues, in the number and order of `build_onnx_function`. The
-                result is an OrtValue if the first is.
+                result is an OrtValue if the first weight is an OrtValue.
 
         Raises:
             EvaluationError: `build_onnx_function` was not called.
@@ -183,7 +183,7 @@ class BaseLearningPenalty(SmallFunctions):
         return owned(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
-        """Return the gradients of the penalty with respect to the weights; None for no penalty.
+        """Return the gradients of the penalty w.r.t. the weights; None for no penalty.
 
         Arguments and errors are as for `penalty_loss`.
         """
@@ -196,11 +196,13 @@ class BaseLearningPenalty(SmallFunctions):
         return [gradients.get(f"{name}_grad") for name in self._names]
 
     def _feed_of_weights(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
+        """Return the weights by name, and whether results are OrtValues."""
         if "_names" not in self.__dict__:
-            self._model_session("penalty_onnx_")  # raises
+            self._model_session("penalty_onnx_")  # raises `EvaluationError`
         if len(weights) != len(self._names):
             raise ValueError(
-                f"{len(weights)} weights given, but built for {len(self._names)}: {self._names}"
+                f"{len(weights)} weights are passed, and the penalty was built for "
+                f"{len(self._names)}: {self._names}"
             )
         feed = {
             name: w if isinstance(w, ort.OrtValue) else to_numpy(w).astype(self._dtype, copy=False)
@@ -282,7 +284,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
 
 @dataclass(eq=False, repr=False)
 class PerWeightLearningPenalty(BaseLearningPenalty):
-    """Different penalties for some weights, and none for the others.
+    """Different penalties for some weights, and no penalty for other weights.
 
     Args:
         penalties: `{weight name: penalty}`, where a penalty is an instance, `{"l1": a, "l2": b}` or
@@ -300,7 +302,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
     penalties: Mapping[str, Any]
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of the weight of that name, if it has one."""
+        """Write the penalty of the weight of this name, if it has a penalty."""
         penalty = self._by_name().get(name)
         return None if penalty is None else penalty.penalty(op, name, w)
 
@@ -313,12 +315,12 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
             penalty.check([name])
 
     def _by_name(self) -> dict[str, BaseLearningPenalty]:
-        """Return the penalties by the name of their weight."""
+        """Return the penalties by the names of their weights."""
         penalties = {}
         for name, setting in self.penalties.items():
             penalty = setting
             if not isinstance(setting, BaseLearningPenalty):
-                penalty = ElasticLearningPenalty(**coefficients(name, setting))
+                penalty = ElasticLearningPenalty(**penalty_coefficients(name, setting))
                 if not penalty.l1 and not penalty.l2:
                     raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
             penalties[name] = penalty
@@ -336,7 +338,7 @@ _CLASSES: dict[str | None, type[BaseLearningPenalty]] = {
 
 
 def weight_names(n_tensors: int) -> list[str]:
-    """Return the names W0, W1, ..., of at least one weight."""
+    """Return the names W0, W1, ... of `n_tensors` weights."""
     if operator.index(n_tensors) < 1:
         raise ValueError(f"n_tensors={n_tensors}: give the number of weights, at least 1")
     return [f"W{i}" for i in range(n_tensors)]

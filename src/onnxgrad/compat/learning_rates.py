@@ -1,4 +1,4 @@
-"""Learning rates by epoch, and the models by which they update weights."""
+"""Learning rates by epoch, and the models of their updates of weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 
 
 class BaseLearningRate(SmallFunctions, LearningRate):
-    """Base of the learning rates: overrides set `value`, the rate of the current epoch.
+    """Base of the learning rates, whose `value` is the rate of the current epoch.
 
-    A learning rate of your own overrides `init_learning_rate` and `update_learning_rate`.
+    A new learning rate overrides `init_learning_rate` and `update_learning_rate`, which set it.
 
     Examples:
         >>> import onnxgrad as og
@@ -42,7 +42,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     """
 
     value: float | None = None
-    # rates of equal arguments may be in different epochs
+    # rates with equal arguments may be in different epochs
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     @property
@@ -80,7 +80,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     def rates_of_training(
         self, state: Any, steps: int | None, member: int | None = None
     ) -> ByEpoch:
-        """Return the rates of a training, of which some epochs may be finished."""
+        """Return the rates of a training that may have finished some epochs."""
         losses = state.losses if member is None else [loss[member] for loss in state.losses]
         return ByEpoch(self.at_start(), losses)
 
@@ -98,13 +98,14 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     ) -> BaseLearningRate:
         """Set the model of the update of one weight of any shape; return `self`.
 
-        It is `axpy` of `function_onnx_graph`, the attribute `axpy_onnx_`; with momentum
-        `axpyw2`, or `axpyw` without `nesterov`, the attribute `axpyw_onnx_`. `update_weights` runs
-        it on `device`. `n_tensors` has no effect, as all weights share the model.
+        It is the model `axpy` of `function_onnx_graph`, in the attribute `axpy_onnx_`; with
+        momentum `axpyw2`, or `axpyw` without `nesterov`, in the attribute `axpyw_onnx_`.
+        `update_weights` runs it on `device`. `n_tensors` has no effect, as all weights share the
+        model.
 
         Raises:
             ValueError: an invalid opset or dtype.
-            ProviderError: the installed onnxruntime has none for `device`.
+            ProviderError: the installed onnxruntime has no provider for `device`.
         """
         attribute, update = self._update_model
         self._keep_models(device, **{attribute: build_model(update, opset, dtype)})
@@ -112,7 +113,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     @property
     def _update_model(self) -> tuple[str, Update]:
-        """The attribute of the model of the update, and what writes it."""
+        """The name of the attribute of the update's model, and the function that writes it."""
         return "axpy_onnx_", axpy
 
     def update_weights(
@@ -136,14 +137,16 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         return self._run_update("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
 
     def _current_rate(self) -> float:
+        """Return the rate of the current epoch; raise `EvaluationError` before the first one."""
         if self.value is None:
             raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
         return self.value
 
     def _run_update(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
-        """Return the outputs of the model `name`, OrtValues if the weight `X2` is one.
+        """Return the outputs of the model `name`, OrtValues if the weight `X2` is an OrtValue.
 
-        The inputs `numbers` are of shape (1,), and all `tensors` must be like the weight.
+        The inputs `numbers` have the shape (1,), and all `tensors` must have the shape and dtype of
+        the weight.
         """
         weight = tensors["X2"]
         dtype = FLOATS[self._model_session(name).get_inputs()[0].type].numpy()
@@ -171,7 +174,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         """Return the learning rate for a name, a class, a number (`eta0`) or an instance.
 
         Raises:
-            ValueError: an unknown name or option, or options beside an instance.
+            ValueError: an unknown name or option, or options together with an instance.
         """
         number = (int, float, np.integer, np.floating)
         if isinstance(class_name, number) and not isinstance(class_name, bool):
@@ -183,7 +186,12 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
 
 class ByEpoch:
-    """The rates of a training by a learning rate at its first epoch, after epochs of `losses`."""
+    """The rates of a training.
+
+    Args:
+        rate: a learning rate at its first epoch.
+        losses: mean loss of a row in each finished epoch.
+    """
 
     def __init__(self, rate: BaseLearningRate, losses: list[float]) -> None:
         self.rate, self.epochs = rate, 0
@@ -197,23 +205,24 @@ class ByEpoch:
         return constant and type(self.rate) in (LearningRateSGD, LearningRateSGDNesterov)
 
     def at(self, step: int, count: int) -> np.ndarray:
-        """Return the rate of the epoch, for each step."""
+        """Return the rate of the current epoch for each of `count` steps."""
         assert self.rate.value is not None
         return np.full(count, self.rate.value)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Go to the next epoch, at the end of one."""
+        """Go to the next epoch if `entry` of the history has the loss of an epoch."""
         if "loss" in entry:
             self._begin_epoch(entry["loss"])
 
     def _begin_epoch(self, loss: float) -> None:
+        """Go to the epoch after an epoch with this loss."""
         self.epochs += 1
         self.rate.update_learning_rate(self.epochs, loss)
 
 
 @dataclass(eq=False, repr=False)
 class LearningRateSGD(BaseLearningRate):
-    """Stochastic gradient descent: w <- w - lr g, g the gradient of the mean loss of a batch.
+    """Stochastic gradient descent: w <- w - lr g, with the gradient g of a batch's mean loss.
 
     Args:
         eta0: the rate of the first epoch.
@@ -279,8 +288,8 @@ class LearningRateSGD(BaseLearningRate):
 class LearningRateSGDNesterov(LearningRateSGD):
     """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
 
-    Nesterov's form is the one of Sutskever et al. 2013, "On the importance of initialization and
-    momentum in deep learning". It has the other arguments of `LearningRateSGD`, too.
+    Nesterov's form follows Sutskever et al. 2013, "On the importance of initialization and momentum
+    in deep learning". The other arguments are the arguments of `LearningRateSGD`.
 
     Args:
         momentum: m, the decay of the velocity v in one step.
@@ -356,9 +365,10 @@ def axpyw2(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
 
 
 def _write_momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
+    """Write the update with momentum; `ahead`: with Nesterov's momentum."""
     op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
     alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
-    rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
+    rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # else scalar weights would become (1,)
     step = rate * x1
     z = op.set_type_like(decay * g + step, g)
     update = decay * z + step if ahead else z

@@ -1,4 +1,4 @@
-"""Batches for your own training loop: as arrays, as OrtValues, or bound to a session."""
+"""`OrtDataLoader`: batches for a training loop of the user, as arrays, OrtValues or bindings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class OrtDataLoader:
         sample_weight: sample weights, (N,) or (N, 1), or None; yielded as (N,).
         batch_size: rows of a batch; 0 or less for all rows.
         device: the device of OrtValues: "cpu", "cuda" or "cuda:1", a GPU by its number.
-        random_iter: draw the rows in a new random order for every pass; else in their order.
-        random_state: seed of that order, or a `numpy.random.Generator`; None is random.
+        random_iter: whether rows are drawn in a new random order for every pass.
+        random_state: seed of the random orders, or a `numpy.random.Generator`; None draws a seed.
 
     Raises:
         ValueError: arrays of different lengths, empty arrays, or arrays that are not numeric.
@@ -78,7 +78,7 @@ class OrtDataLoader:
 
     @property
     def data(self) -> tuple[np.ndarray, ...]:
-        """The arrays that rows are drawn from: X, y, and the sample weights if there are any."""
+        """The arrays from which rows are drawn: X, y, and the sample weights if there are any."""
         return self._arrays
 
     @property
@@ -103,9 +103,9 @@ class OrtDataLoader:
         """Bind each batch to inputs of `bind`, and yield its number of rows.
 
         Args:
-            bind: what `session.io_binding()` returned.
-            names: names of the inputs for X, y and the sample weights. One more may follow, of an
-                input that the caller binds, such as a learning rate.
+            bind: the binding that `session.io_binding()` returns.
+            names: names of the inputs for X, y and the sample weights. Another name may follow, of
+                an input that the caller binds, such as a learning rate.
 
         Raises:
             ValueError: another number of names.
@@ -118,6 +118,7 @@ class OrtDataLoader:
         return self._bind_batches(bind, names)
 
     def _bind_batches(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
+        """Yield the numbers of rows of `iter_bind`, which checks the names at once."""
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)

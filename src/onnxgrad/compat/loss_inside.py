@@ -42,8 +42,8 @@ class OrtGradientOptimizer(SeedTrainer):
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
             momentum, and requires "SGDOptimizer".
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
-        warm_start: `fit` continues from the last `fit`, slots and step number included; the slots
-            start empty for another optimizer, and when weights are added.
+        warm_start: `fit` continues with the weights, slots and step number of the last `fit`; the
+            slots start empty for another optimizer, and if weights are added.
         verbose: 1 reports every epoch through `logging`, to stderr if it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
@@ -56,7 +56,7 @@ class OrtGradientOptimizer(SeedTrainer):
 
     Attributes:
         train_losses_: mean loss of a row, per epoch.
-        validation_losses_: the same for the validation rows, per validation.
+        validation_losses_: mean loss of a validation row, per validation.
         trained_coef_: `{name: array}`, the trained weights.
         n_iter_: number of finished epochs.
         n_steps_: step number of the optimizer: the batches since its slots were empty.
@@ -74,7 +74,8 @@ class OrtGradientOptimizer(SeedTrainer):
             trained weights.
         cls_type_: the class of `train_function_`.
 
-    A callback of `fit` reads their current values. Sessions and passes are built on demand.
+    A callback of `fit` reads the current values of attributes. Sessions and passes are built when
+    they are first read.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -111,15 +112,17 @@ class OrtGradientOptimizer(SeedTrainer):
     def _save_gradient(self, call: EstimatorFit) -> None:
         if self.saved_gradient is not None:
             save(self._gradient_model(call.job.proto, call.state.trained), self.saved_gradient)
-            # the runner's is not of standard operators only
+            # the model of the runner has operators of onnxruntime
             plain = build_epoch(call.recipe.step(call.recipe.objective(), in_place=False))
             save(plain, f"{os.fspath(self.saved_gradient)}.training.onnx")
 
     def _gradient_model(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+        """Return the model of the loss and its gradients w.r.t. weights."""
         loss = DerivativeOptions.Loss
         return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
 
     def _gradient_session(self) -> ort.InferenceSession:
+        """Return a session of the gradient model, for the trained weights."""
         model = self._gradient_model(read(self.model_onnx), self._trained_names())
         return session(model, Device.of(self.device), work=0.0)
 

@@ -23,8 +23,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.vocabulary import OwnGradients, scaled
+from onnxgrad.losses.objectives import WrittenLoss
+from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
@@ -60,9 +60,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         loss_output_name: name of the loss in the saved graphs.
         learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
         enable_logging: as `verbose`, and every call of onnxruntime at level DEBUG.
-        weight_name: name of the sample weights in the saved graphs; None: these have none.
+        weight_name: name of the sample weights in the saved graphs; None: graphs without them.
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
-        exc: whether NaN or infinity raises; otherwise a warning is issued and `fit` ends.
+        exc: whether NaN or infinity raises; otherwise `fit` ends with a warning.
 
     The other arguments, and the other attributes below, are as for `OrtGradientOptimizer`.
 
@@ -75,11 +75,12 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             trained weights.
         output_names_: names of the gradients that `train_function_.backward` returns, one per
             input; None for an input without gradient.
-        epoch_onnx_: an epoch, one of the graphs of `save_onnx_graph`. The others are
-            `loss_grad_onnx_`, `loss_score_onnx_`, `axpy_onnx_` (`axpyw_onnx_` with momentum),
+        epoch_onnx_: the model of an epoch, one of the graphs of `save_onnx_graph`. The other graphs
+            are `loss_grad_onnx_`, `loss_score_onnx_`, `axpy_onnx_` (`axpyw_onnx_` with momentum),
             `zero_onnx_` and, with a penalty, `penalty_onnx_` and `penalty_grad_onnx_`.
 
-    A callback of `fit` reads their current values. Sessions and graphs are built on demand.
+    A callback of `fit` reads the current values of attributes. Sessions and graphs are built when
+    they are first read.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -155,15 +156,15 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the negative mean of `losses`: higher is better.
 
-        With sample weights, that mean is the sum of w l divided by the number of rows, as in
-        `train_losses_`, and not by the sum of the weights.
+        With sample weights w, the sum of w l is divided by the number of rows, as in
+        `train_losses_`, and not by the sum of w.
         """
         return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the output of the trained model for `X`, an array, a table or a dict of them.
+        """Return the output of the trained model for `X`, an array, a table, or a dict of these.
 
-        A single column is returned with shape (rows,) if the labels of `fit` had that shape.
+        A single column is returned with the shape (rows,) if the labels of `fit` had this shape.
 
         Raises:
             ValueError: data that the inputs do not accept, or nothing was trained.
@@ -177,7 +178,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return predictions[:, 0] if flat else predictions
 
     def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
-        """Return what evaluates the trained model."""
+        """Return an evaluator of the trained model; `weighted`: with sample weights."""
 
         def build() -> Evaluator:
             loss, device = self._loss_of_job(weighted), Device.of(self.device)
@@ -194,7 +195,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
         Args:
             kind: "weight": `{name: OrtValue}`. "grad": the slots, `{name: {slot: OrtValue}}`. A
-                list of kinds: a list of these.
+                list of kinds: a list of these dicts.
 
         Raises:
             ValueError: nothing was trained, or an unknown kind.
@@ -219,15 +220,15 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def set_state(
         self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
     ) -> Self:
-        """Set what `get_state` returns; with `warm_start` the next `fit` continues from it.
+        """Set weights or slots; with `warm_start` the next `fit` continues with them.
 
         Args:
             state: `{name: array or OrtValue}`, or for the kind "grad" `{name: {slot: array or
                 OrtValue}}`; entries of value None, such as data inputs, are skipped. For a list of
-                kinds, a list of these.
-            kind: "weight", "grad", or a list of them.
-            zero: set zeros instead of the values in `state`. If all slots become zero, the step
-                number is reset, too.
+                kinds, a list of these dicts.
+            kind: "weight", "grad", or a list of both.
+            zero: whether zeros are set instead of the values in `state`. If all slots become zero,
+                the step number is reset, too.
             check_trained: raise for weights that the last `fit` did not train.
 
         Raises:
@@ -247,7 +248,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             slots, steps, optimizer = old.slots, old.steps, self._rate_and_optimizer()[1]
             if optimizer != fitted.optimizer or (zero and new.keys() >= slots.keys()):
                 slots, steps = {}, 0
-            unset: dict[str, Any] = {n: {} for n in self._weight_names()}  # they start at zero
+            unset: dict[str, Any] = {n: {} for n in self._weight_names()}  # slots start at zero
             slots = unset | slots | {n: slots.get(n, {}) | arrays for n, arrays in new.items()}
             fitted.values, fitted.optimizer = replace(old, slots=slots, steps=steps), optimizer
         return self
@@ -255,7 +256,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _check_state(
         self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
-        """Return the entries of `state` that are not None, as arrays."""
+        """Return the entries of `state` that are not None, as arrays of the right shapes."""
         check_choice("kind of state", kind, _KINDS)
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
@@ -269,8 +270,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             w = weights[name]
-            own = optimizer.for_weight(name, w.shape)
-            shapes = {slot: own.slot_shape(slot, w.shape) for slot in own.slots}
+            of_weight = optimizer.for_weight(name, w.shape)
+            shapes = {slot: of_weight.slot_shape(slot, w.shape) for slot in of_weight.slots}
             if zero:
                 checked[name] = {slot: np.zeros(shape, w.dtype) for slot, shape in shapes.items()}
             elif slots:
@@ -293,22 +294,22 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Save the graphs of the training, before or after `fit`.
 
         Args:
-            folder: where to save, created if it is missing; `bytes` saves nothing.
+            folder: the folder of the files, created if it is missing; `bytes` saves no files.
             prefix: prefix of the names of the files, as in `<prefix>model_onnx.onnx`.
-            suffix: what follows the name of the graph, as in `zero_onnx_<suffix>.onnx`.
+            suffix: suffix of the names of the graphs, as in `zero_onnx_<suffix>.onnx`.
 
         Returns:
             Paths, or with `bytes` serialized models, in nested dictionaries: `model_onnx`;
             `learning_rate`: `axpy_onnx_`, or `axpyw_onnx_` with momentum; `learning_loss`:
             `loss_grad_onnx_`, `loss_score_onnx_`; `learning_penalty`: `penalty_onnx_`,
             `penalty_grad_onnx_` if there is a penalty; `zero_onnx_`; `train_function_`: the graphs
-            of `OrtGradientForwardBackward`; `epoch_onnx_`: the model that training runs, in which
-            all of these are combined.
+            of `OrtGradientForwardBackward`; `epoch_onnx_`: the model that training runs, which
+            combines all other graphs.
         """
         return write_models(self._training_graphs(), folder, prefix, suffix)
 
     def _training_graphs(self) -> dict[str, Any]:
-        """Return the graphs of `save_onnx_graph`, of the weights to train."""
+        """Return the graphs of `save_onnx_graph`, for the weights to train."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
         losses, (rate, optimizer) = self._loss_of_job(False, names), self._rate_and_optimizer()
         objective = build_objective(Recipe(Job(proto, names, losses)))
@@ -334,6 +335,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         }
 
     def _graph_by_name(self, name: str) -> ModelProto:
+        """Return a graph of `save_onnx_graph`; raise `AttributeError` if this training has none."""
         graphs = self._from_cache("graphs", self._training_graphs, self._state.values)
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
@@ -352,23 +354,32 @@ def _models_of(piece: Any) -> dict[str, ModelProto]:
 
 @dataclass
 class RowsAndPenalty:
-    """(sum over rows of w l + penalty) / rows, which sample weights w do not change."""
+    """The objective (sum over rows of w l + penalty) / rows, with sample weights w.
 
-    loss: BaseLearningLoss  # writes the losses of the rows and their gradient
+    Attributes:
+        loss: writes the losses l of the rows and their gradient.
+        penalty: the penalty.
+        weights: names of the weights that have the penalty.
+        name: name of the loss in the graph.
+        weight_name: name of the input of sample weights; None for no such input.
+        losses: the losses of the rows, (rows,), after `write`.
+    """
+
+    loss: BaseLearningLoss
     penalty: BaseLearningPenalty
-    weights: Sequence[str]  # names of those to which the penalty applies
-    name: str  # of the loss in the graph
-    weight_name: str | None  # of the input of sample weights; None for none
-    losses: ir.Value | None = field(default=None, init=False)  # (rows,), once it is written
+    weights: Sequence[str]
+    name: str
+    weight_name: str | None
+    losses: ir.Value | None = field(default=None, init=False)
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the name of the prediction; raise `ValueError` if there are none or several."""
+        """Return the name of the only float output; raise `ValueError` if there is not just one."""
         remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
         return [choose_output(proto, None, remedy)]
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    ) -> WrittenLoss:
         """Write the loss, whose gradient starts at the prediction and at the penalty."""
         ((name, prediction),) = predictions.items()
         prediction = wide(op, prediction)
@@ -386,15 +397,15 @@ class RowsAndPenalty:
             for name in self.weights
             if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
         ]
-        own: list[OwnGradients | None] = [scaled([(prediction, gradient)])]
+        gradients: list[OwnGradients | None] = [scale_gradients([(prediction, gradient)])]
         if penalties:
-            sums, own = [*sums, op.total(penalties)], [*own, None]
+            sums, gradients = [*sums, op.total(penalties)], [*gradients, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)
         counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
-        return Written(sums, counts, factors, [label], infos, weight, own)
+        return WrittenLoss(sums, counts, factors, [label], infos, weight, gradients)
 
     def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
-        """Raise if the loss is one number, which sample weights cannot weigh by row."""
+        """Raise `ValueError` if the loss is one number, which sample weights cannot weight."""
         losses = self.loss.loss(op, prediction, label)
         if losses.shape is None:
             infer(ir.Model(op.graph, ir_version=8))
@@ -402,7 +413,7 @@ class RowsAndPenalty:
         if isinstance(have, int) and have != want:
             raise ValueError(
                 f"{self.loss} writes {have} losses for the {want} rows of {prediction.name!r}: it "
-                "must write one for every element or row"
+                "must write a loss for every element or row"
             )
 
 

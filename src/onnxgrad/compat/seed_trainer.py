@@ -1,4 +1,4 @@
-"""`SeedTrainer`: the base of the two estimators, and its call of `fit`, a `Fit`."""
+"""`SeedTrainer`: the base of both trainers, and `EstimatorFit`, a call of their `fit`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.update import evaluated
 
 T = TypeVar("T")
-ROWS = 1024  # of one call of the runtime in evaluations and predictions
+ROWS = 1024  # rows of a call of the session in evaluations and predictions
 
 
 class Fitted:
@@ -99,7 +99,7 @@ class Selected:
 
 @dataclass(eq=False, repr=False)
 class Arguments(BaseEstimator):
-    """The arguments that both estimators have."""
+    """The arguments that both trainers have."""
 
     model_onnx: ModelLike
     weights_to_train: Sequence[str] | None = None
@@ -115,11 +115,11 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses have `_loss_of_job`, and arguments beside these."""
+    """Trains weights of a model; subclasses define `_loss_of_job` and more arguments."""
 
     random_state: int | None
     weight_init: str
-    # of one of the estimators only
+    # arguments of one of the trainers only
     saved_gradient: str | os.PathLike | None = None
     enable_logging: bool = False
     exc: bool = True
@@ -149,13 +149,13 @@ class SeedTrainer(Arguments):
         Args:
             X: array (rows, ...) of numbers that the input's dtype can represent; a table
                 (DataFrame), each row of which is reshaped to the shape of the input; for several
-                inputs a dict of these, or a table with columns of their names; or an iterable of
+                inputs a dict of these, or a table whose columns have their names; or an iterable of
                 batches `(X, y)`, `(X, y, sample_weight)` or dicts, iterated once per epoch (a
                 torch DataLoader), with `y=None`.
             y: labels in the shape of the label input, up to one axis of length one.
             sample_weight: (rows,) or (rows, 1), for a loss with sample weights.
-            X_val: validation data, as X.
-            y_val: validation labels, as y.
+            X_val: validation data, in the form of X.
+            y_val: validation labels, in the form of y.
             callback: called with a `FitProgress` after every slice of batches and every validation.
                 Returning False or "stop" ends training at once, None or True continues. An
                 unfinished epoch counts neither in `n_iter_` nor in `train_losses_`. The callback
@@ -188,10 +188,10 @@ class SeedTrainer(Arguments):
         return self
 
     def _save_gradient(self, call: EstimatorFit) -> None:
-        """Save the gradient of a call that has begun, if an argument says where."""
+        """Save the gradient model of a call that has begun, if an argument has a path for it."""
 
     def _run_epochs(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
-        """Run the epochs; keep their state, or the one `before` if no slice was finished."""
+        """Run the epochs; keep their state, or the state `before` if no slice was finished."""
         state = call.state
         try:
             self._state, self._cache = state, BuildCache()
@@ -219,14 +219,14 @@ class SeedTrainer(Arguments):
     def _weight_names(self, announce: bool = False) -> list[str]:
         """Return the names of the weights to train; `announce` reports weights that are left out.
 
-        Roles are judged by the values in the model, not by the trained ones.
+        Whether a constant is a weight follows from its value in the model, not its trained value.
         """
         if self.weights_to_train is not None:
             return expand(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
     def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
-        """Return the loss as a `Job` holds it, for weights that train; None: it is evaluated."""
+        """Return the loss of a `Job` that trains `weights`; None: a `Job` that evaluates."""
         raise NotImplementedError
 
     def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
@@ -245,8 +245,8 @@ class SeedTrainer(Arguments):
             return rate, optimizer
         if optimizer != sgd():
             raise ValueError(
-                f"{type(rate).__name__} brings its own momentum: use it with 'SGDOptimizer', "
-                f"not {self.training_optimizer_name!r}"
+                f"{type(rate).__name__} has momentum: use it with 'SGDOptimizer', not "
+                f"{self.training_optimizer_name!r}"
             )
         return rate, Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
 
@@ -282,7 +282,7 @@ class SeedTrainer(Arguments):
         }
 
     def _state_to_set(self) -> EstimatorState:
-        """Return the state, a new empty one if there is none."""
+        """Return the state, or a new empty state before the first `fit`."""
         if "_state" not in vars(self):
             self._state = EstimatorState(rng=np.random.default_rng(self.random_state))
         return self._state
@@ -338,7 +338,7 @@ class SeedTrainer(Arguments):
     # -- sessions and graphs, built on demand -------------------------------------------------
 
     def _new_passes(self, output_names: list[str] | None = None) -> OrtGradientForwardBackward:
-        """Return the passes of the model, of all outputs or some, for the trained weights."""
+        """Return the passes of the model for the trained weights; None: for all outputs."""
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
@@ -363,14 +363,14 @@ class SeedTrainer(Arguments):
         return cache.get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
-        return vars(self) | own | {"_cache": BuildCache()}
+        state = {"_state": self._state.copy()} if "_state" in vars(self) else {}
+        return vars(self) | state | {"_cache": BuildCache()}
 
 
 def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a copy of a new value of a weight or a slot, in its dtype."""
+    """Return a copy of a new value of a weight or slot, in its dtype; check the shape."""
     if np.shape(value) != shape:
-        raise ValueError(f"{name!r} has shape {shape}, its new value {np.shape(value)}")
+        raise ValueError(f"{name!r} has shape {shape}, and its new value {np.shape(value)}")
     return np.array(value, dtype)
 
 
@@ -385,22 +385,31 @@ INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
 
 @dataclass(eq=False)
 class EstimatorState(TrainState):
-    """A `TrainState` that also keeps what an estimator reads after `fit`."""
+    """A `TrainState` with more values that a trainer reads after `fit`.
 
-    rng: np.random.Generator | None = None  # orders the rows of all epochs
-    optimizer: Optimizer = field(default_factory=sgd)  # to which the slots belong
-    trained: list[str] = field(default_factory=list)  # names of the weights of the last `fit`
-    flat: bool = False  # whether the labels of `fit` had one axis
-    columns: list[str] | None = None  # their names in the table X of `fit`
-    names: Names = field(default_factory=Names)  # of the columns for all inputs and the label
+    Attributes:
+        rng: draws the order of the rows of all epochs.
+        optimizer: the optimizer of the slots.
+        trained: names of the weights of the last `fit`.
+        flat: whether the labels of `fit` had one axis.
+        columns: names of the columns of X, if `fit` was called with a table.
+        names: names of the columns of all inputs and of the label.
+    """
+
+    rng: np.random.Generator | None = None
+    optimizer: Optimizer = field(default_factory=sgd)
+    trained: list[str] = field(default_factory=list)
+    flat: bool = False
+    columns: list[str] | None = None
+    names: Names = field(default_factory=Names)
 
     def row_order(self) -> np.random.Generator:
-        """Return the one generator of all epochs, also of the epochs of earlier calls."""
+        """Return the generator of the orders of all epochs, also of earlier calls."""
         assert self.rng is not None
         return self.rng
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that does nothing: no call resumes an epoch that broke off."""
+        """Return a function that does nothing: no call resumes an unfinished epoch."""
         return lambda: None
 
     def copy(self) -> Self:
@@ -411,9 +420,13 @@ class EstimatorState(TrainState):
 
 
 class EstimatorFit(Fit):
-    """One call of `fit` of an estimator, of which nothing is changed.
+    """A call of `fit` of a trainer, which it does not modify.
 
-    `estimator` is a `SeedTrainer`, `held_out` are validation data, `function` sees the progress.
+    Args:
+        estimator: a `SeedTrainer`.
+        data: the data of `fit`.
+        held_out: validation data, or None.
+        function: the `callback` of `fit`, or None.
     """
 
     state: EstimatorState
@@ -453,11 +466,11 @@ class EstimatorFit(Fit):
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Evaluates the model of the file, also where its nodes are in training mode."""
+        """The evaluator of the model, whose nodes may be in training mode."""
         return Evaluator(self.recipe.for_model(self.job.proto, self.step.weights))
 
     def _training_fields(self, objective: Objective) -> Fields:
-        """Return the inputs that check the data, of a model of which a step can be built."""
+        """Return the fields that check the data; build the step, which may raise."""
         in_place = self.estimator.saved_gradient is None
         self.step = self.recipe.step(objective, in_place=in_place)
         fields = Fields(objective)
@@ -465,6 +478,7 @@ class EstimatorFit(Fit):
         return fields
 
     def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+        """Return the sources of batches of the data, and of the validation data or None."""
         assert self.batch_size is not None
         source = self.data.source(fields, self.batch_size)
         if not isinstance(self.held_out, Dataset):
@@ -485,13 +499,13 @@ class EstimatorFit(Fit):
             same = job.optimizer == state.optimizer and old.slots.keys() >= {*trained}
             state.values = replace(old, weights=weights) if same else Values(weights)
         state.optimizer, state.trained = job.optimizer, trained
-        state.flat = np.ndim(self.data.y) == 1  # as predictions are then: y - f is not (rows, rows)
+        state.flat = np.ndim(self.data.y) == 1  # predictions are flat, too: y - f is (rows,)
         state.names, state.columns = self.names, self.data.columns
         work = self.step.work * source.batch_size
         return Runner(self.step, Target.of(job.device, work, source.batch_size), work)
 
     def validation_results(self) -> dict[str, Any]:
-        """Return the entries of the history for validation data, none if it is not their epoch."""
+        """Return the entries of the history for validation data; none in epochs without it."""
         every = self.estimator.validation_every
         every = max(1, int(every if every >= 1 else every * self.estimator.max_iter))
         return {} if (self.progress.epoch + 1) % every else super().validation_results()
@@ -542,7 +556,7 @@ class ProgressFunction(Callback):
         self.function = function
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Call the function, and end training if it says so."""
+        """Call the function, and end training if it returns False or "stop"."""
         answer: Any = self.function(trainer.progress)
         if isinstance(answer, (bool, np.bool_)):
             control.stop |= not answer
@@ -558,5 +572,5 @@ class ProgressFunction(Callback):
 
 
 def rows_of(data: Dataset, fields: Fields) -> BatchSource:
-    """Return the source of data that are gone through once."""
+    """Return the source of batches of data for a single pass."""
     return data.source(fields, fields.fixed_rows or ROWS)

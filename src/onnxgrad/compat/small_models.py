@@ -1,4 +1,4 @@
-"""Estimators that build small models and run them, such as the update of a weight."""
+"""`SmallFunctions`: estimators that build small models and run them, as updates of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_model(
     dtype: Any = np.float32,
     **options: Any,
 ) -> ModelProto:
-    """Return the model, called as the function, whose outputs `write(draft, **options)` writes."""
+    """Return the model whose outputs `write(draft, **options)` writes, with the name of `write`."""
     draft = Draft(write.__name__, opset, dtype)
     with draft.op:
         return draft.model(write(draft, **options), finish)
@@ -37,13 +37,13 @@ class SmallFunctions(BaseEstimator):
     """An estimator that keeps small models as attributes and runs them.
 
     Sessions are created when a model first runs, and are not pickled. Two instances are equal if
-    their parameters are.
+    their parameters are equal.
     """
 
     _device = CPU
 
     def _keep_models(self, device: Any, **models: ModelProto | None) -> None:
-        """Set the attributes `models`, which run on `device`; None sets no attribute."""
+        """Set attributes to models, which run on `device`; None deletes an attribute."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():
@@ -94,7 +94,8 @@ def instance_of(
 ) -> T | None:
     """Return an instance of `base` for an instance, a class, or a name in `classes`; else None.
 
-    Raises `ValueError` for an option that the class lacks, or options beside an instance.
+    Raises:
+        ValueError: an option that the class lacks, or options together with an instance.
     """
     if isinstance(choice, base):
         if options:

@@ -1,4 +1,4 @@
-"""Arrays of numbers from what users pass, and the shape that an input declares."""
+"""Conversion of user data to arrays of numbers, in the shape that an input declares."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import PrintableError, argument, printable
+from onnxgrad.errors import PrintableError, argument, join_first, printable
 from onnxgrad.operators.shapes import Dim, Dims
 from onnxgrad.runtime.values import to_numpy
 
-_LISTED = 30  # columns in a message
+_LISTED = 30  # most columns in a message
 
 
 class DataError(PrintableError, ValueError):
-    """The data cannot be used; the message names the part that is wrong, and the remedy."""
+    """Data cannot be used; the message names the wrong argument, column or row, and the remedy."""
 
 
 def to_numbers(name: str, values: Any) -> np.ndarray:
-    """Return `values` as an array of numbers; Python objects that are numbers are converted."""
+    """Return `values` as an array of numbers; `name` is the input that messages name."""
     if hasattr(values, "toarray"):
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
@@ -36,8 +36,8 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
             f"the rows of {name!r} differ in shape: pad them, as by_length does, or if they are "
             "batches, pass them without y"
         ) from None
-    if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
-        array = _unbox(name, array)
+    if array.dtype == object and array.ndim:  # such as a table with columns of several dtypes
+        array = _unbox_numbers(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
         kind = type(values).__name__ if array.dtype == object else array.dtype
         text = ": pass the index of each class or category" * (array.dtype.kind in "SU")
@@ -45,8 +45,8 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def _unbox(name: str, array: np.ndarray) -> np.ndarray:
-    """Return an array of Python objects in the dtype that numpy has for them."""
+def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array of Python numbers or lists of these in the dtype that numpy chooses."""
     try:
         numbers = np.array(_as_lists(array))
     except ValueError:  # lists that differ in length
@@ -61,7 +61,7 @@ def _unbox(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _as_lists(value: Any) -> Any:
-    """Return arrays in arrays, as tables have lists of lists, as lists; decimals as floats."""
+    """Return nested arrays, as tables have for lists of lists, as lists, and decimals as floats."""
     if isinstance(value, np.ndarray):
         return [_as_lists(v) for v in value] if value.dtype == object else value.tolist()
     return float(value) if isinstance(value, Decimal) else value
@@ -73,7 +73,7 @@ def is_arrow(values: Any) -> bool:
 
 
 def column_array(name: str, column: Any) -> np.ndarray:
-    """Return a column of pyarrow as an array; lists become axes, missing numbers NaN."""
+    """Return a column of pyarrow as an array; lists become axes, missing numbers become NaN."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -83,11 +83,11 @@ def column_array(name: str, column: Any) -> np.ndarray:
     while True:
         kind = column.type
         if isinstance(kind, pa.FixedShapeTensorType):
-            column, _ = _flatten(name, column.storage)
+            column, _ = _flatten_lists(name, column.storage)
             order += [len(shape) + i for i in kind.permutation or range(len(kind.shape))]
             shape += kind.shape
         elif hasattr(kind, "value_field"):  # of every kind of lists
-            column, length = _flatten(name, column)
+            column, length = _flatten_lists(name, column)
             order.append(len(shape))
             shape.append(length)
         elif isinstance(kind, pa.BaseExtensionType):
@@ -105,8 +105,8 @@ def column_array(name: str, column: Any) -> np.ndarray:
     return column.to_numpy(zero_copy_only=False).reshape(shape).transpose(order)
 
 
-def _flatten(name: str, column: Any) -> tuple[Any, int]:
-    """Return the elements of lists, and the length of each."""
+def _flatten_lists(name: str, column: Any) -> tuple[Any, int]:
+    """Return the elements of a column of lists, and the length that all lists have."""
     import pyarrow.compute as pc
 
     if column.null_count:
@@ -118,14 +118,14 @@ def _flatten(name: str, column: Any) -> tuple[Any, int]:
 
 
 def ragged_message(name: str) -> str:
-    """Return the message for lists that differ in length."""
+    """Return the error message for a column whose lists differ in length."""
     return f"the lists of column {name!r} differ in length: pad or truncate them"
 
 
 def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
-    """Return how a shape differs from the declared one, "" if it does not.
+    """Return how a shape differs from the declared shape, "" if it does not.
 
-    A symbolic or unknown dimension fits any length; None in place of `declared` allows any rank.
+    A symbolic or unknown dimension fits any length; if `declared` is None, any shape fits.
     The result is the end of a message: "must have shape (N, 3), not (7, 2): axis 1 differs".
     """
     if declared is None:
@@ -154,14 +154,14 @@ def fit_shape(
     reshape: bool,
     columns: Sequence[str] | None = None,
 ) -> np.ndarray:
-    """Return `array` in the shape that an input declares; the first axis counts rows.
+    """Return `array` in the shape that an input declares; rows are on its first axis.
 
     Args:
         array: of rank 1 or more.
-        shape: the declared shape, of which the first length is not checked; None fits any array.
+        shape: the declared shape, whose first length is not checked; None fits any array.
         what: the subject of the message, such as the quoted name of the input.
-        reshape: give the values of a row, which come from columns, any declared shape of as many
-            elements. If false, only a last axis of length one may be added or removed.
+        reshape: whether the values of a row, which come from columns, get any declared shape of as
+            many elements. If false, only a last axis of length one may be added or removed.
         columns: the names of the columns that hold the values of a row.
 
     Raises:
@@ -195,8 +195,7 @@ def fit_shape(
 
 
 def _choose_columns(columns: Sequence[str], count: int) -> str:
-    """Return the advice to choose `count` of more columns, if they are numbers, and their names."""
+    """Return the advice to keep `count` of the columns, and their names."""
     extra, option = len(columns) - count if count > 0 else "some", argument("ignore")
     how = f" with {option}, or name others with {argument('columns')}" * option.startswith("--")
-    more = f", and {len(columns) - _LISTED} more" if len(columns) > _LISTED else ""
-    return f"leave out {extra} of its columns{how}: {', '.join(columns[:_LISTED])}{more}"
+    return f"leave out {extra} of its columns{how}: {join_first(columns, _LISTED)}"

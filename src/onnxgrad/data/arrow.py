@@ -1,4 +1,4 @@
-"""Parquet files and datasets of pyarrow that are larger than memory."""
+"""A reader of Parquet files and pyarrow datasets that are larger than memory."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.checks import check_count
 from onnxgrad.data.arrays import column_array
-from onnxgrad.data.arrow_blocks import Block, ColumnArrays
-from onnxgrad.data.arrow_files import pieces, read
+from onnxgrad.data.arrow_blocks import ColumnArrays, RowBlock
+from onnxgrad.data.arrow_files import list_pieces, read_piece
 from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Reader, describe_files, with_arguments
 from onnxgrad.errors import unknown
 
-_BUFFER_BYTES = 1 << 26  # of the rows that are shuffled together
-_BUFFER_ROWS = 1 << 16
+_BUFFER_BYTES = 1 << 26  # most bytes of rows that are shuffled together
+_BUFFER_ROWS = 1 << 16  # most rows that are shuffled together
 _SAMPLED = 64  # rows whose size is measured
-_READ_BYTES = 1 << 22  # of one record batch that is decoded
-_LISTED = 1000  # files of a folder whose names say its kind
-_Y, _WEIGHT = "/y", "/weight"  # keys of labels and sample weights among those of inputs
+_READ_BYTES = 1 << 22  # bytes of a record batch that is decoded at once
+_LISTED = 1000  # files of a folder whose suffixes are compared
+_Y, _WEIGHT = "/y", "/weight"  # keys of labels and sample weights beside names of inputs
 
+BlockGenerator = Generator[RowBlock, None, None]
 Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 def is_arrow_dataset(X: Any) -> bool:
-    """Return whether `X` is a dataset of pyarrow; a table of it is in memory."""
+    """Return whether `X` is a dataset of pyarrow; its tables, which are in memory, are not."""
     return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
 
 
@@ -55,7 +57,7 @@ def arrow_dataset(
         y: names of the columns of the label. None: the column that is called as the label input.
         sample_weight: name of the column of sample weights.
         columns: names of the columns to read, in the order of the model's input, or a dict
-            `{input: name or names}`. None: all but those of `y` and `sample_weight`.
+            `{input: name or names}`. None: all columns except `y` and `sample_weight`.
         shuffle_rows: rows that are shuffled together; None: 64 MB of them, 65536 at most.
 
     Returns:
@@ -82,16 +84,14 @@ def arrow_dataset(
     return ArrowReader(opened, targets, weights, columns, shuffle_rows, opened is source)
 
 
-def _files(names: Sequence[str]) -> Iterator[str]:
-    """Yield the files among `names`, and the first ones of each folder."""
-    for name in names:
-        if not os.path.isdir(name):
-            yield name
-            continue
-        paths = (os.path.join(at, f) for at, _, files in os.walk(name) for f in sorted(files))
-        yield from islice(
-            (path for path in paths if os.path.basename(path)[0] not in "._"), _LISTED
-        )
+def _file_suffixes(paths: Sequence[str]) -> set[str]:
+    """Return the suffixes of files, in folders of the first files that are not hidden."""
+    suffixes = set()
+    for path in map(Path, paths):
+        inside = (f for f in path.rglob("*") if f.is_file() and f.name[0] not in "._")
+        files = islice(inside, _LISTED) if path.is_dir() else [path]
+        suffixes |= {file.suffix.lower() for file in files}
+    return suffixes
 
 
 def _open_dataset(source: Any) -> Any:
@@ -105,12 +105,12 @@ def _open_dataset(source: Any) -> Any:
         return dataset.dataset(source)
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     names = [os.fspath(path) for path in paths]
-    forms = {os.path.splitext(n)[1].lower() for n in _files(names)}
-    form = {".feather": "feather", ".arrow": "ipc", ".ipc": "ipc"}.get(min(forms, default=""))
-    if len(forms) > 1 or forms - {".parquet", ".pq", ".feather", ".arrow", ".ipc", ""}:
+    suffixes = _file_suffixes(names)
+    form = {".feather": "feather", ".arrow": "ipc", ".ipc": "ipc"}.get(min(suffixes, default=""))
+    if len(suffixes) > 1 or suffixes - {".parquet", ".pq", ".feather", ".arrow", ".ipc", ""}:
         raise ValueError(
             f"{', '.join(map(repr, names))}: files of one kind, .parquet or .arrow, can be read "
-            "while training; load others first, as an array or a table"
+            "while training; load other files first, as an array or a table"
         )
     try:
         return dataset.dataset(
@@ -136,15 +136,18 @@ class ArrowReader(Reader):
         taken = [*targets, *weights]
         if columns is None:
             columns = [name for name in names if name not in taken]
-        self._groups = inputs, *_ = _by_input(columns), targets, weights
+        by_input = columns if isinstance(columns, Mapping) else {"": columns}  # "": all features
+        inputs = {n: [c] if isinstance(c, str) else list(c) for n, c in by_input.items()}
+        self._groups = inputs, targets, weights
         used = [name for group in inputs.values() for name in group]
         self._names = list(dict.fromkeys([*used, *taken]))
         for name in self._names:
             if name not in names:
                 raise unknown("column", name, names)
         self._dataset = dataset
-        needed = [name for name in self._names if name not in targets]  # NaN may be no label
-        self._pieces = list(pieces(dataset, selected, needed))
+        # a file without a label column is read as NaN, which may stand for rows without a label
+        needed = [name for name in self._names if name not in targets]
+        self._pieces = list(list_pieces(dataset, selected, needed))
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
             raise ValueError("the dataset has no rows")
@@ -156,38 +159,39 @@ class ArrowReader(Reader):
 
     def first(self) -> tuple[Any, ...]:
         """Return the first row."""
-        with closing(self._blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
-            return _batch(next(blocks).tables(slice(0, 1)))
+        with closing(self._decode_blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
+            return _batch_parts(next(blocks).tables(slice(0, 1)))
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; blocks of rows that are left out are not decoded.
+        """Yield the batches of one pass without the first `skip`, whose blocks are not decoded.
 
-        A thread decodes the next block while batches are drawn from one.
+        A thread decodes the next block of rows while this one is cut into batches.
         """
         together = max(self._shuffle_rows // size, 1) * size  # blocks end where batches do
         order = np.arange(len(self._pieces))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         first, start = divmod(skip * size, together)
-        with closing(read_ahead(self._blocks(order, first * together, together), 1)) as blocks:
+        decoded = self._decode_blocks(order, first * together, together)
+        with closing(read_ahead(decoded, 1)) as blocks:
             for number, block in enumerate(blocks, first):
                 inside = None
                 if seed is not None:
                     inside = np.random.default_rng([seed, number]).permutation(block.rows)
                 for at in range(start, block.rows, size):
                     cut = slice(at, min(at + size, block.rows))
-                    yield _batch(block.tables(cut if inside is None else inside[cut]))
+                    yield _batch_parts(block.tables(cut if inside is None else inside[cut]))
                 start = 0
                 del block  # or it would stay in memory while the thread fills another one
 
-    def _blocks(self, order: np.ndarray, start: int, size: int) -> Generator[Block, None, None]:
-        """Yield `size` rows at a time, from row `start` of the pieces in this order."""
+    def _decode_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
+        """Yield blocks of `size` rows, from row `start` of the pieces in this order."""
         if start >= self.rows:
             return
         inputs, y, weight = self._groups
         groups = {key: g for key, g in (inputs | {_Y: y, _WEIGHT: weight}).items() if g}
         left = self.rows - start
-        block = Block(groups, min(size, left))
+        block = RowBlock(groups, min(size, left))
         step = min(size, max(1, _READ_BYTES // self._row_bytes))
         with closing(self.decode(order, start, step)) as parts:
             for part in parts:
@@ -199,19 +203,19 @@ class ArrowReader(Reader):
                     left -= taken
                     if block.rows == block.size and left:
                         yield block
-                        block = Block(groups, min(size, left))
+                        block = RowBlock(groups, min(size, left))
         yield block
 
     def decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield arrays of up to `size` rows, from row `start` of the pieces in this order."""
+        """Yield arrays by column of up to `size` rows, from row `start` of pieces in this order."""
         for i in order:
             piece = self._pieces[i]
             if start >= piece.rows:
                 start -= piece.rows
                 continue
-            for columns in read(piece, self._dataset.schema, self._names, size):
+            for columns in read_piece(piece, self._dataset.schema, self._names, size):
                 count = len(next(iter(columns.values())))
                 if start >= count:
                     start -= count
@@ -231,14 +235,8 @@ class ArrowReader(Reader):
         return entries | {"files": len(files), "digest": describe_files(files)}
 
 
-def _by_input(columns: Columns) -> dict[str, list[str]]:
-    """Return the columns by input; "" stands for all features."""
-    if isinstance(columns, Mapping):
-        return {n: [c] if isinstance(c, str) else list(c) for n, c in columns.items()}
-    return {"": [columns] if isinstance(columns, str) else list(columns)}
-
-
-def _batch(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
+def _batch_parts(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
+    """Return tables by input, label and weight as (X,), (X, y) or (X, y, sample_weight)."""
     y, weight = tables.pop(_Y, None), tables.pop(_WEIGHT, None)
     X = tables.get("", tables)
     return (X, y, weight)[: 1 if y is weight else 2 if weight is None else 3]

@@ -1,4 +1,4 @@
-"""Blocks of rows of a table, filled from columns of pyarrow as they are decoded."""
+"""Tables of arrays by column, and blocks of rows that decoded pyarrow columns fill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxgrad.data.arrays import DataError, ragged_message
 
 
 class ColumnArrays:
-    """A table of arrays by column, in this order."""
+    """A table of arrays by name of the column; the order of columns counts."""
 
     def __init__(self, values: Mapping[str, np.ndarray]) -> None:
         self.values, self.columns = dict(values), list(values)
@@ -24,8 +24,8 @@ class ColumnArrays:
         return ColumnArrays({name: array[which] for name, array in self.values.items()})
 
 
-class Matrix(ColumnArrays):
-    """A table whose columns are those of one array."""
+class MatrixTable(ColumnArrays):
+    """A table whose columns are the columns of one array (rows, columns)."""
 
     def __init__(self, columns: Sequence[str], array: np.ndarray) -> None:
         self.columns, self.array = list(columns), array
@@ -36,15 +36,15 @@ class Matrix(ColumnArrays):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array, dtype) if copy else np.asarray(self.array, dtype)
 
-    def rows(self, which: slice | np.ndarray) -> Matrix:
+    def rows(self, which: slice | np.ndarray) -> MatrixTable:
         """Return these rows."""
-        return Matrix(self.columns, self.array[which])
+        return MatrixTable(self.columns, self.array[which])
 
 
-class Block:
-    """Up to `size` rows of the tables of a batch, by input; rows are appended.
+class RowBlock:
+    """Tables by input with memory for `size` rows, to which decoded rows are appended.
 
-    Every value is copied once, into an array of its table: what was decoded is free after it.
+    Every value is copied once, so that the decoded columns can be freed at once.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], size: int) -> None:
@@ -52,14 +52,14 @@ class Block:
         self._tables: dict[str, ColumnArrays] = {}
 
     def append(self, part: Mapping[str, np.ndarray]) -> None:
-        """Append rows; the lists of a column must have one length."""
+        """Append rows, as arrays by column; the lists of a column must have one length."""
         count = len(next(iter(part.values())))
         where = slice(self.rows, self.rows + count)
         for key, names in self.groups.items():
             if key not in self._tables:
-                self._tables[key] = self._empty({name: part[name] for name in names})
+                self._tables[key] = self._allocate_table({name: part[name] for name in names})
             table = self._tables[key]
-            if isinstance(table, Matrix):
+            if isinstance(table, MatrixTable):
                 if {part[name].dtype for name in names} == {table.array.dtype}:
                     for column, name in enumerate(names):
                         table.array[where, column] = part[name]
@@ -69,24 +69,21 @@ class Block:
             for name in names:
                 if part[name].shape[1:] != table.values[name].shape[1:]:
                     raise DataError(ragged_message(name))
-                table.values[name] = _widen(table.values[name], part[name].dtype)
+                # numbers with nulls are floats: widen the dtype of the rows before them
+                dtype = np.result_type(table.values[name], part[name])
+                table.values[name] = table.values[name].astype(dtype, copy=False)
                 table.values[name][where] = part[name]
         self.rows += count
 
-    def _empty(self, part: dict[str, np.ndarray]) -> ColumnArrays:
-        kinds = {array.dtype for array in part.values()}  # one only: floats round large integers
+    def _allocate_table(self, part: dict[str, np.ndarray]) -> ColumnArrays:
+        """Return an empty table for `size` rows like the given ones, one array if that is exact."""
+        kinds = {array.dtype for array in part.values()}  # of several, floats round large integers
         if len(kinds) == 1 and all(a.ndim == 1 and a.dtype.kind in "biuf" for a in part.values()):
-            return Matrix(list(part), np.empty((self.size, len(part)), kinds.pop()))
+            return MatrixTable(list(part), np.empty((self.size, len(part)), kinds.pop()))
         return ColumnArrays(
             {name: np.empty((self.size, *a.shape[1:]), a.dtype) for name, a in part.items()}
         )
 
     def tables(self, which: slice | np.ndarray) -> dict[str, ColumnArrays]:
-        """Return some of the rows, by input."""
+        """Return the tables of some of the rows, by input."""
         return {key: table.rows(which) for key, table in self._tables.items()}
-
-
-def _widen(array: np.ndarray, other: np.dtype) -> np.ndarray:
-    """Return `array` in a dtype that holds the other too: numbers with nulls are floats."""
-    dtype = np.result_type(array.dtype, other)
-    return array if dtype == array.dtype else array.astype(dtype)

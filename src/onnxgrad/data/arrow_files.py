@@ -1,4 +1,4 @@
-"""Pieces of datasets of pyarrow: row groups of Parquet files, whole files of other formats."""
+"""Pieces of pyarrow datasets: row groups of Parquet files, and whole files of other formats."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from onnxgrad.data.arrays import DataError
 
-_BUFFER_BYTES = 1 << 16  # of a column that are read at a time
+_BUFFER_BYTES = 1 << 16  # bytes of a column that are read at a time
 
 Columns = dict[str, Any]  # arrays of pyarrow by name
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A row group of a Parquet file, or a whole file (`group` is None), and its rows."""
+    """A row group of a Parquet file, or a whole file (`group` is None), and its number of rows."""
 
     fragment: Any
     group: int | None
     rows: int
 
 
-def pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piece, None, None]:
+def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piece, None, None]:
     """Yield the pieces of a dataset that have rows.
 
     Where row groups may have been `selected`, the fragments keep the footers of their files in
@@ -33,6 +33,7 @@ def pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piec
         ValueError: a file cannot be read, or lacks one of the columns `names`.
     """
     import pyarrow as pa
+    from pyarrow import dataset as dataset_module
 
     try:
         fragments = dataset.get_fragments()
@@ -40,10 +41,11 @@ def pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piec
         raise ValueError(f"write what was selected or joined to a file first: {e}") from None
     for fragment in fragments:
         try:
-            counts, own = _row_groups(fragment, selected)
+            counts, columns = _row_groups(fragment, selected)
         except (OSError, pa.ArrowException) as e:
-            raise _unreadable(fragment, e) from e
-        lacking = [n for n in names if n not in (*own, *_partition(fragment))]
+            raise _read_error(fragment, e) from e
+        partitions = dataset_module.get_partition_keys(fragment.partition_expression)
+        lacking = [n for n in names if n not in (*columns, *partitions)]
         if lacking and any(rows for _, rows in counts):
             file = getattr(fragment, "path", "a part")
             raise DataError(
@@ -53,15 +55,8 @@ def pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piec
         yield from (Piece(fragment, number, rows) for number, rows in counts if rows)
 
 
-def _partition(fragment: Any) -> list[str]:
-    """Return the columns that the path of a file says."""
-    from pyarrow import dataset
-
-    return [*dataset.get_partition_keys(fragment.partition_expression)]
-
-
 def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, int]], list[str]]:
-    """Return the numbers of the row groups of a fragment, and their rows; and its columns."""
+    """Return number and rows of each row group of a fragment, and the names of its columns."""
     import pyarrow.parquet as pq
 
     if not hasattr(fragment, "split_by_row_group"):
@@ -75,26 +70,27 @@ def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, i
         return groups, footer.schema.to_arrow_schema().names
 
 
-def read(
+def read_piece(
     piece: Piece, schema: Any, names: Sequence[str], size: int
 ) -> Generator[Columns, None, None]:
     """Yield the columns of a piece, up to `size` rows at a time.
 
-    Columns that a file lacks are null; partitions are columns.
+    Columns that the file lacks are null; the keys of its partition are columns.
     """
     import pyarrow as pa
 
-    batches = _batches if piece.group is None else _row_group_batches
+    batches = _fragment_batches if piece.group is None else _row_group_batches
     try:
         with closing(batches(piece, schema, list(names), size)) as parts:
             yield from parts
     except (OSError, pa.ArrowException) as e:
-        raise _unreadable(piece.fragment, e) from e
+        raise _read_error(piece.fragment, e) from e
 
 
-def _batches(
+def _fragment_batches(
     piece: Piece, schema: Any, names: list[str], size: int
 ) -> Generator[Columns, None, None]:
+    """Yield the columns of a whole file, up to `size` rows at a time."""
     options = {"batch_size": size, "use_threads": False, "batch_readahead": 1}
     for batch in piece.fragment.to_batches(schema=schema, columns=names, **options):
         yield {name: batch.column(name) for name in names}
@@ -103,9 +99,10 @@ def _batches(
 def _row_group_batches(
     piece: Piece, schema: Any, names: list[str], size: int
 ) -> Generator[Columns, None, None]:
-    """Yield the columns of a row group, which is never in memory as a whole.
+    """Yield the columns of a row group, up to `size` rows at a time.
 
-    The scanner of a dataset would decode all of it before its first rows.
+    The row group is never in memory as a whole: the scanner of a dataset would decode all of it
+    before its first rows.
     """
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -129,6 +126,7 @@ def _row_group_batches(
             yield {name: columns[name] for name in names}
 
 
-def _unreadable(fragment: Any, error: Exception) -> DataError:
+def _read_error(fragment: Any, error: Exception) -> DataError:
+    """Return the error for a fragment that pyarrow cannot read."""
     path = getattr(fragment, "path", "the data")
     return DataError(f"cannot read {path!r}: {str(error).splitlines()[0]}")

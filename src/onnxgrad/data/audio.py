@@ -1,4 +1,4 @@
-"""Transforms of waveforms: for arrays, and as nodes of a model by `preprocess`."""
+"""Transforms of waveforms, for arrays and as nodes that `preprocess` puts before a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.data.audio_filters import hann, mel_filters, sinc_kernel
+from onnxgrad.data.audio_filters import hann_window, mel_filters, sinc_kernel
 from onnxgrad.errors import unknown
 from onnxgrad.model.draft import Draft
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-_ZEROS, _ROLLOFF = 6, 0.99  # the defaults of torchaudio
+_ZEROS, _ROLLOFF = 6, 0.99  # zero crossings and cutoff, the defaults of torchaudio
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "mel_scale": ("htk", "slaney"),
     "norm": ("slaney", None),
@@ -25,7 +25,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-class Waveforms:
+class WaveformTransform:
     """A transform of waveforms, float32 (N, samples): call it with an array, or use `preprocess`.
 
     Subclasses are frozen dataclasses with a method `write`.
@@ -35,8 +35,8 @@ class Waveforms:
         """Return the result of the nodes that `write` writes, for an array (N, samples)."""
         array = np.asarray(waveforms, np.float32)
         if array.ndim != 2:
-            raise ValueError(f"waveforms have the shape (N, samples), not {array.shape}")
-        (result,) = _session_of(self).run(None, {"waveforms": array})
+            raise ValueError(f"waveforms must have the shape (N, samples), not {array.shape}")
+        (result,) = _transform_session(self).run(None, {"waveforms": array})
         return result
 
     def write(self, op: Any, x: Any) -> Any:
@@ -45,21 +45,22 @@ class Waveforms:
 
 
 @lru_cache(16)
-def _session_of(transform: Waveforms) -> ort.InferenceSession:
+def _transform_session(transform: WaveformTransform) -> ort.InferenceSession:
+    """Return a session that runs the nodes of a transform."""
     draft = Draft("audio")
     y = transform.write(draft.op, draft.input("waveforms", ["N", "samples"]))
     return session(draft.model({"result": y}), CPU, work=1e9)
 
 
 @dataclass(frozen=True)
-class Resample(Waveforms):
+class Resample(WaveformTransform):
     """See `resample`."""
 
     old: int
     new: int
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the resampling: a Conv with as many filters as there are phases."""
+        """Write the resampled waveforms: a Conv with a filter for each phase."""
         common = gcd(self.old, self.new)
         old, new = self.old // common, self.new // common
         if old == new:
@@ -70,12 +71,13 @@ class Resample(Waveforms):
             padded = op.Pad(x, [reach, reach + old], None, [1], mode="constant")
             phases = op.Conv(op.Unsqueeze(padded, [1]), kernels, strides=[old])  # (N, new, blocks)
             joined = op.Reshape(op.Transpose(phases, perm=[0, 2, 1]), [0, -1])
-            length = (op.Shape(x, start=1, end=2) * [new] + [old - 1]) / [old]  # rounded up
+            # samples * new / old, rounded up
+            length = (op.Shape(x, start=1, end=2) * [new] + [old - 1]) / [old]
             return op.Slice(joined, [0], length, [1])
 
 
 @dataclass(frozen=True)
-class MelSpectrogram(Waveforms):
+class MelSpectrogram(WaveformTransform):
     """See `mel_spectrogram`."""
 
     sample_rate: int
@@ -93,8 +95,8 @@ class MelSpectrogram(Waveforms):
     center: bool
     frames_first: bool
 
-    def check(self) -> None:
-        """Raise if options are unknown or do not fit; warn of bands without any frequency."""
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for wrong arguments; warn of bands without any frequency."""
         for kind, choices in _CHOICES.items():
             if (value := getattr(self, kind)) not in choices:
                 raise unknown(kind, value, [str(choice) for choice in choices])
@@ -116,7 +118,7 @@ class MelSpectrogram(Waveforms):
             warnings.warn(
                 f"{empty} of {self.n_mels} mel bands contain no frequency of the Fourier transform "
                 "and are constant: use fewer bands or a larger n_fft",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def filters(self) -> np.ndarray:
@@ -130,7 +132,8 @@ class MelSpectrogram(Waveforms):
         """Write the spectrogram: a Conv with windowed sines and cosines, and a matrix product."""
         if self.center:
             x = op.Pad(x, [self.n_fft // 2] * 2, None, [1], mode="reflect")
-        spectrum = op.Conv(op.Unsqueeze(x, [1]), self._waves(op), strides=[self.hop_length])
+        waves = self._write_fourier_filters(op)
+        spectrum = op.Conv(op.Unsqueeze(x, [1]), waves, strides=[self.hop_length])
         bins = self.n_fft // 2 + 1
         with op:
             real = op.Slice(spectrum, [0], [bins], [1])
@@ -145,10 +148,10 @@ class MelSpectrogram(Waveforms):
                 mel = mel * ((10 if self.log == "db" else 1) / ln(10))
             return op.Transpose(mel, perm=[0, 2, 1]) if self.frames_first else mel
 
-    def _waves(self, op: Any) -> Any:
-        """Write the filters of the Fourier transform, (2 bins, 1, n_fft).
+    def _write_fourier_filters(self, op: Any) -> Any:
+        """Write the windowed cosines and sines of the Fourier transform, (2 bins, 1, n_fft).
 
-        They are gathered from one period, so that the file stays small: the runtime computes them
+        They are gathered from one period, so that the file stays small: onnxruntime computes them
         once, when it loads the model.
         """
         n = self.n_fft
@@ -160,7 +163,7 @@ class MelSpectrogram(Waveforms):
                 op.Gather(np.asarray(wave, np.float32), turns)
                 for wave in (np.cos(angles), -np.sin(angles))
             )
-            window = np.asarray(hann(n, self.win_length), np.float32)
+            window = np.asarray(hann_window(n, self.win_length), np.float32)
             return op.Concat(cosines, sines, axis=0) * window
 
 
@@ -173,8 +176,8 @@ def resample(old: int, new: int) -> Resample:
 
     Args:
         old: sample rate of the waveforms in Hz.
-        new: sample rate of the result in Hz. Their ratio in lowest terms should be of small
-            numbers: the filters have `old * new` numbers, times 12 at least.
+        new: sample rate of the result in Hz. The ratio of both in lowest terms, old / new, should
+            have small numbers: the filters have `old * new` numbers, times 12 at least.
 
     Returns:
         A transform of float32 (N, samples) to (N, ceil(samples * new / old)): call it with an
@@ -224,7 +227,7 @@ def mel_spectrogram(
     For librosa's, use `mel_scale="slaney", norm="slaney"`; it pads with zeros.
 
     Args:
-        sample_rate: of the waveforms, in Hz.
+        sample_rate: sample rate of the waveforms in Hz.
         n_fft: samples of a frame.
         hop_length: samples from one frame to the next.
         n_mels: number of bands.
@@ -251,10 +254,8 @@ def mel_spectrogram(
         >>> og.data.mel_spectrogram(16000)(second[None]).shape
         (1, 80, 101)
     """
-    transform = MelSpectrogram(
+    return MelSpectrogram(
         sample_rate, n_fft, hop_length, n_mels, n_fft if win_length is None else win_length,
         f_min, sample_rate / 2 if f_max is None else f_max, power, mel_scale, norm, log, floor,
         center, frames_first,
     )  # fmt: skip
-    transform.check()
-    return transform

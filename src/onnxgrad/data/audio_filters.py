@@ -1,4 +1,4 @@
-"""Filters of audio transforms, computed by numpy in float64."""
+"""Filters and windows of audio transforms, computed by numpy in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import ceil
 import numpy as np
 
 _HZ_PER_MEL = 200 / 3  # below 1000 Hz, on the scale of Slaney
-_BREAK = 1000 / _HZ_PER_MEL
+_BREAK = 1000 / _HZ_PER_MEL  # mel at 1000 Hz, where the scale of Slaney becomes logarithmic
 _LOG_STEP = np.log(6.4) / 27  # above 1000 Hz
 
 
@@ -27,7 +27,7 @@ def sinc_kernel(old: int, new: int, zeros: int, rolloff: float) -> tuple[np.ndar
     return np.sinc(t) * window * cutoff / old, reach
 
 
-def hann(n_fft: int, length: int) -> np.ndarray:
+def hann_window(n_fft: int, length: int) -> np.ndarray:
     """Return a periodic Hann window of `length` samples in the middle of `n_fft`."""
     window = np.zeros(n_fft)
     start = (n_fft - length) // 2

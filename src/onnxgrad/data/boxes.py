@@ -1,29 +1,34 @@
-"""Images with boxes, as COCO and YOLO hold them, decoded while training reads them."""
+"""A reader of images with boxes in files of COCO or YOLO, decoded while training reads them."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.coco_files import read_coco
 from onnxgrad.data.image_files import is_image, is_path, open_image, pillow
-from onnxgrad.data.image_transforms import RandomColors, RandomFlip, named_transform
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.image_transforms import (
+    RandomColors,
+    RandomFlip,
+    height_and_width,
+    named_transform,
+)
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.operators.shapes import Dims
 
 COCO_FILE = "instances.json"
-_GRAY = 114  # around images, as detectors are used to
-_SLACK = 2e-3  # of the side of an image: annotations are rounded
+_GRAY = 114  # value of the border of images, as published detectors were trained with
+_SLACK = 2e-3  # share of the side of an image by which rounded boxes may stand out
 
-# (image of Pillow, boxes in pixels (n, 4), generator) -> image and boxes
+# (image of Pillow, boxes in pixels (n, 4), generator) -> (image, boxes)
 BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.ndarray]]
 ImageTransform = RandomFlip | RandomColors
 
@@ -39,8 +44,9 @@ def annotated_images(
     """Return images and the boxes in them as data for `fit`, decoded while it runs.
 
     A batch has images, float32 (N, 3, height, width), and labels, float32 (N, M, 5): class number,
-    x1, y1, x2, y2 in pixels of these; M is the most in an image, and class -1 fills rows up. Images
-    are resized to fit into `size`, and are gray around that, see `letterbox`.
+    x1, y1, x2, y2 in pixels of the resized image. M is the largest number of boxes in an image, and
+    class -1 fills images with fewer boxes. Images are resized to fit into `size`, and are gray
+    around that, see `letterbox`.
 
     Args:
         path: a COCO file, or a folder with `instances.json`: its images are beside it, or in
@@ -51,10 +57,10 @@ def annotated_images(
             input declares.
         transforms: `random_flip()`, `random_colors()`, or functions `(image of Pillow, boxes,
             numpy.random.Generator) -> (image, boxes)`; boxes are float32 (n, 4), x1, y1, x2, y2 in
-            pixels of the image, one for each that it was given. They are applied in training only,
-            and draw by the seed of the epoch and the number of the image.
-        pixels: as of `letterbox`.
-        part: "train", or "val" of a data.yaml; None: "val" if that names it, or else "train".
+            pixels of the image, as many in the result as in the argument. They are applied in
+            training only, and draw by the seed of the epoch and the number of the image.
+        pixels: see `letterbox`.
+        part: "train", or "val" of a data.yaml; None: "val" if the file names it, or else "train".
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `AnnotatedImages` for its attributes.
@@ -81,16 +87,18 @@ def annotated_images(
     pillow()
     if part not in ("train", "val", None):
         raise unknown("part", part, ["train", "val"])
-    return AnnotatedImages(_read_annotations(Path(path), part), size, transforms, pixels)
+    annotations = _read_annotations(Path(path), part)
+    pair = None if size is None else height_and_width(size)
+    return AnnotatedImages(size=pair, transforms=tuple(transforms), pixels=pixels, **annotations)
 
 
 def letterbox(
     image: Any, size: tuple[int, int], pixels: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> tuple[np.ndarray, float, np.ndarray]:
-    """Return an image as detectors take it: it fits into `size`, and is gray around that.
+    """Return an image for detectors: resized to fit into `size`, and gray around that.
 
     Args:
-        image: as `open_image` takes it.
+        image: a path, an array or an image of Pillow, see `open_image`.
         size: height and width.
         pixels: function from RGB, float32 (height, width, 3) of 0 to 1, to the values that the
             model takes, such as BGR of 0 to 255; None: the values stay from 0 to 1.
@@ -117,47 +125,39 @@ def letterbox(
     return np.ascontiguousarray(array, dtype=np.float32), scale, corner
 
 
-class _Files(NamedTuple):
-    """What files hold of each image: boxes are class, x1, y1, x2, y2 as shares of its sides."""
+@dataclass(eq=False)
+class AnnotatedImages(FileReader):
+    """Images and the boxes in them: the reader of `annotated_images`.
+
+    Attributes:
+        classes: names of the classes, in the order of their numbers.
+        ids: ids of the classes in the files.
+        files: the images.
+        boxes: of each image, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
+        image_ids: the ids of the images in a COCO file, by path; empty for YOLO.
+        parts: "train", and "val" if a data.yaml names it.
+        size, transforms, pixels: see `annotated_images`.
+    """
+
+    per_row = ("files", "boxes")
 
     files: list[Path]
     boxes: list[np.ndarray]
     classes: list[str]
     ids: list[int]
-    sizes: Mapping[Path, tuple[int, int]] = MappingProxyType({})  # width and height as annotated
+    size: tuple[int, int] | None
+    transforms: tuple[ImageTransform | BoxTransform, ...]
+    pixels: Callable[[np.ndarray], np.ndarray] | None
     parts: tuple[str, ...] = ("train",)
-    image_ids: Mapping[Path, Any] = MappingProxyType({})  # as annotated
+    image_ids: Mapping[Path, Any] = field(default_factory=dict)
+    _sizes: Mapping[Path, tuple[int, int]] = field(default_factory=dict)  # as annotated
 
-
-class AnnotatedImages(IndexedReader):
-    """Images and the boxes in them; what `annotated_images` returns.
-
-    Attributes:
-        classes: their names, in the order of their numbers.
-        ids: their numbers in the files.
-        files: the images.
-        boxes: of each image, float32 (n, 5): class number, x1, y1, x2, y2 as shares of its sides.
-        image_ids: the numbers of the images in a COCO file, by the file; empty for YOLO.
-        parts: "train", and "val" if a data.yaml names it.
-        size, transforms, pixels: as of `annotated_images`.
-    """
-
-    def __init__(
-        self,
-        read: _Files,
-        size: int | tuple[int, int] | None,
-        transforms: Sequence[ImageTransform | BoxTransform],
-        pixels: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> None:
-        self.files, self.boxes, self.classes, self.ids, self._sizes, self.parts = read[:6]
-        self.image_ids = read.image_ids
-        self.size = (size, size) if isinstance(size, int) else size
-        self.transforms, self.pixels = tuple(transforms), pixels
-        self.rows: int = len(self.files)
+    def __post_init__(self) -> None:
+        self.rows = len(self.files)
         self._most = max([1, *map(len, self.boxes)])
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> AnnotatedImages:
-        """Return the reader with the size of the only feature."""
+        """Return the reader with the size that the shape of the only feature states."""
         if self.size is not None:
             return self
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
@@ -169,13 +169,8 @@ class AnnotatedImages(IndexedReader):
         new.size = int(str(shape[2])), int(str(shape[3]))
         return new
 
-    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the images and labels of a batch."""
-        pairs = [self._read_row(int(row), seed) for row in indices]
-        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
-        return X, y
-
-    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of a row, and its label: the classes and corners of the boxes."""
         file, boxes = self.files[row], self.boxes[row]
         image = open_image(file)
         if self._sizes.get(file, image.size) != image.size:
@@ -186,27 +181,20 @@ class AnnotatedImages(IndexedReader):
         if self.size is None:
             raise ValueError(f"the size of images is unknown: pass {argument('size')}")
         corners = boxes[:, 1:] * np.array(image.size * 2, np.float32)
-        if seed is not None:
-            rng = np.random.default_rng([seed, row])
-            for change in self.transforms:
-                image, corners = _transform_image_and_boxes(change, image, corners, rng)
-                if len(corners) != len(boxes):
-                    raise ValueError(
-                        f"{change!r} returns {len(corners)} boxes for the {len(boxes)} of "
-                        f"{str(file)!r}: return one for each"
-                    )
+        for change in self.transforms:
+            if rng is None:
+                break  # evaluations have no random changes
+            image, corners = _transform_image_and_boxes(change, image, corners, rng)
+            if len(corners) != len(boxes):
+                raise ValueError(
+                    f"{change!r} returns {len(corners)} boxes for the {len(boxes)} boxes of "
+                    f"{str(file)!r}: return one for each"
+                )
         array, scale, corner = letterbox(image, self.size, self.pixels)
         label = np.full((self._most, 5), -1, np.float32)
         label[: len(boxes), 0] = boxes[:, 0]
         label[: len(boxes), 1:] = corners * np.float32(scale) + corner
         return array, label
-
-    def subset(self, numbers: np.ndarray) -> AnnotatedImages:
-        """Return some of the images."""
-        new = copy.copy(self)
-        new.files, new.boxes = ([part[i] for i in numbers] for part in (self.files, self.boxes))
-        new.rows = len(numbers)
-        return new
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, size and transforms, and a digest of images and boxes."""
@@ -235,8 +223,8 @@ def _transform_image_and_boxes(
     return turned, boxes
 
 
-def _read_annotations(path: Path, part: str | None) -> _Files:
-    """Return the images and boxes of a COCO file or a data.yaml, or of a folder with one."""
+def _read_annotations(path: Path, part: str | None) -> dict[str, Any]:
+    """Return the attributes of the reader of a COCO file, a data.yaml, or a folder with one."""
     if path.is_dir():
         found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
         if not found:
@@ -251,43 +239,34 @@ def _read_annotations(path: Path, part: str | None) -> _Files:
     return _read_coco(path)
 
 
-def _read_coco(path: Path) -> _Files:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        categories = sorted(read["categories"], key=lambda category: category["id"])
-        pictures = {image["id"]: image for image in read["images"]}
-        notes = read["annotations"]
-        files = {i: _find_image(path, image["file_name"]) for i, image in pictures.items()}
-        sizes = {files[i]: (image["width"], image["height"]) for i, image in pictures.items()}
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
-    numbers = {category["id"]: i for i, category in enumerate(categories)}
-    rows: dict[Any, list] = {i: [] for i in pictures}
-    for row, note in enumerate(notes):
-        where = f"{str(path)!r}, annotation {row} (id {note.get('id')})"
-        if note.get("image_id") not in pictures:
-            raise ValueError(f"{where}: no image has the id {note.get('image_id')!r}")
-        if note.get("category_id") not in numbers:
-            raise ValueError(f"{where}: no category has the id {note.get('category_id')!r}")
-        if note.get("iscrowd"):
+def _read_coco(path: Path) -> dict[str, Any]:
+    """Return the attributes of the reader of a COCO file, without boxes of crowds."""
+    coco = read_coco(path, [path.parent, path.parent / "images"])
+    numbers = {category: number for number, category in enumerate(coco.categories)}
+    rows: dict[Any, list] = {i: [] for i in coco.files}
+    for where, annotation in coco.annotations:
+        if annotation.get("iscrowd"):
             continue
-        box = np.array(note.get("bbox", ()), float)
+        box = np.array(annotation.get("bbox", ()), float)
         if box.shape != (4,):
             raise ValueError(f"{where}: 'bbox' must be x, y, width and height, not {box.tolist()}")
-        corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(sizes[files[note["image_id"]]], 2)
-        rows[note["image_id"]].append(
-            [numbers[note["category_id"]], *_clip_to_image(corners, where)]
-        )
-    boxes = [np.array(rows[i], np.float32).reshape(-1, 5) for i in pictures]
-    names = [str(category["name"]) for category in categories]
-    image_ids = {file: i for i, file in files.items()}
-    return _Files(list(files.values()), boxes, names, list(numbers), sizes, image_ids=image_ids)
+        i = annotation["image_id"]
+        corners = np.r_[box[:2], box[:2] + box[2:]] / np.tile(coco.sizes[i], 2)
+        rows[i].append([numbers[annotation["category_id"]], *_clip_to_image(corners, where)])
+    return {
+        "files": list(coco.files.values()),
+        "boxes": [np.array(boxes, np.float32).reshape(-1, 5) for boxes in rows.values()],
+        "classes": list(coco.categories.values()),
+        "ids": list(coco.categories),
+        "image_ids": {file: i for i, file in coco.files.items()},
+        "_sizes": {file: coco.sizes[i] for i, file in coco.files.items()},
+    }
 
 
 def names_annotations(source: Any) -> bool:
-    """Return whether a path names annotated images: a COCO file, a data.yaml, a folder with one.
+    """Return whether a path is a COCO file, a data.yaml, or a folder with one of both.
 
-    A folder of images is read as such, whatever else is in it.
+    A folder with images in it is a folder of images, whatever other files it has.
     """
     if not is_path(source):
         return False
@@ -298,40 +277,18 @@ def names_annotations(source: Any) -> bool:
     return named and not any(map(is_image, path.iterdir()))
 
 
-def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
-    """Return the ids of image files in the COCO files beside them, or beside their `images/`."""
-    folders = {Path(image).parent for image in images if is_path(image)}
-    homes = folders | {folder.parent for folder in folders if folder.name == "images"}
-    found: dict[Path, Any] = {}
-    for file in (file for home in sorted(homes) for file in sorted(home.glob("*.json"))):
-        try:
-            listed = json.loads(file.read_text(encoding="utf-8"))["images"]
-            ids = {image["file_name"]: image["id"] for image in listed}
-        except (KeyError, TypeError, ValueError):  # another kind of file
-            continue
-        for place in (file.parent, file.parent / "images"):
-            found |= {place / name: number for name, number in ids.items()}
-    return found
-
-
-def _find_image(path: Path, name: str) -> Path:
-    places = [path.parent / name, path.parent / "images" / name]
-    if (file := next((p for p in places if p.is_file()), None)) is None:
-        raise ValueError(f"{str(path)!r}: the image {name!r} is not in {str(path.parent)!r}")
-    return file
-
-
 def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
-    """Return x1, y1, x2, y2 as shares, with rounding errors at the borders of the image cut off."""
+    """Return corners as shares of the sides, with rounding errors at the borders cut off."""
     if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
-        raise ValueError(f"{where}: the box is outside of the picture: {corners.round(4).tolist()}")
+        raise ValueError(f"{where}: the box is outside of the image: {corners.round(4).tolist()}")
     corners = corners.clip(0, 1)
     if not (corners[2:] > corners[:2]).all():
         raise ValueError(f"{where}: the box is empty: {corners.round(4).tolist()}")
     return corners
 
 
-def _read_yolo(path: Path, part: str | None) -> _Files:
+def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
+    """Return the attributes of the reader of a part of a data.yaml."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
@@ -351,13 +308,14 @@ def _read_yolo(path: Path, part: str | None) -> _Files:
     files = sorted(filter(is_image, folder.iterdir())) if folder.is_dir() else []
     if not files:
         raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
-    boxes = [_read_label_file(_label_file(file), len(named)) for file in files]
-    names = [str(named[i]) for i in sorted(named)]
-    return _Files(files, boxes, names, sorted(named), parts=parts)
+    boxes = [_read_label_file(_label_path(file), len(named)) for file in files]
+    ids = sorted(named)
+    classes = [str(named[i]) for i in ids]
+    return {"files": files, "boxes": boxes, "classes": classes, "ids": ids, "parts": parts}
 
 
-def _label_file(file: Path) -> Path:
-    """Return where the boxes of an image are: labels/ in place of the last images/."""
+def _label_path(file: Path) -> Path:
+    """Return the path of the boxes of an image: labels/ replaces the last images/ in its path."""
     parts = list(file.parts)
     at = [i for i, part in enumerate(parts[:-1]) if part == "images"]
     if at:
@@ -366,7 +324,7 @@ def _label_file(file: Path) -> Path:
 
 
 def _read_label_file(path: Path, classes: int) -> np.ndarray:
-    """Return the boxes of a file with class, center x and y, width and height in each line."""
+    """Return the boxes of a YOLO file: class, center x and y, width and height in each line."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is missing: an image without boxes has an empty file")
     rows = []
@@ -379,7 +337,7 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         except ValueError as e:
             raise ValueError(f"{where}: must be class, x, y, width, height: {line!r}") from e
         if number not in range(classes):
-            raise ValueError(f"{where}: class {number:g} is not among the {classes} of 'names'")
+            raise ValueError(f"{where}: class {number:g} must be below {classes}, as in 'names'")
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
         rows.append([number, *_clip_to_image(corners, where)])
     return np.array(rows, np.float32).reshape(-1, 5)

@@ -1,4 +1,4 @@
-"""Columns of files: whether their cells are numbers, and messages that name column and row.
+"""Columns of files as numbers, and messages that name the column and the row of a wrong cell.
 
 Messages count rows from 1, without the header of a CSV file.
 """
@@ -14,20 +14,20 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.arrow_blocks import ColumnArrays
-from onnxgrad.errors import argument
+from onnxgrad.errors import argument, join_first
 
-_ENCODED = 20  # different texts that can be columns of zeros and ones
+_ENCODED = 20  # most different texts for which a message advises columns of zeros and ones
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The numbers of rows in a file: all from `first`, or those of the indices `kept`."""
+class RowNumbers:
+    """The numbers of rows in a file: `first`, `first` + 1, ..., or only `first` + `kept`."""
 
     first: int = 1
     kept: np.ndarray | None = None
 
     def number(self, index: int) -> int:
-        """Return the number of a row."""
+        """Return the number of the row with an index."""
         return self.first + (index if self.kept is None else int(self.kept[index]))
 
     def numbers(self, start: int, count: int) -> np.ndarray:
@@ -35,32 +35,34 @@ class Rows:
         indices = np.arange(start, start + count)
         return self.first + (indices if self.kept is None else self.kept[indices])
 
-    def take(self, indices: np.ndarray) -> Rows:
-        """Return the numbers of some of the rows."""
-        return Rows(self.first, indices if self.kept is None else self.kept[indices])
+    def take(self, indices: np.ndarray) -> RowNumbers:
+        """Return the numbers of the rows with these indices."""
+        return RowNumbers(self.first, indices if self.kept is None else self.kept[indices])
 
     def list_rows(self, mask: np.ndarray) -> str:
-        """Return the numbers of the rows where a mask holds, the first five."""
-        rows = [self.number(i) for i in np.flatnonzero(flat(mask).any(axis=1)).tolist()]
-        more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-        return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:5]))}{more}"
+        """Return as text the numbers of the first five rows where a mask holds."""
+        rows = [self.number(i) for i in np.flatnonzero(flatten_rows(mask).any(axis=1)).tolist()]
+        return f"row{'s' * (len(rows) > 1)} {join_first(rows, 5)}"
 
 
 class Cells(ColumnArrays):
-    """Columns of a file for one input; `title` is what messages call it."""
+    """Columns of a file for one input, which messages call by `title`."""
 
-    def __init__(self, values: Mapping[str, np.ndarray], title: str, numbers: Rows) -> None:
+    def __init__(self, values: Mapping[str, np.ndarray], title: str, numbers: RowNumbers) -> None:
         super().__init__(values)
         self.title, self.row_numbers = title, numbers
 
     def texts(self) -> np.ndarray:
-        """Return the columns side by side as they are, (rows, values)."""
-        return np.concatenate([flat(a) for a in self.values.values()], axis=1)
+        """Return the columns side by side, without conversion, (rows, values)."""
+        return np.concatenate([flatten_rows(a) for a in self.values.values()], axis=1)
 
     def side_by_side(self, nan: bool = False) -> np.ndarray:
-        """Return columns of numbers side by side; a single one as it is.
+        """Return columns of numbers side by side; a single column keeps its axes.
 
-        With `nan`, NaN is a value, such as a label that does not count.
+        With `nan`, NaN is allowed, such as for rows without a label.
+
+        Raises:
+            DataError: columns of different length, or cells that are no numbers or are missing.
         """
         counts = {name: len(array) for name, array in self.values.items()}
         if len(set(counts.values())) > 1:
@@ -71,25 +73,25 @@ class Cells(ColumnArrays):
         return next(iter(self.values.values())) if len(self.values) == 1 else self.texts()
 
     def weights(self) -> np.ndarray:
-        """Return a column of weights of rows.
+        """Return a column of sample weights.
 
         Raises:
-            DataError: one is negative, or all are 0.
+            DataError: a weight is negative, or all are 0.
         """
         weights = self.side_by_side()
         self.refuse(weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not")
         if not weights.any():
-            raise DataError(f"{self.title} is 0 in all rows, so that none counts")
+            raise DataError(f"{self.title} is 0 in all rows, so that no row counts")
         return weights
 
     def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
-        """Raise if any of the values is wrong: the rule, the first one and the rows."""
+        """Raise `DataError` with a rule, the first wrong value, and its rows, if any is wrong."""
         if wrong.any():
             rows = self.row_numbers.list_rows(wrong)
             raise DataError(f"{rule} {values[wrong][0]} ({rows}){remedy}")
 
     def refuse_missing(self, masks: Mapping[str, np.ndarray]) -> None:
-        """Raise if a mask of missing cells, by column, holds anywhere."""
+        """Raise `DataError` if there are missing cells, given as a mask for each column."""
         bad = {name: mask for name, mask in masks.items() if mask.any()}
         if not bad:
             return
@@ -105,7 +107,7 @@ class Cells(ColumnArrays):
         )
 
     def _check_numeric(self) -> None:
-        """Raise for the first column that is no number; the message names the others, too."""
+        """Raise `DataError` that names the columns without numbers, and the first cell of them."""
         wrong = [name for name, array in self.values.items() if array.dtype.kind not in "biuf"]
         if not wrong:
             return
@@ -114,27 +116,28 @@ class Cells(ColumnArrays):
         leave = argument("ignore", wrong[:6])
         if array.dtype.kind not in "OSU":
             raise DataError(
-                f"column {name!r} holds {array.dtype} ({flat(array)[0, 0]}), not numbers{also}: "
+                f"column {name!r} holds {array.dtype} ({array.ravel()[0]}), not numbers{also}: "
                 f"convert it, dates to days for instance, or leave out the column with {leave}"
             )
-        rows = flat(array)[:, 0].tolist()
-        first = first_text(rows)
+        rows = flatten_rows(array)[:, 0].tolist()
+        first = first_non_number(rows)
         filled = [v for v in rows if not is_empty(v)]
         kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
+        advice = number_advice(rows[first], filled)
         raise DataError(
             f"column {name!r} is {kind}, first in row {self.row_numbers.number(first)}: "
-            f"{short(rows[first])}{also}; {remedy(rows[first], filled)}, or leave out the "
+            f"{quote_cell(rows[first])}{also}; {advice}, or leave out the "
             f"column with {leave}"
         )
 
 
-def flat(array: np.ndarray) -> np.ndarray:
-    """Return an array with one axis behind that of the rows."""
+def flatten_rows(array: np.ndarray) -> np.ndarray:
+    """Return an array as (rows, values)."""
     return array.reshape(len(array), -1)
 
 
-def first_text(rows: Sequence[Any]) -> int:
-    """Return the index of the first cell that is neither a number nor empty; 0 for none."""
+def first_non_number(rows: Sequence[Any]) -> int:
+    """Return the index of the first cell that is neither a number nor empty; 0 if there is none."""
     return next((i for i, v in enumerate(rows) if not (_is_number(v) or is_empty(v))), 0)
 
 
@@ -149,6 +152,7 @@ def is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a cell is empty, a number, or a text that is read as a number."""
     try:
         float("nan" if value is None else value)
     except (ValueError, TypeError):
@@ -156,8 +160,8 @@ def _is_number(value: Any) -> bool:
     return "_" not in str(value)  # Python accepts 1_000
 
 
-def remedy(value: Any, rows: list[Any]) -> str:
-    """Return advice about a cell that is not a number."""
+def number_advice(value: Any, rows: list[Any]) -> str:
+    """Return how to turn a column into numbers, by the first cell `value` that is no number."""
     text = value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
         return "write numbers without separators of thousands, and with a decimal point"
@@ -171,21 +175,21 @@ def remedy(value: Any, rows: list[Any]) -> str:
     return "turn it into numbers"
 
 
-def short(value: Any) -> str:
-    """Return a cell as it is quoted in messages."""
+def quote_cell(value: Any) -> str:
+    """Return a cell for messages: its `repr`, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def rows_with_gaps(table: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which rows have a cell that is empty, NaN or infinite, (rows,)."""
+    """Return a mask of the rows that have a cell that is empty, NaN or infinite."""
     count = len(next(iter(table.values())))
     gone = np.zeros(count, bool)
     for array in table.values():
         if len(array) != count:
-            continue  # an error says so later
+            continue  # `side_by_side` raises an error
         if array.dtype.kind == "f":
-            gone |= ~np.isfinite(flat(array)).all(axis=1)
+            gone |= ~np.isfinite(flatten_rows(array)).all(axis=1)
         elif array.dtype.kind == "O":
-            gone |= np.array([any(map(is_empty, row)) for row in flat(array)])
+            gone |= np.array([any(map(is_empty, row)) for row in flatten_rows(array)])
     return gone

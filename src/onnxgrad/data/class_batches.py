@@ -1,4 +1,4 @@
-"""Batches of P classes with K rows each."""
+"""A reader of batches of P classes with K rows each, for losses of embeddings."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from onnxgrad.operators.shapes import Dims
 def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> ClassBatches:
     """Return data whose batches have P classes with K rows each, for losses of embeddings.
 
-    Such losses compare rows of one class with each other and with those of others, so that a batch
-    needs some of both (Hermans et al. 2017, arXiv:1703.07737, section 2). Classes take turns, and
-    so do the rows of each: all classes are equally frequent, and an epoch has as many batches as
-    all rows fill, where rows of large classes may be missing, and those of small ones repeated.
+    Such losses compare rows of one class with each other and with rows of other classes, so that a
+    batch needs both (Hermans et al. 2017, arXiv:1703.07737, section 2). Classes take turns, and so
+    do the rows of each class: all classes are equally frequent. An epoch has as many batches as all
+    rows fill; rows of large classes may be missing in it, and rows of small classes be repeated.
     `fit` needs no `batch_size`. In evaluations, all rows are in their order.
 
     Args:
-        data: an `IndexedReader`, such as `image_folder` returns; or an array, or a dict of these.
-        labels: class of each row, (N,) int64; None: `data.labels`, which `image_folder` has.
+        data: an `IndexedReader`, such as `image_folder` returns; or an array, or a dict of arrays.
+        labels: class of each row, (N,) int64; None: `data.labels`, as `image_folder` has them.
         classes: P, at least 2.
-        rows: K, at least 2; they are different rows.
+        rows: K, at least 2: the number of different rows of a class in a batch.
 
     Returns:
         A reader, which `fit(reader)` takes as X.
 
     Raises:
-        ValueError: other numbers of labels and rows, fewer than P classes, or a class with fewer
-            than K rows.
+        ValueError: different numbers of labels and rows, fewer than P classes, or a class with
+            fewer than K rows.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -43,17 +43,17 @@ def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> Cl
         >>> [np.unique(y, return_counts=True)[1].tolist() for X, y in reader.batches(1, 7, 0)]
         [[3, 3], [3, 3]]
     """
-    own = getattr(data, "labels", None) if labels is None else labels
-    if own is None:
-        raise ValueError(f"data of type {type(data).__name__} have no labels: pass them")
-    reader = data if isinstance(data, IndexedReader) else DiskArrays(data)
-    made = ClassBatches(reader, np.asarray(own), classes, rows)
-    made.check()
-    return made
+    labels = getattr(data, "labels", None) if labels is None else labels
+    if labels is None:
+        raise ValueError(f"a {type(data).__name__} has no labels: pass {argument('labels')}")
+    rows_of_data = data if isinstance(data, IndexedReader) else DiskArrays(data)
+    reader = ClassBatches(rows_of_data, np.asarray(labels), classes, rows)
+    reader.check()
+    return reader
 
 
 class ClassBatches(Reader):
-    """Rows of `data` in batches of P classes with K rows; what `p_by_k` returns."""
+    """Rows of `data` in batches of P classes with K rows: the reader of `p_by_k`."""
 
     rows: int
     count: int
@@ -61,33 +61,33 @@ class ClassBatches(Reader):
     def __init__(self, data: IndexedReader, labels: np.ndarray, classes: int, rows: int) -> None:
         if labels.shape != (data.rows,) or labels.dtype.kind not in "iub":
             raise ValueError(
-                f"labels are one integer for each of the {data.rows} rows, not {labels.dtype} of "
-                f"shape {labels.shape}"
+                f"labels must be one integer for each of the {data.rows} rows, not {labels.dtype} "
+                f"of shape {labels.shape}"
             )
         self.data, self.labels, self.sizes = data, labels.astype(np.int64), (classes, rows)
         self.rows, self.count = data.rows, max(1, data.rows // max(1, classes * rows))
         self._members = {int(c): np.flatnonzero(labels == c) for c in np.unique(labels)}
 
     def check(self) -> None:
-        """Raise `ValueError` if there are too few classes, or rows of one, for a batch."""
+        """Raise `ValueError` if there are too few classes, or rows of a class, for a batch."""
         classes, rows = self.sizes
         if not 2 <= classes <= len(self._members):
-            given = argument("classes", classes)
-            raise ValueError(f"{given}: the data have {len(self._members)}, and 2 are needed")
+            given, most = argument("classes", classes), len(self._members)
+            raise ValueError(f"{given} must be from 2 to {most}, the number in the data")
         names = getattr(self.data, "classes", None)
-        for label, own in self._members.items():
-            if not 2 <= rows <= len(own):
+        for label, members in self._members.items():
+            if not 2 <= rows <= len(members):
                 name = label if names is None else names[label]
                 raise ValueError(
-                    f"{argument('rows', rows)}: class {name!r} has {len(own)}, and 2 are needed: "
-                    "ask for fewer, or leave out this class"
+                    f"{argument('rows', rows)} must be from 2 to {len(members)}, the rows of class "
+                    f"{name!r}: ask for fewer, or leave out this class"
                 )
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; `size` is for passes in order only."""
+        """Yield the batches of one pass; only passes without a seed use `size`."""
         if seed is None:
             for start in range(skip * size, self.rows, size):
-                yield self._take(np.arange(start, min(start + size, self.rows)), None)
+                yield self._labeled_batch(np.arange(start, min(start + size, self.rows)), None)
             return
         self.check()  # a subset has fewer rows
         rng, classes, rows = np.random.default_rng(seed), *self.sizes
@@ -95,57 +95,59 @@ class ClassBatches(Reader):
         line: list[int] = []
         lines: dict[int, list[int]] = {c: [] for c in every}
         for number in range(self.count):
-            chosen = _draw(line, every, classes, rng)
-            own = [_draw(lines[c], self._members[c], rows, rng) for c in chosen]
+            chosen = _draw_in_turns(line, every, classes, rng)
+            drawn = [_draw_in_turns(lines[c], self._members[c], rows, rng) for c in chosen]
             if number >= skip:
-                yield self._take(np.concatenate(own), seed)
+                yield self._labeled_batch(np.concatenate(drawn), seed)
 
-    def _take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
-        """Return a batch with the labels of the sampler."""
+    def _labeled_batch(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
+        """Return the features of these rows, with the labels of this reader."""
         batch = self.data.take(indices, seed)
         return (batch[0] if isinstance(batch, tuple) else batch), self.labels[indices]
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ClassBatches:
         """Return the reader for features of these declared shapes."""
-        return self._with(self.data.for_inputs(shapes), self.labels)
+        return self._with_rows(self.data.for_inputs(shapes), self.labels)
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes that labels number, which trained models store; often none."""
+        """The names of the classes, in the order of their numbers; empty without names."""
         return self.data.class_names
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """How the data become numbers."""
+        """How the data become numbers, by key of the metadata of trained models."""
         return self.data.remembered
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
         """Return the reader for features of these dtypes."""
-        return self._with(self.data.for_dtypes(dtypes), self.labels)
+        return self._with_rows(self.data.for_dtypes(dtypes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
-        """Return the reader of some rows, which may be too few for batches but in order."""
+        """Return the reader of these rows, which may be too few for batches of P by K."""
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])
-        return None if part is None else self._with(part, self.labels[numbers])
+        return None if part is None else self._with_rows(part, self.labels[numbers])
 
-    def _with(self, data: Any, labels: np.ndarray) -> ClassBatches:
+    def _with_rows(self, data: Any, labels: np.ndarray) -> ClassBatches:
+        """Return a reader of other rows with the same P and K."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
     def describe(self) -> dict[str, Any]:
-        """Return the sizes, what the data say of themselves, and a digest of the labels."""
+        """Return P and K, the description of the data, and a digest of the labels."""
         labels = describe_arrays("labels", {"labels": self.labels})["digest"]
-        own = {"kind": "classes", "rows": self.rows, "sizes": [*self.sizes], "labels": labels}
-        return own | {"data": self.data.describe()}
+        entries = {"kind": "classes", "rows": self.rows, "sizes": [*self.sizes], "labels": labels}
+        return entries | {"data": self.data.describe()}
 
 
-def _draw(
+def _draw_in_turns(
     line: list[int], every: Sequence[int] | np.ndarray, count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Take the first `count` of a line, behind which all others line up in random order if need be.
+    """Remove and return the first `count` numbers of a line of waiting numbers.
 
-    They are different ones, and all have had their turn before one comes again.
+    If the line is too short, all numbers of `every` that do not wait line up first, in random
+    order: the returned numbers differ, and each number has its turn before one comes again.
     """
     if len(line) < count:
         waiting = set(line)

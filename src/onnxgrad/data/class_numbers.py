@@ -1,4 +1,4 @@
-"""Labels of classes, such as texts, as their numbers: the places in the output of a model."""
+"""Numbers of classes, their positions in the output of a model, for labels such as texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError, column_array, is_arrow
 from onnxgrad.data.cells import is_text
-from onnxgrad.data.columns import Part, column_names
-from onnxgrad.errors import argument, first_number, named, unknown
+from onnxgrad.data.columns import ColumnSelection, column_names
+from onnxgrad.errors import argument, first_number, join_first, named, unknown
 
-_SHOWN = 12
+_SHOWN = 12  # most classes in a message
 
 
 def class_numbers(
@@ -22,20 +22,20 @@ def class_numbers(
     ignored: int | None = None,
     ignores_nan: bool = False,
 ) -> Any:
-    """Return the numbers of labels that are texts; numbers are returned unchanged.
+    """Return the numbers of classes for labels that are texts; other labels are returned unchanged.
 
-    Where all `classes` are whole numbers, and others than their places 0, 1, 2, ..., labels are
-    always some of these: 5 is the second of 3, 5, 8.
+    Where `classes` are whole numbers other than 0, 1, 2, ..., labels that are numbers are names of
+    classes, too: 5 is the second of 3, 5, 8.
 
     Args:
         labels: an array, a list, a column or a table of columns.
-        classes: all classes in the order of the model's output; empty: they are not known.
-        name: what messages call the labels.
-        ignored: the number of a label that does not count, which is none of the classes.
-        ignores_nan: whether labels that are NaN do not count.
+        classes: all classes in the order of the model's output; empty if they are unknown.
+        name: the name of the labels in messages.
+        ignored: a number that stands for rows without a label, and is none of the classes.
+        ignores_nan: whether NaN stands for rows without a label.
 
     Raises:
-        DataError: texts without classes, or a label that is none of these.
+        DataError: texts without classes, or a label that is none of the classes.
     """
     array, known = _label_array(labels), ClassNames(classes)
     if array is None:
@@ -55,14 +55,14 @@ def class_numbers(
         row = at // max(1, array[:1].size) + first_number()
         raise DataError(
             f"{name!r} has the label {array[wrong].tolist()[0]!r} in row {row}, and the classes "
-            f"are {first_names(classes)}: pass all in the order of the model's output, with "
-            f"{argument('classes')}"
+            f"are {first_names(classes)}: pass all classes in the order of the model's output, "
+            f"with {argument('classes')}"
         )
     return numbers
 
 
 class ClassNames:
-    """The classes of a model in the order of its output; the number of a class is its place.
+    """The classes of a model in the order of its output; the number of a class is its position.
 
     Names are compared as texts: 3, 3.0 and "3" are one class.
     """
@@ -74,24 +74,25 @@ class ClassNames:
 
     @property
     def are_other_numbers(self) -> bool:
-        """Whether classes are called by whole numbers other than their places."""
+        """Whether classes are called by whole numbers other than their positions."""
         whole = bool(self.texts) and all(name.lstrip("-").isdecimal() for name in self.texts)
         return whole and not self.are_places
 
     def encode(
         self, labels: np.ndarray, ignored: int | None = None, ignores_nan: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of labels, and which of them are none of the classes.
+        """Return the numbers of classes for labels, and a mask of labels that are no class.
 
-        A label that is the number `ignored`, and with `ignores_nan` one that is NaN, does not
-        count, and stays.
+        The label `ignored`, and with `ignores_nan` NaN, stand for rows without a label: they are
+        returned unchanged.
         """
         index: dict[str, float] = {} if ignored is None else {label_text(ignored): ignored}
         index |= self.numbers
-        own, places = np.unique(labels, return_inverse=True)
-        found = [index.get(label_text(value)) for value in own.tolist()]
-        if ignores_nan and (own != own).any():
-            found = [np.nan if value != value else f for f, value in zip(found, own, strict=True)]
+        values, places = np.unique(labels, return_inverse=True)
+        found = [
+            np.nan if ignores_nan and value != value else index.get(label_text(value))
+            for value in values.tolist()
+        ]
         wrong = np.array([number is None for number in found], bool)[places]
         dtype = np.float64 if np.nan in found else np.int64
         numbers = np.array([0 if number is None else number for number in found], dtype)[places]
@@ -99,9 +100,9 @@ class ClassNames:
 
 
 def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
-    """Return which labels are no numbers of classes: below 0, or not below `count`, or no integers.
+    """Return a mask of labels that are no class: below 0, `count` or above, or no whole number.
 
-    NaN is none of these.
+    The mask is false for NaN.
     """
     wrong = labels < 0
     if count is not None:
@@ -112,62 +113,60 @@ def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
 
 
 def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> None:
-    """Raise `DataError` if a model has another number of classes than data, before it trains.
+    """Raise `DataError` if the output of a model does not fit the number of classes in data.
 
     Args:
         names: the names of the classes of the data, all of which the model must have; empty if
-            labels are called by their numbers, of which the model may have more.
+            classes have numbers only: then the model may have more classes.
         labels: the numbers of the classes in the rows, int64.
         count: the number of classes of the model.
     """
-    own = len(names) or int(labels.max()) + 1
-    if own == count or (not names and own <= count):
+    needed = len(names) or int(labels.max()) + 1
+    if needed == count or (not names and needed <= count):
         return
     listed = f" ({first_names(names)})" if names else ""
-    remedy = (
-        f"train a new last layer with {argument('units', names or own)} ({named('replace_head')})"
-    )
+    units = argument("units", names or needed)
+    remedy = f"train a new last layer with {units} ({named('replace_head')})"
     if not names and len(np.unique(labels)) <= count:
         remedy = remedy_outside(labels, count)
     elif names and len(names) < count:
-        remedy += f"; or name all {count} in the order of its output with {argument('classes')}"
+        remedy += f"; or pass all {count} in the order of its output with {argument('classes')}"
     raise DataError(
-        f"there are {own} classes{listed}, and the output of the model has {count}: {remedy}"
+        f"there are {needed} classes{listed}, and the output of the model has {count}: {remedy}"
     )
 
 
 def first_names(names: Sequence[Any]) -> str:
-    """Return up to 12 names as text."""
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(str, names[:_SHOWN])) + more
+    """Return up to 12 names of classes as text, and how many more there are."""
+    return join_first(names, _SHOWN)
 
 
 def remedy_outside(labels: np.ndarray, count: int) -> str:
-    """Return what to do about labels that are not among the numbers of `count` classes."""
-    own = np.unique(labels)
+    """Return the remedy for labels that are not among the numbers of `count` classes."""
+    values = np.unique(labels)
     remedy = f"{named('replace_head')} gives the model another number of classes"
-    if len(own) > count or not (own == np.trunc(own)).all():
+    if len(values) > count or not (values == np.trunc(values)).all():
         return remedy
-    names = argument("classes", _some_names(own.tolist()))
-    return f"if they are names of the classes, pass {names} (all of them); otherwise {remedy}"
+    names = argument("classes", _some_names(values.tolist()))
+    return f"if labels are names of classes, pass {names} (all classes); otherwise {remedy}"
 
 
 def _some_names(labels: list[Any]) -> list[str]:
-    """Return the first of the labels that occur, in order."""
-    own = sorted({*labels})
-    return [*map(label_text, own[:_SHOWN]), *["..."] * (len(own) > _SHOWN)]
+    """Return the first 12 different labels as texts, sorted, and "..." for more."""
+    values = sorted({*labels})
+    return [*map(label_text, values[:_SHOWN]), *["..."] * (len(values) > _SHOWN)]
 
 
 def label_text(label: Any) -> str:
-    """Return a label as text; 3.0 and 3 are the same."""
+    """Return a label as text; 3.0 is "3"."""
     if isinstance(label, bytes):
         return label.decode(errors="replace")
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def _label_array(labels: Any) -> np.ndarray | None:
-    """Return texts or numbers as an array, columns side by side; None for other data."""
-    names = labels.columns if isinstance(labels, Part) else column_names(labels)
+    """Return labels, texts or numbers, as an array, columns side by side; None for other data."""
+    names = labels.columns if isinstance(labels, ColumnSelection) else column_names(labels)
     if names is not None:
         columns = [_label_array(labels[name]) for name in names]
         if len(columns) == 1:
@@ -190,16 +189,17 @@ def _label_array(labels: Any) -> np.ndarray | None:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Return whether all values are numbers of Python."""
+    """Return whether all values are Python numbers."""
     return all(isinstance(value, (int, float)) for value in values)
 
 
 def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
-    """Return weights of classes by the numbers of the classes, also where they are by output.
+    """Return class weights by the numbers of the classes, also for weights by output.
 
     Args:
-        weights: of classes by name or number; others are returned unchanged.
-        classes: the names of the classes; empty if they have none.
+        weights: `{class, by name or number: weight}`, or a dict of these by output; other
+            weights, such as "balanced", are returned unchanged.
+        classes: the names of the classes; empty if classes have numbers only.
         count: the number of classes, if texts may be numbers, as on the command line.
 
     Raises:
@@ -219,7 +219,7 @@ def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = 
 def _class_number(label: Any, known: ClassNames, count: int | None) -> Any:
     """Return the number of a class that is called by its name or its number.
 
-    Where classes are called by other numbers than their places, a number is a name.
+    Where the names of classes are numbers other than 0, 1, 2, ..., `label` is a name.
     """
     text, words = label_text(label), isinstance(next(iter(known.classes), ""), str)
     by_name = bool(known.numbers) and (isinstance(label, str) or not words)

@@ -1,4 +1,4 @@
-"""The data that one input of a model accepts, and the check of the data that users pass."""
+"""What one input of a model accepts, and the check of the data that users pass for it."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ import onnx_ir as ir
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
 from onnxgrad.data.class_numbers import labels_outside, remedy_outside
-from onnxgrad.data.columns import Part, column_names, is_table, stack_columns
-from onnxgrad.data.indices import Table
+from onnxgrad.data.columns import ColumnSelection, column_names, is_table, stack_columns
+from onnxgrad.data.indices import IndexedTable
 from onnxgrad.data.tables import FileTable
-from onnxgrad.errors import named
+from onnxgrad.errors import join_first, named
 from onnxgrad.operators.shapes import Dims, dims
 
-# (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
+# (mask of wrong values, rule, words for wrong values, remedy) raises for wrong values
 Refuse = Callable[..., None]
-_FEW = 1 << 12  # numbers of which an array of answers is faster than their extremes
+_FEW = 1 << 12  # most values for which `isfinite` of all is faster than of minimum and maximum
 
 
 @dataclass(frozen=True)
 class Field:
-    """The data that one input of a model accepts.
+    """What one input of a model accepts.
 
-    - `name`, `dtype` and `shape`: of the input, as declared; `is_label`: whether it takes labels.
-    - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
-    - `allowed`: the `LabelBounds` of a loss.
-    - `tables`: the tables that the input indexes.
-    - `is_weight`: whether it takes the weights of rows, of 0 or more.
+    - `name`, `dtype` and `shape`: as the graph declares; `is_label`: whether it takes labels.
+    - `classes`: number of classes of a label; `ignored`: a number that stands for no label.
+    - `allowed`: the `LabelBounds` of a loss, or None.
+    - `tables`: the tables into which the input holds indices.
+    - `is_weight`: whether it takes sample weights, which must be 0 or more.
     - `ignores_nan`: whether NaN stands for no label; None where no option can say so.
     """
 
     name: str
     dtype: np.dtype
     shape: Dims | None
-    classes: int | str | None = None  # their number, or the symbol of that dimension
+    classes: int | str | None = None  # number, or name of the symbolic dimension
     ignored: int | None = None
     allowed: Any = None
-    tables: tuple[Table, ...] = ()
+    tables: tuple[IndexedTable, ...] = ()
     ignores_nan: bool | None = None
     is_label: bool = False
     is_weight: bool = False
 
     @classmethod
     def of(cls, x: ir.Value) -> Field:
-        """Return what an input of a graph accepts, as it is declared."""
+        """Return the field of an input of a graph, with the declared dtype and shape."""
         return cls(str(x.name), (x.dtype or ir.DataType.FLOAT).numpy(), dims(x))
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
@@ -56,8 +56,8 @@ class Field:
 
         Args:
             data: array-like, or a table, whose rows are on axis 0.
-            axis: of the rows, None if there are none; messages name rows, or else elements.
-            whole: `data` is one batch: the shape must be the declared one, that of `axis` included.
+            axis: the axis of rows, None if there is none; messages name rows, or else elements.
+            whole: whether `data` is one batch, whose number of rows must be as declared, too.
 
         Raises:
             ValueError: the data hold text, NaN, infinity or numbers that the dtype of the input
@@ -74,25 +74,22 @@ class Field:
             if axis == 0 and not whole:
                 array = fit_shape(array, self.shape, repr(self.name), reshape=False)
             else:
-                array = self._exact(array, None if whole else axis)
+                array = self._fit_declared_shape(array, None if whole else axis)
         except DataError as e:
-            raise DataError(f"{e}{self._remedy(array)}") from None
+            # a label for each row, where the loss takes one for each output
+            several = self.is_label and self.classes is None and len(self.shape or ()) > array.ndim
+            whole_numbers = several and array.dtype.kind != "O" and not (array % 1).any()
+            remedy = "; numbers of classes need a loss of classes, such as 'cross_entropy'"
+            raise DataError(f"{e}{remedy * whole_numbers}") from None
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
-            _refuse(bad, rule + others, axis, remedy)
+            _raise_for_rows(bad, rule + others, axis, remedy)
 
         what = named("sample_weight") if self.is_weight else repr(self.name)
-        return self._values(array, what, refuse)
+        return self._checked_values(array, what, refuse)
 
-    def _remedy(self, array: np.ndarray) -> str:
-        """Return the end of a message: which loss takes labels that are one number for each row."""
-        several = self.is_label and self.classes is None and len(self.shape or ()) > array.ndim
-        if not several or array.dtype.kind == "O" or (array % 1).any():
-            return ""
-        return "; numbers of classes take a loss of classes, as 'cross_entropy'"
-
-    def _values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
-        """Return numbers in the dtype of the input; `refuse` raises for those that it lacks."""
+    def _checked_values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
+        """Return numbers in the dtype of the input; `refuse` raises for forbidden values."""
         values = array
         if array.dtype != self.dtype:
             with np.errstate(all="ignore"):
@@ -106,10 +103,10 @@ class Field:
             if self.ignores_nan:
                 bad &= ~nan
             elif self.ignores_nan is not None and nan.any():
-                remedy = "; the option ignore_nan=True of the loss leaves out labels that are NaN"
+                remedy = "; the option ignore_nan=True of the loss ignores labels that are NaN"
             refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
         if self.is_weight:
-            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; others")
+            refuse(values < 0, f"{what} must hold numbers of 0 or more", "; other values")
         if self.classes is not None:
             count = self.classes if isinstance(self.classes, int) else None
             wrong = labels_outside(values, count)
@@ -123,11 +120,15 @@ class Field:
         if self.allowed is not None:
             rule = f"{what} must hold labels {self.allowed.text}"
             allowed = self.allowed.test(values)
-            refuse(~(allowed | np.isnan(values) if self.ignores_nan else allowed), rule, "; others")
+            refuse(
+                ~(allowed | np.isnan(values) if self.ignores_nan else allowed),
+                rule,
+                "; other values",
+            )
         return values
 
-    def of_cells(self, cells: Cells) -> np.ndarray:
-        """Return columns of a file as the array for the input; texts are left as they are."""
+    def convert_cells(self, cells: Cells) -> np.ndarray:
+        """Return columns of a file as the array for the input; inputs of strings get texts."""
         if self.dtype == object:
             return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
         array = cells.side_by_side(nan=bool(self.ignores_nan))
@@ -135,32 +136,33 @@ class Field:
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
 
-        values = self._values(array, cells.title, refuse)
+        values = self._checked_values(array, cells.title, refuse)
         return fit_shape(values, self.shape, cells.title, True, cells.columns)
 
     def numbers(self, data: Any) -> np.ndarray:
-        """Return `data` as an array of numbers, that of a table in the shape of the input."""
+        """Return `data` as an array of numbers; values of a table get the shape of the input."""
         if self.dtype == object:
             raise ValueError(
                 f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
-                "behind what it computes from them by onnxgrad.graph.select_model_inputs_outputs, "
-                "and train the rest; onnxgrad.graph.replace_initializers_into_onnx writes its "
-                "weights into the whole model"
+                "behind the nodes that turn strings into numbers with "
+                "onnxgrad.graph.select_model_inputs_outputs, and train the rest; "
+                "onnxgrad.graph.replace_initializers_into_onnx writes the trained weights into the "
+                "whole model"
             )
         if type(data) is np.ndarray and data.dtype == self.dtype:
             return data
         if (cells := self.cells(data)) is not None:
-            return self.of_cells(cells)
+            return self.convert_cells(cells)
         if not is_table(data):
             return to_numbers(self.name, data)
         values, names = stack_columns(self.name, data), column_names(data)
         return fit_shape(values, self.shape, repr(self.name), True, names)
 
     def cells(self, data: Any) -> Cells | None:
-        """Return the columns of a file in `data`; None if it is none, or a part of none."""
+        """Return the columns of `data` if it is a `FileTable` or a selection of one; else None."""
         if type(data) is np.ndarray:
             return None
-        table = data.table if isinstance(data, Part) else data
+        table = data.table if isinstance(data, ColumnSelection) else data
         if not isinstance(table, FileTable):
             return None
         title = f"input {self.name!r}"
@@ -168,8 +170,11 @@ class Field:
             title = f"{named('label')} {', '.join(map(repr, data.columns))}"
         return table.cells(data.columns, title)
 
-    def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
-        """Return `array` in the declared shape, up to the length of `axis` and a last one of 1."""
+    def _fit_declared_shape(self, array: np.ndarray, axis: int | None) -> np.ndarray:
+        """Return `array` in the declared shape, with a last axis of length 1 added or removed.
+
+        The length of `axis` is not checked.
+        """
         if self.shape is None:
             return array
         shape = [None if isinstance(d, int) and d <= 0 else d for d in self.shape]
@@ -190,25 +195,28 @@ class Field:
     ) -> None:
         """Raise if the array of this input holds indices outside of a table.
 
-        `arrays` are those of all inputs, `cells` the columns of a file that its array was made of.
+        Args:
+            arrays: the arrays of all inputs, by name.
+            axis: the axis of rows; None if there is none.
+            cells: the columns of the file from which the array was made.
         """
         for table in self.tables:
             array = arrays[self.name]
             outside = table.outside(array, arrays)
             if cells is not None:
                 cells.refuse(outside, array, f"{cells.title} must hold {table}, not")
-            _refuse(outside, f"{self.name!r} must hold {table}; others", axis)
+            _raise_for_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Return whether all numbers are finite; of many, without an array of as many answers."""
+    """Return whether all numbers are finite, computed for many without a mask of the same size."""
     if values.size <= _FEW:
         return bool(np.isfinite(values).all())
     with np.errstate(all="ignore"):
         return bool(np.isfinite([values.min(), values.max()]).all())
 
 
-def _refuse(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
+def _raise_for_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
     """Raise if any element of the mask is true, naming the rows along `axis`, or the elements."""
     if not bad.any():
         return
@@ -218,5 +226,4 @@ def _refuse(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> N
         bad = np.moveaxis(bad, axis, 0)
         rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
         where, of = list(map(str, rows)), f"{len(bad)} rows"
-    listed = ", ".join(where[:10]) + (", ..." if len(where) > 10 else "")
-    raise ValueError(f"{what} in {len(where)} of {of}: {listed}{remedy}")
+    raise ValueError(f"{what} in {len(where)} of {of}: {join_first(where, 10)}{remedy}")

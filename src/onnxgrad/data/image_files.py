@@ -1,4 +1,4 @@
-"""Images in files, as all readers of images open them."""
+"""Image files: opening them upright in 8 bits, their sizes, and lists of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
-_ORIENTATION, _TURNED = 0x0112, 5  # in Exif, and from which number on sides are swapped
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
+_ORIENTATION, _TURNED = 0x0112, 5  # tag of Exif, and its least value that swaps the sides
 
 
 def pillow() -> Any:
-    """Return the module `PIL.Image`."""
+    """Return the module `PIL.Image`; raise an `ImportError` that says how to install Pillow."""
     try:
         from PIL import Image
     except ImportError as e:
@@ -25,20 +26,20 @@ def pillow() -> Any:
 
 
 def is_image(path: Path) -> bool:
-    """Return whether a file is an image by its suffix, and not hidden."""
+    """Return whether a path is a file with the suffix of an image, and not hidden."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def open_image(source: Any, mode: str | None = "RGB") -> Any:
-    """Return an image of Pillow, upright as its Exif states, of 8 bits a value.
+    """Return an image of Pillow of 8 bits a value, turned upright as its Exif data state.
 
     Args:
         source: a path, an array (height, width[, channels]) of uint8, or an image of Pillow.
-        mode: to which it is converted, such as "RGB" or "L"; None: it stays as it is.
+        mode: the mode of the result, such as "RGB" or "L"; None: the mode of the source.
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: it cannot be read, or has values of 32 bits; those of 16 are divided by 256.
+        ValueError: it cannot be read, or has values of 32 bits (16 bits are divided by 256).
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -58,7 +59,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
         finally:
             if from_file:
                 opened.close()
-    except (OSError, SyntaxError, TypeError, ValueError) as e:  # of Pillow, for damaged files
+    except (OSError, SyntaxError, TypeError, ValueError) as e:  # by Pillow, for damaged files
         raise ValueError(f"cannot read the image {image_name(source)}: {e}") from e
 
 
@@ -91,12 +92,12 @@ def list_images(inputs: Any) -> list[tuple[str, Any]]:
     """Return the images of a folder, in the order of their names, of a file or of a list.
 
     Args:
-        inputs: a folder; or an image as `open_image` takes it; or several, also as one array (N,
-            height, width, channels).
+        inputs: a folder; an image as `open_image` takes it; or several images, also as one array
+            (N, height, width, channels).
 
     Returns:
-        A name and what `open_image` takes, for each: the name of a file without its suffix, the
-        number of another image.
+        For each image, a name and what `open_image` takes. The name is the name of the file without
+        its suffix, or the number of the image.
 
     Raises:
         ValueError: there is no image.
@@ -119,26 +120,26 @@ def list_images(inputs: Any) -> list[tuple[str, Any]]:
 
 
 def is_path(source: Any) -> bool:
-    """Return whether an image is given by its path."""
+    """Return whether an image or a sound is given by a path."""
     return isinstance(source, (str, os.PathLike))
 
 
 def image_name(source: Any) -> str:
-    """Return how a message calls an image."""
+    """Return the words by which messages call an image."""
     if isinstance(source, np.ndarray):
         return f"of shape {source.shape}"
     return repr(str(source)) if is_path(source) else f"of type {type(source).__name__}"
 
 
 def _eight_bits(image: Any) -> Any:
-    """Return an image of 16 bits a value in 8 bits: Pillow would cut values above 255."""
+    """Return an image in 8 bits a value; from 16 bits, Pillow would cut values above 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         exif = image.getexif()
         image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image.getexif().update(exif)  # the rotation
+        image.getexif().update(exif)  # it says how the image is turned
         return image
     if image.mode in ("I", "F"):
         raise ValueError(
-            "it has more than 8 bits a value, 32 bits, and what is white is unknown: convert it"
+            "it has 32 bits a value, of which the value of white is unknown: convert it to 8 bits"
         )
     return image

@@ -16,67 +16,71 @@ from onnxgrad.operators.shapes import dims
 
 
 def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
-    """Write the image in another size: (height, width), or the length of the shorter side."""
+    """Write images resized to (height, width), or to this length of the shorter side."""
     if not isinstance(size, int):
-        return x if _static(x) == size else _to(op, x, list(size), size)
-    short = op.ReduceMin(_sides(op, x), keepdims=1)
+        return x if _static_sides(x) == size else _write_resize_to(op, x, list(size), size)
+    short = op.ReduceMin(_write_sides(op, x), keepdims=1)
     with op:
-        exact = op.Cast(_sides(op, x) * [size], to=ir.DataType.DOUBLE)
+        exact = op.Cast(_write_sides(op, x) * [size], to=ir.DataType.DOUBLE)
         sides = op.Round(exact / op.Cast(short, to=ir.DataType.DOUBLE))
         sides = op.Max(op.Cast(sides, to=ir.DataType.INT64), [1])
-    return _to(op, x, sides, (size, size))
+    return _write_resize_to(op, x, sides, (size, size))
 
 
 def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
-    """Write the image resized so that it just covers `size`, unless it has this size.
+    """Write images resized so that they just cover `size`.
 
-    With `only_small`, only an image that is smaller on one side is resized.
+    With `only_small`, only images with a smaller side are resized.
     """
     least = x.meta.get(marks.LEAST_SIDES, (1, 1))
-    if _static(x) == size or (only_small and all(n >= s for n, s in zip(least, size, strict=True))):
+    covers = all(n >= s for n, s in zip(least, size, strict=True))
+    if _static_sides(x) == size or (only_small and covers):
         return x
     want = op.const(list(size))
     with op:
-        real = op.Cast(_sides(op, x), to=ir.DataType.DOUBLE)
+        real = op.Cast(_write_sides(op, x), to=ir.DataType.DOUBLE)
         scale = op.ReduceMax(op.Cast(want, to=ir.DataType.DOUBLE) / real, keepdims=1)
         if only_small:
             scale = op.Max(scale, 1.0)
         sides = op.Max(op.Cast(op.Round(real * scale), to=ir.DataType.INT64), want)
-    return _to(op, x, sides, size)
+    return _write_resize_to(op, x, sides, size)
 
 
 def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
-    """Write the part in the middle of an image that is not smaller than `size`."""
-    if _static(x) == size:
+    """Write the part of `size` in the middle of images, which are not smaller."""
+    if _static_sides(x) == size:
         return x
     with op:
-        start = (_sides(op, x) - list(size)) / np.array([2, 2])
+        start = (_write_sides(op, x) - list(size)) / np.array([2, 2])
         y = op.Slice(x, start, start + list(size), [1, 2])
     return _with_shape(y, x, size)
 
 
 def write_scale(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
-    """Write the values as float32 from 0 to `scale`."""
+    """Write values from 0 to 255 as float32 from 0 to `scale`."""
     x = op.Cast(x, to=ir.DataType.FLOAT)
     return x if scale == 255 else op.Div(x, 255.0 / scale)
 
 
-def _sides(op: Any, x: ir.Value) -> ir.Value:
-    """Write height and width, int64 [2]."""
+def _write_sides(op: Any, x: ir.Value) -> ir.Value:
+    """Write height and width of images, int64 [2]."""
     return op.Shape(x, start=1, end=3)
 
 
-def _static(x: ir.Value) -> tuple[Any, ...]:
+def _static_sides(x: ir.Value) -> tuple[Any, ...]:
+    """Return the declared height and width of images, None or a symbol where not static."""
     return (dims(x) or (None,) * 4)[1:3]
 
 
-def _to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
+def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
+    """Write images resized to `sides`, a list or a computed value, which are at least `least`."""
     if (dims(x) or (None,))[-1] == 4:
         raise ValueError(
             "images with an alpha channel cannot be resized inside of a model, as Pillow weights "
-            "their colors by it: use a model of 3 channels, or resize them beside it"
+            "their colors by it: use a model of 3 channels, or resize images before the model"
         )
-    # weights outside of the image are zero, as in Pillow; by default, they go to its border
+    # exclude_outside gives weight zero to pixels outside of the image, as Pillow does; by default,
+    # Resize gives their weight to the pixels at the border
     y = op.Resize(x, None, None, sides, mode="linear", antialias=1, exclude_outside=1, axes=[1, 2])
     y.dtype = x.dtype
     return _with_shape(y, x, tuple(sides) if isinstance(sides, list) else (None, None), least)
@@ -85,6 +89,7 @@ def _to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
 def _with_shape(
     y: ir.Value, x: ir.Value, sides: tuple[Any, ...], least: tuple[int, int] | None = None
 ) -> ir.Value:
+    """Return `y` after setting its shape to the shape of `x` with other sides."""
     before = dims(x) or (None,) * 4
     y.shape = ir.Shape([before[0], *sides, before[3]])
     y.meta[marks.LEAST_SIDES] = sides if least is None else least

@@ -1,7 +1,8 @@
-"""Transforms of images, and how a trained file remembers what became of their values."""
+"""Transforms of images, and the note in trained models that says how images become numbers."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,44 +10,43 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data import image_nodes
-from onnxgrad.data.foreign_transforms import OfAlbumentations, OfTorchvision
 from onnxgrad.data.image_files import pillow
 from onnxgrad.errors import argument, unknown
 
 # (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
 Transform = Callable[[Any, np.random.Generator | None], Any]
 
-IMAGES = "onnxgrad.images"  # metadata: a list of one dict, which `image_note` returns
+IMAGES = "onnxgrad.images"  # key of metadata: a list with the dict that `image_note` returns
 
 
-def check_order(transforms: Sequence[Transform]) -> None:
-    """Raise if another transform follows `normalize`."""
+def check_normalize_is_last(transforms: Sequence[Transform]) -> None:
+    """Raise `ValueError` if another transform follows `normalize`."""
     if any(isinstance(transform, Normalize) for transform in transforms[:-1]):
-        raise ValueError("normalize must be the last transform: the others take images")
+        raise ValueError("normalize must be the last transform: other transforms take images")
 
 
 def named_transform(transform: Any) -> str:
-    """Return what identifies a transform, without its address in memory."""
-    named = getattr(transform, "__qualname__", None)
-    return named or repr(transform)
+    """Return the name of a function, or the `repr` of another transform, without an address."""
+    return getattr(transform, "__qualname__", None) or repr(transform)
 
 
-def cover(image: Any, size: tuple[int, int]) -> Any:
-    """Return `image` resized so that it just covers (height, width)."""
+def resize_to_cover(image: Any, size: tuple[int, int]) -> Any:
+    """Return an image resized so that it just covers (height, width)."""
     width, height = image.size
     scale = max(size[0] / height, size[1] / width)
     wide, high = max(size[1], round(width * scale)), max(size[0], round(height * scale))
     return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
 
-def _cut_out(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+def _crop_at(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+    """Return the part of (height, width) of an image that begins at a row and a column."""
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
 def _room_to_crop(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
-    """Return the image, enlarged if it is too small for the crop, and the rows and columns left."""
+    """Return an image, enlarged if too small for a crop, and the rows and columns to spare."""
     if image.size[0] < size[1] or image.size[1] < size[0]:
-        image = cover(image, size)
+        image = resize_to_cover(image, size)
     return image, image.size[1] - size[0], image.size[0] - size[1]
 
 
@@ -77,48 +77,52 @@ class CenterCrop:
     size: tuple[int, int]
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the part in the middle."""
+        """Return the part of `size` in the middle of the image."""
         image, rows, columns = _room_to_crop(image, self.size)
-        return _cut_out(image, self.size, rows // 2, columns // 2)
+        return _crop_at(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the part in the middle."""
+        """Write the part of `size` in the middle of the images."""
         x = image_nodes.write_cover(op, x, self.size, only_small=True)
         return image_nodes.write_center(op, x, self.size)
 
 
 @dataclass(frozen=True)
 class RandomCrop(CenterCrop):
-    """See `random_crop`; models get the part in the middle, as evaluations do."""
+    """See `random_crop`; models and evaluations take the part in the middle."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return a part that `rng` draws, without it the one in the middle."""
+        """Return a part at a place that `rng` draws, without it the part in the middle."""
         if rng is None:
             return super().__call__(image, None)
         image, rows, columns = _room_to_crop(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
-        return _cut_out(image, self.size, top, left)
+        return _crop_at(image, self.size, top, left)
+
+
+class OnlyInTraining:
+    """A transform that does not change images in evaluations."""
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Return the images unchanged."""
+        return x
 
 
 @dataclass(frozen=True)
-class RandomFlip:
+class RandomFlip(OnlyInTraining):
     """See `random_flip`."""
 
     probability: float = 0.5
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image, mirrored if `rng` draws it."""
+        """Return the image, mirrored with the probability by `rng`."""
         if rng is None or rng.random() >= self.probability:
             return image
         return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
 
-    def write(self, op: Any, x: Any) -> Any:
-        """Return the images unchanged, as in evaluations."""
-        return x
-
 
 @dataclass(frozen=True)
-class RandomColors:
+class RandomColors(OnlyInTraining):
     """See `random_colors`."""
 
     hue: float = 0.015
@@ -126,7 +130,7 @@ class RandomColors:
     value: float = 0.4
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image in colors that `rng` draws, without it unchanged."""
+        """Return the image with colors changed by numbers of `rng`; unchanged without it."""
         if rng is None:
             return image
         drawn = rng.uniform(-1, 1, 3) * (self.hue, self.saturation, self.value)
@@ -139,10 +143,6 @@ class RandomColors:
         if image.mode == "RGBA":
             changed.putalpha(image.getchannel("A"))
         return changed
-
-    def write(self, op: Any, x: Any) -> Any:
-        """Return the images unchanged, as in evaluations."""
-        return x
 
 
 @dataclass(frozen=True)
@@ -162,20 +162,96 @@ class Normalize:
         return op.Div(centered, np.array(self.std, np.float32))
 
 
-_ONLY_IN_TRAINING = (RandomFlip, RandomColors, OfAlbumentations, OfTorchvision)
+@dataclass(frozen=True)
+class ForeignTransform(OnlyInTraining):
+    """A transform of another library, which changes images in training only."""
+
+    transform: Any
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return the image that the transform makes by the numbers of `rng`; unchanged without it.
+
+        Raises:
+            ValueError: the result is no image of 8 bits with the channels of `image`.
+        """
+        return image if rng is None else self.transform_image(image, int(rng.integers(1 << 32)))
+
+    def transform_image(self, image: Any, seed: int) -> Any:
+        """Return the image that the transform makes, with the random numbers of a seed."""
+        raise NotImplementedError
+
+    def wrong_result(self, result: str) -> ValueError:
+        """Return the error for a result that is no image with the channels of the input."""
+        return ValueError(
+            f"{type(self.transform).__name__} returns {result}, and a transform of image_folder "
+            "must return an image of 8 bits with as many channels as before: leave out what makes "
+            "tensors or normalizes, and end with og.data.normalize(...)"
+        )
+
+
+class OfAlbumentations(ForeignTransform):
+    """A transform of albumentations, which takes and returns an array (height, width, channels)."""
+
+    def transform_image(self, image: Any, seed: int) -> Any:
+        """Return the image that the transform makes, with the random numbers of a seed."""
+        from PIL import Image
+
+        self.transform.set_random_seed(seed)
+        array = np.asarray(self.transform(image=np.asarray(image))["image"])
+        gray = image.mode == "L"
+        channels = (1,) if array.ndim == 3 and gray else () if gray else (len(image.getbands()),)
+        if array.dtype != np.uint8 or array.shape[2:] != channels or array.ndim < 2:
+            raise self.wrong_result(f"an array of {array.dtype} {array.shape}")
+        return Image.fromarray(array.reshape(array.shape[:2]) if gray else array, image.mode)
+
+
+class OfTorchvision(ForeignTransform):
+    """A transform of torchvision, which takes and returns an image of Pillow."""
+
+    def transform_image(self, image: Any, seed: int) -> Any:
+        """Return the image that the transform makes, with the random numbers of a seed.
+
+        The states of the generators of torch, on the CPU, and of Python stay unchanged.
+        """
+        import torch
+
+        before = random.getstate()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            try:
+                result = self.transform(image)
+            finally:
+                random.setstate(before)
+        if getattr(result, "mode", None) != image.mode:
+            raise self.wrong_result(f"a {type(result).__name__}")
+        return result
+
+
+def adapt_transform(transform: Any) -> Any:
+    """Return a transform of albumentations or torchvision adapted to `image_folder`.
+
+    Other transforms are returned unchanged. The libraries are recognized by the module names of the
+    classes: neither is imported.
+    """
+    packages = {kind.__module__.partition(".")[0] for kind in type(transform).__mro__}
+    if "albumentations" in packages:
+        return OfAlbumentations(transform)
+    return OfTorchvision(transform) if "torchvision" in packages else transform
 
 
 def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of a size, which may be a number for both."""
+    """Return (height, width) for a size that may be one number for both."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
 def image_note(
     size: tuple[int, int], scale: float, transforms: Sequence[Transform]
 ) -> dict[str, Any]:
-    """Return how images become numbers in evaluations, for JSON; "function" names the unknown.
+    """Return as JSON how images become numbers in evaluations.
 
-    Random transforms and transforms of other libraries do not change images in evaluations.
+    The entry "function" names a transform that is no transform of this module. Random transforms
+    and transforms of other libraries are left out: they change images in training only.
     """
     note: dict[str, Any] = {"scale": scale, "size": list(size)}
     for transform in transforms:
@@ -184,19 +260,19 @@ def image_note(
         elif isinstance(transform, (Resize, CenterCrop)):
             name = "resize" if isinstance(transform, Resize) else "center_crop"
             note["steps"] = [*note.get("steps", ()), {name: transform.size}]
-        elif not isinstance(transform, _ONLY_IN_TRAINING):
+        elif not isinstance(transform, OnlyInTraining):
             note["function"] = named_transform(transform)
     return note
 
 
 def noted_transforms(note: Mapping[str, Any]) -> list[Transform]:
-    """Return the transforms of a note, without its normalization."""
+    """Return the transforms that `image_note` has noted, without the normalization."""
     kinds = {"resize": resize, "center_crop": center_crop}
     return [kinds[name](size) for step in note.get("steps", ()) for name, size in step.items()]
 
 
 def noted_normalization(note: Mapping[str, Any]) -> Normalize | None:
-    """Return the normalization of a note; None without one."""
+    """Return the normalization that `image_note` has noted; None if there is none."""
     return Normalize(tuple(note["mean"]), tuple(note["std"])) if "mean" in note else None
 
 
@@ -250,7 +326,8 @@ def random_colors(hue: float = 0.015, saturation: float = 0.7, value: float = 0.
 
     Args:
         hue: the largest shift of the hue, as a share of the color circle.
-        saturation, value: the largest changes of saturation and brightness, as shares of these.
+        saturation: the largest change of the saturation, as a share of it.
+        value: the largest change of the brightness, as a share of it.
 
     Examples:
         >>> import onnxgrad as og
@@ -263,7 +340,7 @@ def random_colors(hue: float = 0.015, saturation: float = 0.7, value: float = 0.
     return RandomColors(hue, saturation, value)
 
 
-# by the names that tasks take
+# transforms by the names that the option `augment` of tasks takes
 AUGMENTATIONS: dict[str, Callable[[], Transform]] = {
     "flip": random_flip,
     "colors": random_colors,
@@ -272,7 +349,7 @@ AUGMENTATIONS: dict[str, Callable[[], Transform]] = {
 
 
 def as_transforms(augment: Any) -> tuple[Any, ...]:
-    """Return transforms for training, which may be named: "flip", and "colors" or "hsv".
+    """Return transforms for training, of which some are given by names of `AUGMENTATIONS`.
 
     Args:
         augment: a name, several with commas between them, "none", or a sequence of names and
@@ -281,17 +358,16 @@ def as_transforms(augment: Any) -> tuple[Any, ...]:
     Raises:
         ValueError: an unknown name.
     """
-    listed = augment.split(",") if isinstance(augment, str) else augment or ()
-    found = []
-    for each in listed:
-        name = each.strip() if isinstance(each, str) else None
+    transforms = []
+    for given in augment.split(",") if isinstance(augment, str) else augment or ():
+        name = given.strip() if isinstance(given, str) else None
         if name is None:
-            found.append(each)
+            transforms.append(given)
+        elif name in AUGMENTATIONS:
+            transforms.append(AUGMENTATIONS[name]())
         elif name not in ("", "none"):
-            if name not in AUGMENTATIONS:
-                raise unknown("augmentation", name, [*AUGMENTATIONS, "none"])
-            found.append(AUGMENTATIONS[name]())
-    return tuple(found)
+            raise unknown("augmentation", name, [*AUGMENTATIONS, "none"])
+    return tuple(transforms)
 
 
 def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
@@ -304,7 +380,8 @@ def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
         [[[0.0, 1.0, 1.0]]]
     """
     if len(mean) != len(std):
-        raise ValueError(f"mean has {len(mean)} numbers, and std {len(std)}: one for each channel")
+        counts = f"mean has {len(mean)} numbers, and std {len(std)}"
+        raise ValueError(f"{counts}: pass one number for each channel")
     if any(s <= 0 for s in std):
         raise ValueError(f"std={list(std)} must be above 0")
     return Normalize(tuple(mean), tuple(std))

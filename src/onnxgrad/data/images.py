@@ -1,4 +1,4 @@
-"""Folders of images, decoded while training reads them, and transforms of images."""
+"""A reader of folders of images, which are decoded while training reads them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.class_folders import below, read_classes
+from onnxgrad.data.class_folders import find_images, read_classes
 from onnxgrad.data.class_numbers import ClassNames
-from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.image_files import open_image, pillow
+from onnxgrad.data.image_files import MODES, open_image, pillow
 from onnxgrad.data.image_transforms import (
     IMAGES,
     CenterCrop,
     Normalize,
     Transform,
-    check_order,
-    cover,
+    adapt_transform,
+    check_normalize_is_last,
     height_and_width,
     image_note,
     named_transform,
+    resize_to_cover,
 )
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import argument, unknown
 from onnxgrad.operators.shapes import Dims
-
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 @with_arguments(data="path")
@@ -48,28 +46,28 @@ def image_folder(
     """Return the images in the sub-folders of `path` as data for `fit`, decoded while it runs.
 
     The label of an image is the number of its class, which its sub-folder of `path` names. Names
-    that are all whole numbers are these numbers: "10" is class 10. Others are numbered in their
-    order, or in that of `classes`.
+    that are all whole numbers are these numbers: "10" is class 10. Other names are numbered in
+    their order, or in the order of `classes`.
 
-    Values are float32 from 0 to 1, or to `scale`; an input of uint8 gets those of the files.
+    Values are float32 from 0 to 1, or to `scale`; an input of uint8 gets the values of the files.
     Transforms that are random draw by the seed of the epoch and the number of the image; in
     evaluations they are not random. `preprocess` writes the same transforms into a model.
 
     Args:
         path: the folder; images may be in folders below the sub-folders. Or one image.
-        size: height and width of the images for the model, a number for both. What the transforms
-            leave in another size is resized to cover it, and cropped at the center.
+        size: height and width of the images for the model, a number for both. Images that have
+            another size after the transforms are resized to cover it, and cropped at the center.
         transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
             `random_flip`, `random_colors`, and at the end `normalize`, of `onnxgrad`; or functions
-            `(image of Pillow, numpy.random.Generator or None) -> image`. Also those of
-            albumentations and `torchvision.transforms` that return images of 8 bits; they are
-            applied in training only, and draw by the same seeds.
+            `(image of Pillow, numpy.random.Generator or None) -> image`. Transforms of
+            albumentations and `torchvision.transforms` that return images of 8 bits are applied in
+            training only, and draw by the same seeds.
         layout: "NCHW" or "NHWC"; None: by the declared shape of the model's input.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA); None: by the declared shape.
         classes: the names of all classes in the order of the model's output, of which some may
-            have no folder; None: those of the folders.
+            have no folder; None: the names of the folders.
         labels: False reads all images below `path`, without labels, for `predict`.
-        scale: the value of white, 1 or 255; `normalize` is applied behind it.
+        scale: the value of white, 1 or 255; `normalize` is applied to the scaled values.
 
     Returns:
         A reader, which `fit(reader)` takes as X; `.classes` are the names of the classes, `.files`
@@ -77,7 +75,7 @@ def image_folder(
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: a wrong argument, or folders that are none of `classes` or have no image.
+        ValueError: a wrong argument, or a folder that is none of `classes`, or no image at all.
 
     Examples:
         >>> import pathlib, tempfile, onnxgrad as og, PIL.Image
@@ -88,26 +86,30 @@ def image_folder(
         [10]
     """
     pillow()
-    _check(layout, channels, scale)
-    check_order(transforms)
-    read = height_and_width(size), tuple(map(adapted, transforms)), layout, channels, float(scale)
+    _check_options(layout, channels, scale)
+    check_normalize_is_last(transforms)
+    adapted = tuple(map(adapt_transform, transforms))
+    read = height_and_width(size), adapted, layout, channels, float(scale)
     folder = Path(path)
-    found = read_classes(folder, classes) if labels else (below(folder), None, [])
+    found = read_classes(folder, classes) if labels else (find_images(folder), None, [])
     return ImageFolder(folder, *read, *found)
 
 
-def _check(layout: str | None, channels: int | None, scale: float) -> None:
+def _check_options(layout: str | None, channels: int | None, scale: float) -> None:
+    """Raise `ValueError` if an argument of `image_folder` is wrong."""
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
-    if channels not in (None, *_MODES):
-        raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
+    if channels not in (None, *MODES):
+        raise ValueError(f"channels={channels} must be one of {', '.join(map(str, MODES))}")
     if not scale > 0:
         raise ValueError(f"{argument('scale', scale)} must be above 0: the value of white")
 
 
 @dataclass(eq=False)
-class ImageFolder(IndexedReader):
-    """Images in files, with the numbers of their classes; what `image_folder` returns."""
+class ImageFolder(FileReader):
+    """Images in files, and the numbers of their classes: the reader of `image_folder`."""
+
+    per_row = ("files", "labels")
 
     path: Path
     size: tuple[int, int]
@@ -120,79 +122,71 @@ class ImageFolder(IndexedReader):
     classes: list[str]
     raw: bool = False  # whether the model takes uint8
 
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """The number of images."""
-        return len(self.files)
+    def __post_init__(self) -> None:
+        self.rows = len(self.files)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
         """Return the reader with the layout and channels of the only feature."""
         if len(shapes) != 1:
             raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
         ((name, shape),) = shapes.items()
-        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > max(_MODES)]
+        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > max(MODES)]
         if len(lengths) == 2 and tuple(lengths) != self.size:
             raise ValueError(
                 f"the input {name!r} takes images of {lengths[0]} x {lengths[1]} pixels, not "
                 f"{self.size[0]} x {self.size[1]}: change {argument('size')}"
             )
         new = copy.copy(self)
-        new.layout, new.channels = layout_of(name, shape, self.layout, self.channels)
+        new.layout, new.channels = layout_and_channels(name, shape, self.layout, self.channels)
         return new
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ImageFolder:
-        """Return the reader of values as they are in the files, if the only feature is uint8."""
+        """Return the reader, which does not scale values if the only feature is uint8."""
         new = copy.copy(self)
         new.raw = {*dtypes.values()} == {np.dtype(np.uint8)}
         if new.raw and (self.normalization or self.scale != 1):
             extra = argument("normalize" if self.normalization else "scale")
             name = next(iter(dtypes))
-            raise ValueError(f"input {name!r} is uint8, of images as they are: leave out {extra}")
+            raise ValueError(f"input {name!r} takes unscaled values, uint8: leave out {extra}")
         return new
 
     @property
     def normalization(self) -> Normalize | None:
-        """The last transform, if that normalizes."""
+        """The last transform if it normalizes, else None."""
         last = self.transforms[-1] if self.transforms else None
         return last if isinstance(last, Normalize) else None
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the classes; none where folders are called by the numbers of these."""
+        """The names of the classes; empty where the names of folders are the numbers of classes."""
         return [] if ClassNames(self.classes).are_places else self.classes
 
     @property
     def remembered(self) -> dict[str, list[Any]]:
-        """How images became numbers."""
+        """How images become numbers, by key of the metadata of trained models."""
         return {IMAGES: [image_note(self.size, self.scale, self.transforms)]}
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
         """Return the images of a batch, and their labels if they have any."""
-        images = np.stack([self._image(int(row), seed) for row in indices])
-        return images if self.labels is None else (images, self.labels[indices])
+        images, *labels = super().take(indices, seed)
+        return (images, *labels) if labels else images
 
-    def _image(self, row: int, seed: int | None) -> np.ndarray:
-        rng = None if seed is None else np.random.default_rng([seed, row])
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
+        """Return the image of a row as an array, and its label if it has one."""
         channels = self.channels or 3
         normalize = self.normalization
-        image = open_image(self.files[row], _MODES[channels])
+        image = open_image(self.files[row], MODES[channels])
         for transform in self.transforms[:-1] if normalize else self.transforms:
             image = transform(image, rng)
         if image.size != self.size[::-1]:
-            image = CenterCrop(self.size)(cover(image, self.size), None)
+            image = CenterCrop(self.size)(resize_to_cover(image, self.size), None)
         array = np.asarray(image).reshape(*self.size, channels)
         if not self.raw:
             array = array.astype(np.float32) / np.float32(255 / self.scale)
         if normalize:
             array = normalize(array, rng)
-        return array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
-
-    def subset(self, numbers: np.ndarray) -> ImageFolder:
-        """Return some of the images."""
-        part = copy.copy(self)
-        part.files = [self.files[i] for i in numbers]
-        part.labels = None if self.labels is None else self.labels[numbers]
-        return part
+        image = array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
+        return (image,) if self.labels is None else (image, self.labels[row])
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, the transforms, and a digest of names, sizes and times of files."""
@@ -207,21 +201,21 @@ class ImageFolder(IndexedReader):
         }
 
 
-def layout_of(
+def layout_and_channels(
     name: str,
     shape: Dims | None,
     layout: str | None,
     channels: int | None,
     caller: str = "image_folder",
 ) -> tuple[str, int]:
-    """Return layout and channels by the declared shape of an input; errors name `caller`."""
+    """Return layout and channels by the declared shape of an input; messages name `caller`."""
     axes = {"NCHW": 1, "NHWC": 3}
     if shape is not None and len(shape) == 4:
-        counts = [channels] if channels else [*_MODES]
+        counts = [channels] if channels else [*MODES]
         fitting = [form for form, axis in axes.items() if shape[axis] in counts]
         if layout is None and len(fitting) == 1:
             layout = fitting[0]
-        if layout is not None and channels is None and shape[axes[layout]] in _MODES:
+        if layout is not None and channels is None and shape[axes[layout]] in MODES:
             channels = int(str(shape[axes[layout]]))
     if layout is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Inputs whose elements are indices into a table of static length, and the check of these indices.
+"""The check of inputs whose elements are indices into a tensor of static length.
 
 For an index out of range, onnxruntime raises without naming the row, or reads other memory on some
 devices.
@@ -12,16 +12,17 @@ from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.runtime.session import loaded
 
 _MOVES = REORDERS | SELECTS
-_COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # lengths and positions
+_COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # operators that compute lengths and positions
 
 _NUMBERS = frozenset(
     ir.DataType[name]
@@ -29,16 +30,16 @@ _NUMBERS = frozenset(
 )
 _EXACT = (ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _CLASS_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-_LARGE = 100_000  # elements; larger constants are not positions
+_LARGE = 100_000  # elements of a constant above which it does not hold positions
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table that an input indexes.
+class IndexedTable:
+    """A tensor into which an input holds indices.
 
-    - `name`: of the table; `lengths`: of the axes that an index selects from, one for each number.
+    - `name`: name of the tensor; `lengths`: lengths of the axes for the numbers of an index.
     - `negative`: whether -1 is the last entry; `ignored`: an index that selects nothing.
-    - `selection`: the elements of the input that are used as indices, None for all.
+    - `selection`: which elements of the input are used as indices, None for all.
     """
 
     name: str
@@ -56,24 +57,24 @@ class Table:
         return f"indices into {self.name!r}, of length {n}, {ends}"
 
     def outside(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return a mask of the elements of `array` that are used as indices and out of range.
+        """Return a mask of the elements of `array` that are indices out of range.
 
         `arrays` has the arrays of all inputs, by name.
         """
-        array = np.trunc(array) if array.dtype.kind == "f" else array  # as Cast does
+        array = np.trunc(array) if array.dtype.kind == "f" else array  # as a Cast does
         if self.selection is None:
-            return self._outside(array, self.lengths[0])
+            return self._out_of_range(array, self.lengths[0])
         wrong = np.zeros(array.size, bool)
         positions = self.selection.positions(array, arrays)
-        if positions is None:  # onnxruntime will raise
+        if positions is None:  # the run of the whole model will raise
             return wrong.reshape(array.shape)
         flat, several = array.reshape(-1), len(self.lengths) > 1
         for i, length in enumerate(self.lengths):
             read = positions[..., i] if several else positions
-            wrong[read[self._outside(flat[read], length)]] = True
+            wrong[read[self._out_of_range(flat[read], length)]] = True
         return wrong.reshape(array.shape)
 
-    def _outside(self, values: np.ndarray, length: int) -> np.ndarray:
+    def _out_of_range(self, values: np.ndarray, length: int) -> np.ndarray:
         wrong = (values < (-length if self.negative else 0)) | (values >= length)
         return wrong if self.ignored is None else wrong & (values != self.ignored)
 
@@ -81,57 +82,56 @@ class Table:
 class Selection:
     """The part of a graph that selects elements of an input as indices.
 
-    It is run on `rows` rows at a time if the input has a static number of rows.
+    Where the input declares a number of rows, `rows`, the part runs on as many rows at a time.
     """
 
     def __init__(self, proto: ModelProto, source: str, rows: int | None) -> None:
         self.proto, self.source, self.rows = proto, source, rows
 
     @cached_property
-    def _session(self) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        return ort.InferenceSession(
-            self.proto.SerializeToString(), options, providers=CPU.providers
-        )
+    def _predictor(self) -> Predictor:
+        return Predictor(loaded(self.proto, providers=CPU.providers))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_session"}
+        return {name: value for name, value in self.__dict__.items() if name != "_predictor"}
 
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the flat positions of the indices in `array`; None if the graph fails on it."""
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
-        size = self.rows
+        predictor, size = self._predictor, self.rows
         try:
-            names = [x.name for x in self._session.get_inputs()]
             if size is None:
-                return self._session.run(None, {n: fed[n] for n in names})[0]
+                return predictor.compute(fed)[0]
             pieces = [
-                self._session.run(None, {n: fed[n][start : start + size] for n in names})[0]
-                for start in range(0, len(array), size)
+                predictor.compute({n: fed[n][i : i + size] for n in predictor.inputs})[0]
+                for i in range(0, len(array), size)
             ]
             return np.concatenate(pieces)
-        except Exception:  # of several types; the model itself will raise it again
+        except Exception:  # errors of several types, which the run of the whole model raises again
             return None
 
 
-def tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[str, tuple[Table, ...]]:
-    """Return the tables of static length that each input indexes, `{name of the input: tables}`.
+TablesByInput = dict[str, tuple[IndexedTable, ...]]
 
-    Indices that are computed from elements of an input are not checked.
+
+def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput:
+    """Return, by input, the tensors of static length into which its elements are indices.
+
+    Indices that are computed from elements of an input are left out.
     """
-    by_input = {str(x.name): tuple(_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
-    return {name: each for name, each in by_input.items() if each}
+    by_input = {str(x.name): tuple(_find_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
+    return {name: found for name, found in by_input.items() if found}
 
 
-def _tables(graph: ir.Graph, x: ir.Value) -> Iterator[Table]:
-    yielded: list[Table] = []
-    for index, node, operand, whole in _uses(x):
-        table = _table(node, operand)
+def _find_tables(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
+    """Yield the tensors into which elements of the input `x` are indices."""
+    yielded: list[IndexedTable] = []
+    for index, node, operand, whole in _uses_of_elements(x):
+        table = _indexed_table(node, operand)
         if table is None or (whole and table in yielded):
             continue
         if not whole or len(table.lengths) > 1:
-            selection = _selection(graph, x, index)
+            selection = _index_selection(graph, x, index)
             if selection is None:
                 continue
             table = replace(table, selection=selection)
@@ -139,21 +139,21 @@ def _tables(graph: ir.Graph, x: ir.Value) -> Iterator[Table]:
         yield table
 
 
-def _uses(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
-    """Yield the uses of elements of `x`: value, node, operand, and whether that has all."""
+def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
+    """Yield (value, node, operand, whether the value has all elements) for uses of elements."""
     reached: dict[ir.Value, bool] = {x: True}
     waiting = [x]
-    for v in waiting:  # which is appended to
+    for v in waiting:  # the loop appends to the list
         for node, operand in v.uses():
             yield v, node, operand, reached[v]
-            for y, whole in _onward(node, operand):
+            for y, whole in _outputs_with_elements(node, operand):
                 if y not in reached:
                     reached[y] = reached[v] and whole
                     waiting.append(y)
 
 
-def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
-    """Yield the values with elements of an operand of `node`, and whether they have all."""
+def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
+    """Yield (value, whether it has all elements) for each value with elements of an operand."""
     if node.domain:
         return
     if node.op_type in _MOVES and (operand == 0 or node.op_type == "Concat"):
@@ -165,15 +165,15 @@ def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
                 yield body.inputs[operand], True
 
 
-def _table(node: ir.Node, operand: int) -> Table | None:
-    """Return the table that the operand of `node` indexes, None if it is no index."""
+def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
+    """Return the tensor into which the operand of `node` is an index; None if it is no index."""
     kind, size = node.op_type, node.attributes.get_int
     if node.domain or not node.inputs:
         return None
     if kind == "OneHot" and operand == 0:
         depth = constant(node.inputs[1])
         name = f"the depth of {node.op_type} {node.name or node.outputs[0].name}"
-        return None if depth is None else Table(name, (int(depth.item()),))
+        return None if depth is None else IndexedTable(name, (int(depth.item()),))
     data, shape = node.inputs[0], dims(node.inputs[0])
     if operand != 1 or data is None or not shape:
         return None
@@ -192,14 +192,14 @@ def _table(node: ir.Node, operand: int) -> Table | None:
         return None
     if kind in _CLASS_LOSSES:
         ignored = node.attributes.get("ignore_index")
-        return Table(
-            _name(data), static_lengths, False, None if ignored is None else ignored.as_int()
+        return IndexedTable(
+            _table_name(data), static_lengths, False, None if ignored is None else ignored.as_int()
         )
-    return Table(_name(data), static_lengths)
+    return IndexedTable(_table_name(data), static_lengths)
 
 
-def _name(data: ir.Value) -> str:
-    """Return the name of a table; if it is a view of a weight, that of the weight."""
+def _table_name(data: ir.Value) -> str:
+    """Return the name of a tensor, or of the weight of which it is a cast or transposed copy."""
     v = data
     while (node := v.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose"):
         if node.inputs[0] is None:
@@ -208,8 +208,8 @@ def _name(data: ir.Value) -> str:
     return str((v if v.producer() is None else data).name)
 
 
-def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
-    """Return the part of `graph` from `x` to `index`; None if it computes with elements of `x`."""
+def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
+    """Return the part of `graph` that selects `index` from `x`; None if it computes `index`."""
     path: list[ir.Node] = []
     on_path, v = {x, index}, index
     while v is not x:
@@ -236,18 +236,18 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
             waiting += [u for u in node.inputs if u is not None and not (shape and u in on_path)]
     rows = (dims(x) or (None,))[0]
     inputs = [v for v in values if v.const_value is None]
-    proto = _extract(graph, x, index, path, sorted(inputs, key=lambda v: str(v.name)))
+    proto = _extract_positions(graph, x, index, path, sorted(inputs, key=lambda v: str(v.name)))
     return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
 
 
-def _extract(
+def _extract_positions(
     graph: ir.Graph, x: ir.Value, index: ir.Value, path: list[ir.Node], inputs: list[ir.Value]
 ) -> ModelProto:
-    """Return the model from `inputs` to `index`, with positions of the elements of `x` as `x`."""
+    """Return the model that computes `index` if `x` holds the positions of its elements."""
     part = ir.convenience.extract(graph, inputs, [index])
     moved = {y.name for node in path for y in node.outputs}
     for node in part:
-        for y in node.outputs:  # inferred for the elements
+        for y in node.outputs:  # inferred for elements, not for positions
             y.type = y.shape = None
         if node.op_type == "Cast" and node.outputs[0].name in moved:
             node.op_type = "Identity"
@@ -255,5 +255,5 @@ def _extract(
     for v in (*part.inputs, *part.outputs):
         v.shape = None
         if v.name in (x.name, index.name):
-            v.type = ir.TensorType(ir.DataType.INT64)  # `dtype` would set that of the original
+            v.type = ir.TensorType(ir.DataType.INT64)  # `v.dtype` would change `graph`, too
     return ir.to_proto(ir.Model(part, ir_version=8))

@@ -1,33 +1,34 @@
-"""Images with masks, in folders and as COCO holds them, decoded while training reads them."""
+"""A reader of images with masks in folders or COCO files, decoded while training reads them."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.image_files import image_size, is_image, open_image, pillow
+from onnxgrad.data.coco_files import read_coco
+from onnxgrad.data.image_files import MODES, image_size, is_image, open_image, pillow
 from onnxgrad.data.image_transforms import (
     CenterCrop,
     RandomColors,
     RandomFlip,
     Resize,
+    height_and_width,
     named_transform,
 )
-from onnxgrad.data.readers import IndexedReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _IGNORED = -100
-_WHITE = 255  # in masks: class 1 where they are black and white; else, mostly ignored pixels
+_WHITE = 255  # in masks, pixels without a label; in black and white masks, class 1
 
-# (image and mask of Pillow, generator) -> both
+# (image of Pillow, mask of Pillow, generator) -> (image, mask)
 MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
 
 
@@ -62,18 +63,19 @@ def masked_images(
         front: function from an image, float32 (height, width, channels) of 0 to 1, to what the
             model takes; None: (channels, height, width).
         mask_size: height and width of the labels; None: the size of the images.
-        classes: their names or number; None: by the files, or up to the largest number in masks.
-        ignore: the value in masks of pixels without a label; None: there are none, and in masks of
-            0 and 255, 255 is class 1.
-        images: folder of the images of a JSON file; None: the folder of the file.
+        classes: names or number of the classes; None: as the files say, or else as many as the
+            largest number in masks needs.
+        ignore: the value in masks of pixels without a label; None: all pixels have a label, and in
+            masks of 0 and 255, 255 is class 1.
+        images: folder of the images of a JSON file; None: the folder of the file, or its `images/`.
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `MaskedImages` for its attributes.
 
     Raises:
-        ImportError: Pillow is not installed, or pycocotools for masks that COCO holds by runs.
-        ValueError: files that are missing or do not fit, or other classes; the message names it.
+        ImportError: Pillow is not installed, or pycocotools for masks in RLE.
+        ValueError: a file that is missing or does not fit, or other classes; the message names it.
 
     Examples:
         >>> import pathlib, tempfile, onnxgrad as og, PIL.Image as Image
@@ -87,19 +89,18 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    reader = _open_pairs(Path(path), classes, ignore, images)
-    sizes = size, mask_size or size
-    reader.size, reader.mask_size = ((n, n) if isinstance(n, int) else n for n in sizes)
-    reader.transforms, reader.front, reader.channels = tuple(transforms), front, channels
-    return reader
+    found = _open_pairs(Path(path), classes, ignore, images)
+    sides, mask_sides = height_and_width(size), height_and_width(mask_size or size)
+    return MaskedImages(*found, sides, mask_sides, tuple(transforms), front, ignore, channels)
 
 
 def _open_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
-) -> MaskedImages:
-    """Return the reader of the files, with their classes."""
+) -> tuple[list[_Pair], list[str], bool]:
+    """Return the pairs of a folder or a COCO file, their classes, and whether these have names."""
     if path.suffix.lower() == ".json":
-        pairs, named = _coco_pairs(path, Path(images or path.parent))
+        beside = [path.parent, path.parent / "images"]
+        pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
     else:
         pairs, named = _folder_pairs(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
@@ -108,52 +109,54 @@ def _open_pairs(
         raise ValueError(f"classes={given or classes!r}, and {str(path)!r} has the classes {named}")
     number = _check_pairs(pairs, ignore, number or len(named) or None)
     names = given or named
-    reader = MaskedImages(pairs, names or [str(i) for i in range(number)], bool(names))
-    reader.ignore = ignore
-    return reader
+    return pairs, names or [str(i) for i in range(number)], bool(names)
 
 
 class _Pair(NamedTuple):
-    """An image, and its mask: a file, or [(class, polygons or RLE), ...] to draw in `size`."""
+    """An image, and its mask: a file, or a list of (class, polygons or RLE) that is drawn."""
 
     image: Path
     mask: Any
-    size: tuple[int, int] | None = None  # (width, height), where the annotations say it
+    size: tuple[int, int] | None = None  # (width, height) as annotated
 
 
-class MaskedImages(IndexedReader):
-    """Images and the class of each pixel; what `masked_images` returns.
+@dataclass(eq=False)
+class MaskedImages(FileReader):
+    """Images and the class of each pixel: the reader of `masked_images`.
 
     Attributes:
-        classes: their names, or their numbers as texts.
-        named: whether the files or the caller named them.
-        size, mask_size, transforms, front, ignore, channels: as of `masked_images`.
+        classes: names of the classes, or their numbers as texts.
+        named: whether the files or the caller named the classes.
+        size, mask_size, transforms, front, ignore, channels: see `masked_images`.
         relabel: function of images and labels of a batch that returns other labels, or None.
     """
 
+    per_row = ("_pairs",)
+    _pairs: list[_Pair]
+    classes: list[str]
+    named: bool
     size: tuple[int, int]
     mask_size: tuple[int, int]
     transforms: tuple[Any, ...]
     front: Callable[[np.ndarray], np.ndarray] | None
     ignore: int | None
     channels: int
+    relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
-    def __init__(self, pairs: list[_Pair], classes: list[str], named: bool) -> None:
-        self._pairs, self.classes, self.named, self.rows = pairs, classes, named, len(pairs)
-        self.relabel: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    def __post_init__(self) -> None:
+        self.rows = len(self._pairs)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the images and labels of a batch."""
-        pairs = [self._read_row(int(i), seed) for i in indices]
-        X, y = (np.stack(part) for part in zip(*pairs, strict=True))
+        X, y = super().take(indices, seed)
         return X, y if self.relabel is None else self.relabel(X, y)
 
-    def _read_row(self, row: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
-        image = open_image(self._pairs[row].image, _MODES[self.channels])
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of a row, and the class of each of its pixels."""
+        image = open_image(self._pairs[row].image, MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
-        rng = None if seed is None else np.random.default_rng([seed, row])
         for change in self.transforms if rng is not None else ():
-            if isinstance(change, (RandomFlip, CenterCrop)):  # the same numbers, for both
+            if isinstance(change, (RandomFlip, CenterCrop)):  # draws the same numbers for both
                 again = copy.deepcopy(rng)
                 image, mask = change(image, rng), change(mask, again)
             elif isinstance(change, RandomColors):
@@ -161,20 +164,15 @@ class MaskedImages(IndexedReader):
             else:
                 image, mask = change(image, mask, rng)
             if mask.mode != "P" or mask.size != image.size:
-                of = f"size {mask.size} and mode {mask.mode!r} for an image of {image.size}"
-                raise ValueError(f"{change!r} returned a mask of {of}, and not 'P'")
+                needs = f"the size of the image, {image.size}, and the mode 'P'"
+                found = f"a mask of size {mask.size} and mode {mask.mode!r}"
+                raise ValueError(f"{change!r} returned {found}: it must have {needs}")
         numbers = np.asarray(mask.resize(self.mask_size[::-1], 0)).astype(np.int64)  # nearest
         if self.ignore is not None:
             numbers[numbers == self.ignore] = _IGNORED
         array = np.asarray(Resize(self.size)(image, None), np.float32) / np.float32(255)
         array = array.reshape(*self.size, self.channels)
         return np.moveaxis(array, -1, 0) if self.front is None else self.front(array), numbers
-
-    def subset(self, numbers: np.ndarray) -> MaskedImages:
-        """Return some of the images."""
-        part = copy.copy(self)
-        part._pairs, part.rows = [self._pairs[i] for i in numbers], len(numbers)
-        return part
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, the sizes, and a digest of names, sizes and times of files."""
@@ -194,10 +192,12 @@ class MaskedImages(IndexedReader):
 
 
 def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
-    """Return the mask of a picture of (width, height); raise ValueError for no class numbers.
+    """Return the mask of an image of (width, height): mode "P", class numbers as indices.
 
-    It has the mode "P", and its indices are the class numbers: Pillow resizes this mode by nearest
-    neighbor only.
+    Pillow resizes this mode by nearest neighbor only.
+
+    Raises:
+        ValueError: the mask cannot be read, or holds no class numbers.
     """
     if isinstance(pair.mask, list):
         mask = _draw_shapes(pair.mask, size)
@@ -205,15 +205,16 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
         name = f"the mask {str(pair.mask)!r}"
         try:
             with pillow().open(pair.mask) as opened:
-                mode, own, numbers = opened.mode, opened.size, np.asarray(opened).astype(np.uint8)
+                mode, numbers = opened.mode, np.asarray(opened).astype(np.uint8)
         except (OSError, SyntaxError) as e:
             raise ValueError(f"cannot read {name}: {e}") from e
-        if mode not in ("1", "L", "P") or own != size:
-            needs = f"gray or with a palette ('L', 'P', '1') and as large as its picture, {size}"
-            raise ValueError(f"{name} has the mode {mode!r} and the size {own}: it must be {needs}")
+        if mode not in ("1", "L", "P") or numbers.shape[::-1] != size:
+            needs = f"gray or with a palette ('L', 'P', '1') and as large as its image, {size}"
+            found = f"the mode {mode!r} and the size {opened.size}"
+            raise ValueError(f"{name} has {found}: it must be {needs}")
         if ignore is None and (white := numbers == _WHITE).any():
             if (numbers[~white] > 0).any():
-                raise ValueError(f"{name} has 255 and others than 0: pass ignore=255")
+                raise ValueError(f"{name} has 255 and values below, except 0: pass ignore=255")
             numbers = white.astype(np.uint8)
         mask = pillow().fromarray(numbers)
     mask.putpalette(bytes(range(256)) * 3)
@@ -221,7 +222,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
 
 
 def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
-    """Return the mask of shapes, later ones above earlier ones."""
+    """Return the mask of (class, polygons or RLE), drawn in this order."""
     from PIL import ImageDraw
 
     mask = pillow().new("L", size)
@@ -256,45 +257,35 @@ def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
             raise ValueError(f"{str(path / part)!r} has files that differ in their suffix only")
     images, masks = found["images"], found["masks"]
     if alone := sorted(images.keys() ^ masks.keys()):
-        raise ValueError(f"{str(path)!r}: {alone[:5]} have no picture or no mask of the same name")
+        raise ValueError(f"{str(path)!r}: {alone[:5]} have no image or no mask of the same name")
     listed = path / "classes.txt"
     names = listed.read_text("utf-8").splitlines() if listed.is_file() else []
     return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
 
 
-def _coco_pairs(path: Path, images: Path) -> tuple[list[_Pair], list[str]]:
+def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[str]]:
     """Return the pairs of a COCO file, and its classes: "background" and the categories."""
-    content = json.loads(path.read_text("utf-8"))
-    if missing := {"images", "annotations", "categories"} - content.keys():
-        raise ValueError(f"{str(path)!r} is no file of COCO: it has no {sorted(missing)}")
-    categories = sorted(content["categories"], key=lambda c: c["id"])
-    numbers = {c["id"]: n for n, c in enumerate(categories, 1)}
-    pairs = {
-        i["id"]: _Pair(images / i["file_name"], [], (i["width"], i["height"]))
-        for i in content["images"]
-    }
-    for a in content["annotations"]:
-        parts, where = a.get("segmentation"), f"{str(path)!r}: annotation {a.get('id')!r}"
-        pair, number = pairs.get(a["image_id"]), numbers.get(a["category_id"])
-        if pair is None or number is None:
-            given = f"image {a['image_id']!r}, category {a['category_id']!r}"
-            raise ValueError(f"{where} is of {given}, which the file does not list")
+    coco = read_coco(path, folders)
+    numbers = {category: number for number, category in enumerate(coco.categories, 1)}
+    pairs = {i: _Pair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
+    for where, annotation in coco.annotations:
+        pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation") or []
         if isinstance(parts, dict):
             fits = _decode_rle(parts).shape[::-1] == pair.size
         else:
-            fits = parts and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
+            fits = bool(parts) and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
         if not fits:
             raise ValueError(f"{where} has no polygons [x, y, x, y, x, y] or RLE of its image")
-        pair.mask.append((number, parts))
-    return [*pairs.values()], ["background", *(str(c["name"]) for c in categories)]
+        pair.mask.append((numbers[annotation["category_id"]], parts))
+    return [*pairs.values()], ["background", *coco.categories.values()]
 
 
 def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:
-    """Return the number of classes in masks, and `classes` where that is given.
+    """Return the number of classes: `classes`, or as many as the largest number in masks needs.
 
     Raises:
-        ValueError: pictures that are missing or of another size than their mask, or class numbers
-            that are no classes.
+        ValueError: an image that is missing or of another size than its mask, or a number in a mask
+            that is no class.
     """
     seen: dict[int, Path] = {}
     for pair in pairs:

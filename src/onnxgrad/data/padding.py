@@ -15,7 +15,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.values import to_numpy
 
-_POOL = 50  # batches whose rows are sorted by length together
+_POOL = 50  # batches within which rows are sorted by length
 
 
 def pad_sequences(
@@ -25,15 +25,15 @@ def pad_sequences(
 
     Args:
         sequences: N arrays (T_i, ...), which differ in their first axis only.
-        value: what is filled in.
-        length: T, at least that of the longest sequence; None: that of the longest.
+        value: the value of padded elements.
+        length: T, at least the length of the longest sequence; None: this length.
 
     Returns:
         The array (N, T, ...); the mask (N, T), bool, true where the array has an element of the
         sequence; and the lengths (N,), int64.
 
     Raises:
-        ValueError: no sequence, a `length` below that of a sequence, sequences that differ in other
+        ValueError: no sequence, a sequence longer than `length`, sequences that differ in other
             axes, or a `value` that their dtype cannot represent.
 
     Examples:
@@ -44,18 +44,20 @@ def pad_sequences(
         >>> mask.astype(int).tolist()
         [[1, 1, 1], [1, 0, 0]]
     """
-    arrays = [_sequence(i, sequence) for i, sequence in enumerate(sequences)]
+    arrays = [to_numbers(f"sequence {i}", sequence) for i, sequence in enumerate(sequences)]
     if not arrays:
         raise ValueError("there is no sequence to pad")
+    if numbers := [i for i, array in enumerate(arrays) if not array.ndim]:
+        raise ValueError(f"sequence {numbers[0]} is a single number")
     lengths = np.array([len(array) for array in arrays], np.int64)
     longest = int(lengths.max())
     if length is not None and length < longest:
         number = int(lengths.argmax())
-        raise ValueError(f"length={length}, and sequence {number} has {longest} elements: cut it")
+        raise ValueError(f"length={length}: sequence {number} has {longest} elements, cut it")
     width = longest if length is None else length
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1:
-        raise ValueError(f"the sequences differ in other axes than the first: {sorted(shapes)}")
+        raise ValueError(f"the sequences differ behind their first axis: {sorted(shapes)}")
     filled = [array.dtype for array in arrays if array.size] or [arrays[0].dtype]
     dtype = np.result_type(*filled)
     if np.asarray(value).astype(dtype) != value:
@@ -64,13 +66,6 @@ def pad_sequences(
     for row, array in zip(padded, arrays, strict=True):
         row[: len(array)] = array
     return padded, np.arange(width) < lengths[:, None], lengths
-
-
-def _sequence(number: int, values: Any) -> np.ndarray:
-    array = to_numbers(f"sequence {number}", values)
-    if not array.ndim:
-        raise ValueError(f"sequence {number} is a single number")
-    return array
 
 
 @with_arguments(data="X y sample_weight")
@@ -88,32 +83,35 @@ def by_length(
 ) -> Reader:
     """Return sequences as data for `fit`, in batches of similar length, padded to their longest.
 
-    Shuffled rows are sorted by length within 50 batches, cut, and the batches shuffled.
-    Sequences that nothing masks are not padded, as convolutions or recurrent networks would read
-    what is filled in: rows of a batch have one length, and batches fewer rows where need be; the
-    logger says so. What masks them: `mask` or `lengths`, also of other sequences with the same
-    lengths; sequences of ones or an array of the lengths in X; or a `value`, which pads anyhow.
+    Shuffled rows are sorted by length within 50 batches, cut into batches, and the batches
+    shuffled. Sequences without a mask are not padded, as convolutions or recurrent networks would
+    read the padded elements: rows of a batch have one length, some batches have fewer rows, and the
+    logger says so. A mask is `mask` or `lengths`, also of other sequences with the same lengths;
+    or sequences of ones, or an array of the lengths, in X. A `value` pads without a mask, too.
 
     Args:
         X: N sequences (T_i, ...), or other arrays that differ in length along one axis, such as
-            images of one height; or a dict of these by input. Its arrays are not padded, they have
-            one entry a row. Lists that have `shapes`, those of their arrays, are read by batch.
+            images of one height; or a dict by input of such sequences, and of arrays with an entry
+            for each row, which are not padded. Lists with an attribute `shapes`, the shapes of
+            their arrays, are read by batch.
         y: labels: an array (N, ...), or a list of N sequences, padded too; or a dict by output.
         sample_weight: (N,).
         mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0; or
             `{input: name of its mask}`, "y" for y, where lengths in one row differ.
         lengths: name of an input (N,) for the lengths, or a dict as for `mask`.
-        value: what fills the sequences, or `{input: value}`. None: 0, where they are masked.
-        y_value: what fills sequences of labels, ignored by the loss; None: -100, for integers only.
-        axis: of a row, along which lengths differ, or `{input: axis}`. None: where they do, or 0.
-        same_length: whether all sequences of a row must have one length, as tokens and labels, or
-            may not, as a text and its translation. None: two must, if they have in most rows.
+        value: value of padded elements, or `{input: value}`. None: 0, in sequences with a mask.
+        y_value: value of padded labels, which the loss must ignore; None: -100, for integers only.
+        axis: axis of a row along which lengths differ, or `{input: axis}`. None: the first axis
+            with different lengths, or 0.
+        same_length: whether all sequences of a row must have one length, as tokens and labels have,
+            or need not, as a text and its translation. None: two sequences must have one length if
+            they have it in most rows.
 
     Returns:
         A reader, which `fit(reader)` takes as X.
 
     Raises:
-        ValueError: other numbers of rows or lengths, arrays that differ along several axes, no
+        ValueError: different numbers of rows or lengths, arrays that differ along several axes, no
             sequence in X, a name that X does not have, or labels of floats without `y_value`.
 
     Examples:
@@ -125,26 +123,21 @@ def by_length(
     """
     if (mask or lengths) and not isinstance(X, Mapping):
         raise ValueError("mask and lengths are inputs beside X: pass X as {input: sequences}")
-    features, labels = _by_names(X, y)
-    axes = _by_name("axis", axis, [*features, *labels])
-    values = _by_name("value", value, [*features])
-    columns = {n: _column(n, c, axes[n], values[n] or 0) for n, c in features.items()}
-    targets = {n: _column(n, c, axes[n], y_value) for n, c in labels.items()}
-    dicts = isinstance(X, Mapping), isinstance(y, Mapping)
-    made = ByLength(columns, targets, sample_weight, dicts, same_length)
-    made.add("mask", mask, axes).add("lengths", lengths, axes)
-    return made.keep_apart({name for name in features if values[name] is not None})
-
-
-def _by_names(X: Any, y: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return features and labels by name."""
     features = dict(X) if isinstance(X, Mapping) else {"X": X}
     key = "labels" if "y" in features else "y"
-    return features, {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
+    labels = {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
+    axes = _option_by_name("axis", axis, [*features, *labels])
+    values = _option_by_name("value", value, [*features])
+    columns = {n: _pad_if_ragged(n, c, axes[n], values[n] or 0) for n, c in features.items()}
+    targets = {n: _pad_if_ragged(n, c, axes[n], y_value) for n, c in labels.items()}
+    dicts = isinstance(X, Mapping), isinstance(y, Mapping)
+    reader = ByLength(columns, targets, sample_weight, dicts, same_length)
+    reader.add("mask", mask, axes).add("lengths", lengths, axes)
+    return reader.keep_apart({name for name in features if values[name] is not None})
 
 
-def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return what is given for each name, None for those without it."""
+def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the value of an option for each name, None for names without a value."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     for name in given:
@@ -155,7 +148,7 @@ def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Padded:
-    """Arrays, one a row, of other `lengths` along `axis`, and the `value` that fills them."""
+    """Arrays, one for each row, of different `lengths` along `axis`, padded with `value`."""
 
     rows: Sequence[Any]
     axis: int
@@ -165,14 +158,14 @@ class _Padded:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, indices: np.ndarray) -> _Padded:
-        """Return some rows as they are."""
+    def take(self, indices: np.ndarray, axis: int = 0) -> _Padded:
+        """Return some rows without padding; like `take` of an array."""
         return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
 
-    def is_mask(self) -> bool:
-        """Return whether all elements are 1, so that zeros tell what is padded.
+    def is_attention_mask(self) -> bool:
+        """Return whether all elements are 1, so that zeros mark padded elements.
 
-        Rows that are read by batch are none: all would be read to see.
+        Rows that are read by batch count as other values: this would read all of them.
         """
         return isinstance(self.rows, list) and all(
             (np.asarray(row) == 1).all() for row in self.rows
@@ -186,15 +179,16 @@ class _Padded:
         return np.moveaxis(pad_sequences(rows, self.value)[0], 1, 1 + self.axis)
 
 
-def _column(name: str, values: Any, axis: int | None, value: float | None) -> _Padded | np.ndarray:
+def _pad_if_ragged(
+    name: str, values: Any, axis: int | None, value: float | None
+) -> _Padded | np.ndarray:
     """Return a list of arrays as rows to be padded, and anything else as an array."""
     stated = getattr(values, "shapes", None)
-    if stated is None and (
-        isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values))
-    ):
-        return np.asarray(values)
-    rows = list(values) if stated is None else values
-    shapes = [np.shape(row) for row in rows] if stated is None else list(stated)
+    if stated is None:
+        if isinstance(values, np.ndarray) or not len(values) or not np.ndim(next(iter(values))):
+            return np.asarray(values)
+        values = list(values)
+    rows, shapes = values, [np.shape(row) for row in values] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
         raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
     lengths = np.array(shapes)
@@ -203,15 +197,15 @@ def _column(name: str, values: Any, axis: int | None, value: float | None) -> _P
     if others := [other for other in differ if other != axis]:
         raise ValueError(
             f"the rows of {name!r} differ in length along axis {others[0]} beside axis {axis}, and "
-            "one is padded: cut or pad them along the other"
+            f"only axis {axis} is padded: cut or pad them along axis {others[0]}"
         )
     if value is None and any(np.asarray(row).dtype.kind == "f" for row in rows):
-        raise ValueError(f"{name} holds sequences of floats: say with y_value what fills them")
+        raise ValueError(f"{name} holds sequences of floats: pass y_value, which pads them")
     return _Padded(rows, axis, -100 if value is None else value, lengths[:, axis])
 
 
 class ByLength(Reader):
-    """Sequences in batches of similar length; what `by_length` returns."""
+    """Sequences in batches of similar length: the reader of `by_length`."""
 
     rows: int
     pads = True
@@ -226,23 +220,32 @@ class ByLength(Reader):
     ) -> None:
         self._X, self._y, self._dicts = X, y, dicts
         self._weight = None if weight is None else np.asarray(weight)
-        self._beside: dict[str, tuple[str, np.ndarray]] = {}  # "mask" or "lengths", by input
+        # {input: ("mask" or "lengths", lengths)}
+        self._beside: dict[str, tuple[str, np.ndarray]] = {}
         everything = {**X, **y, "sample_weight": self._weight}
         counts = {n: len(column) for n, column in everything.items() if column is not None}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the inputs have different numbers of rows: {counts}")
-        self._padded = {n: c for n, c in {**X, **y}.items() if isinstance(c, _Padded)}
         if not any(isinstance(column, _Padded) for column in X.values()):
-            raise ValueError("X has no sequences: a list of arrays is one, an array is not padded")
+            raise ValueError("X has no sequences: pass lists of arrays, as arrays are not padded")
         self.rows = next(iter(counts.values()))
-        self._sorted_by = self._lengths(same_length)
+        self._sorted_by = self._distinct_lengths(same_length)
         self._apart: dict[str, np.ndarray] = {}  # lengths of sequences that are not padded
         self._told = False
 
-    def _lengths(self, same: bool | None) -> list[np.ndarray]:
-        """Return the different lengths of the rows; raise if there must not be other ones."""
-        first: dict[str, np.ndarray] = {}  # lengths, by the first sequences that have them
-        for name, column in self._padded.items():
+    @property
+    def _ragged_columns(self) -> dict[str, _Padded]:
+        """The columns of sequences by name, of features and labels."""
+        return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _Padded)}
+
+    def _distinct_lengths(self, same: bool | None) -> list[np.ndarray]:
+        """Return the lengths of the rows in each column, equal lengths once.
+
+        Raises:
+            ValueError: lengths differ that must be equal, see `same_length`.
+        """
+        first: dict[str, np.ndarray] = {}  # lengths, by the first column that has them
+        for name, column in self._ragged_columns.items():
             for other, lengths in first.items():
                 wrong = np.flatnonzero(column.lengths != lengths)
                 if not len(wrong):
@@ -261,39 +264,39 @@ class ByLength(Reader):
     def add(
         self, kind: str, given: str | Mapping[str, str] | None, axes: Mapping[str, int | None]
     ) -> ByLength:
-        """Add inputs for masks or lengths, given as to `by_length`; `axes` are stated ones."""
+        """Add inputs for masks or lengths, given as in `by_length`; `axes` are given by column."""
         named = given if isinstance(given, Mapping) else {}
         if isinstance(given, str):
-            own = {n: c for n, c in self._padded.items() if n in self._X}
-            first = next(iter(own))
-            if any((c.lengths != own[first].lengths).any() for c in own.values()):
+            features = {n: c for n, c in self._ragged_columns.items() if n in self._X}
+            first = next(iter(features))
+            if any((c.lengths != features[first].lengths).any() for c in features.values()):
                 raise ValueError(
-                    f"the sequences {list(own)} differ in length: say of which {given!r} is, "
-                    f"{kind}={{{first!r}: {given!r}}}"
+                    f"the sequences {list(features)} differ in length: name the input to which "
+                    f"{given!r} belongs, such as {kind}={{{first!r}: {given!r}}}"
                 )
             named = {first: given}
         for name, beside in named.items():
-            if name not in self._padded:
-                raise unknown(f"sequences in {kind}", name, self._padded)
+            if name not in self._ragged_columns:
+                raise unknown(f"sequences in {kind}", name, self._ragged_columns)
             if beside in (*self._X, *self._beside):
                 raise ValueError(
                     f"X has the input {beside!r} already: it is computed from the lengths"
                 )
-            if self._padded[name].axis and axes[name] is None:
-                raise ValueError(f"{kind} of {name!r}: say along which axis, with axis=")
-            self._beside[beside] = kind, self._padded[name].lengths
+            if self._ragged_columns[name].axis and axes[name] is None:
+                raise ValueError(f"{kind} of {name!r}: pass the axis of different lengths as axis=")
+            self._beside[beside] = kind, self._ragged_columns[name].lengths
         return self
 
     def keep_apart(self, filled: set[str]) -> ByLength:
-        """Let batches have rows of one length, of sequences neither masked nor `filled` by choice.
+        """Give batches rows of one length in columns with neither a mask nor a value in `filled`.
 
-        They are masked together with others of the same lengths.
+        A mask counts for all columns of the same lengths.
         """
         masked = [lengths for _, lengths in self._beside.values()]
         for name, column in self._X.items():
             if not isinstance(column, _Padded):
-                masked.append(column)  # it may hold the lengths
-            elif name not in filled and column.is_mask():
+                masked.append(column)  # an array may hold the lengths
+            elif name not in filled and column.is_attention_mask():
                 masked.append(column.lengths)
         for name, column in self._X.items():
             if isinstance(column, _Padded) and name not in filled:
@@ -303,14 +306,14 @@ class ByLength(Reader):
         return self
 
     def for_inputs(self, shapes: Any) -> Reader:
-        """Check that the model has the inputs for masks and lengths; say what is not padded."""
+        """Return the reader; raise if the model lacks inputs for masks, log unpadded columns."""
         for name in self._beside:
             if name not in shapes:
                 raise unknown("input", name, shapes)
         if self._apart and not self._told:
             logger.warning(
-                "%s: batches have rows of one length, as no mask or lengths tell the model what is "
-                "padded; by_length(..., value=0) pads all the same",
+                "%s: batches have rows of one length, as the model gets no mask or lengths that "
+                "mark padded elements; by_length(..., value=0) pads without them",
                 ", ".join(map(repr, self._apart)),
             )
             self._told = True
@@ -318,11 +321,11 @@ class ByLength(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows as batches have them that are not shuffled; None: in order."""
-        return np.argsort(self._groups(), kind="stable") if self._apart else None
+        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
+        return np.argsort(self._length_groups(), kind="stable") if self._apart else None
 
-    def _groups(self) -> np.ndarray:
-        """Return a number for each row, the same for rows that may be in one batch."""
+    def _length_groups(self) -> np.ndarray:
+        """Return a number for each row, equal for rows that may be in one batch."""
         lengths = np.stack([*self._apart.values()])
         return np.unique(lengths, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -330,54 +333,49 @@ class ByLength(Reader):
         """Return the number of batches of a pass."""
         if not self._apart:
             return -(-self.rows // size)
-        return int((-(-np.bincount(self._groups()) // size)).sum())
+        return int((-(-np.bincount(self._length_groups()) // size)).sum())
 
     def subset(self, numbers: np.ndarray) -> ByLength:
         """Return the reader of some of the rows."""
         part = copy.copy(self)
         part._X, part._y = (
-            {
-                n: c.take(numbers) if isinstance(c, _Padded) else c[numbers]
-                for n, c in columns.items()
-            }
+            {name: column.take(numbers, axis=0) for name, column in columns.items()}
             for columns in (self._X, self._y)
         )
-        part._padded = {n: c for n, c in {**part._X, **part._y}.items() if isinstance(c, _Padded)}
+        part._apart = {name: lengths[numbers] for name, lengths in self._apart.items()}
         part._weight = None if self._weight is None else self._weight[numbers]
-        part._beside = {n: (kind, own[numbers]) for n, (kind, own) in self._beside.items()}
-        part._apart = {name: own[numbers] for name, own in self._apart.items()}
+        beside = self._beside.items()
+        part._beside = {name: (kind, lengths[numbers]) for name, (kind, lengths) in beside}
         part._sorted_by = [lengths[numbers] for lengths in self._sorted_by]
         part.rows = len(numbers)
         return part
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; without a seed, rows have their `order`."""
+        """Yield the batches of one pass; without a seed, rows are in `order`."""
         rng = None if seed is None else np.random.default_rng(seed)
         rows = np.arange(self.rows) if rng is None else rng.permutation(self.rows)
         if self._apart:
-            groups = self._groups()[rows]
+            groups = self._length_groups()[rows]
             ends = np.cumsum(np.bincount(groups))[:-1]
             pools = np.split(rows[np.argsort(groups, kind="stable")], ends)
         else:
             pools = [rows[at : at + size * _POOL] for at in range(0, self.rows, size * _POOL)]
             if rng is not None:
-                pools = [pool[self._by_length(pool)] for pool in pools]
+                columns = self._sorted_by[::-1]
+                pools = [pool[np.lexsort([lengths[pool] for lengths in columns])] for pool in pools]
         cut = [pool[at : at + size] for pool in pools for at in range(0, len(pool), size)]
         if rng is not None:
             cut = [cut[i] for i in rng.permutation(len(cut))]
         for indices in cut[skip:]:
-            yield self._batch(indices)
+            yield self._make_batch(indices)
 
-    def _by_length(self, rows: np.ndarray) -> np.ndarray:
-        """Return indices that sort rows by length."""
-        return np.lexsort([lengths[rows] for lengths in self._sorted_by[::-1]])
-
-    def _batch(self, indices: np.ndarray) -> tuple[Any, ...]:
+    def _make_batch(self, indices: np.ndarray) -> tuple[Any, ...]:
+        """Return the batch (X, y, weight) of these rows, padded to the longest."""
         X = {name: column[indices] for name, column in self._X.items()}
         y = {name: column[indices] for name, column in self._y.items()}
         for name, (kind, lengths) in self._beside.items():
-            own = lengths[indices]
-            X[name] = own if kind == "lengths" else np.arange(own.max()) < own[:, None]
+            rows = lengths[indices]
+            X[name] = rows if kind == "lengths" else np.arange(rows.max()) < rows[:, None]
         weight = None if self._weight is None else self._weight[indices]
         parts = [
             columns if is_dict else next(iter(columns.values()), None)
@@ -394,7 +392,3 @@ class ByLength(Reader):
             if array is not None and not array.dtype.hasobject:
                 arrays[name] = array
         return describe_arrays("sequences", arrays) | {"rows": self.rows, "apart": [*self._apart]}
-
-
-def _first(values: Any) -> Any:
-    return values[0] if hasattr(values, "__getitem__") else next(iter(values))

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-_JOIN_SECONDS = 10.0  # for the item that the thread is reading when the consumer ends
+_JOIN_SECONDS = 10.0  # to wait for an item that the thread still reads when the consumer ends
 _POLL_SECONDS = 0.5  # Ctrl-C does not interrupt a wait without timeout on Windows
 
 
@@ -16,12 +16,12 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
     """Yield `items`, which a thread reads up to `depth` items ahead.
 
     An exception of `items` is raised here, with its traceback. The thread ends with the items, or
-    when this generator is closed, and closes `items` then; if one item takes longer than 10
-    seconds, it is not waited for, and the thread ends after that item.
+    when this generator is closed, and closes `items` then. Closing waits at most 10 seconds for the
+    item that the thread is reading; the thread ends after that item.
 
     Args:
         items: the generator, used by the thread only.
-        depth: number of items that wait at most; 0: each is read when it is asked for.
+        depth: most items that are read and not yet yielded; 0: each item is read on demand.
     """
     results: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
     free, ended = threading.Semaphore(depth), threading.Event()

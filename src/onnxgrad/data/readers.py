@@ -1,51 +1,54 @@
-"""Readers: data that are read batch by batch, in an order that a seed decides."""
+"""Readers: data that are read batch by batch, in an order that follows from a seed."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 
+from onnxgrad.data.columns import is_table
 from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.operators.shapes import Dims
-from onnxgrad.runtime.values import to_numpy
+from onnxgrad.runtime.values import shape_of, to_numpy
 
 P = ParamSpec("P")
 R = TypeVar("R", bound="Reader")
 
-_DIGESTED = 1 << 20  # bytes
-_SAMPLED = 16  # batches of a list
-_LISTED = 10_000  # files whose sizes and times are read
+_DIGESTED = 1 << 20  # bytes of arrays in a digest
+_SAMPLED = 16  # batches of a list in a digest
+_LISTED = 10_000  # files in a digest
 
 
 class Reader:
     """Data that are read batch by batch.
 
-    A batch is a tuple (X,), (X, y) or (X, y, sample_weight), as `fit` takes them, with rows on
-    axis 0, or a dict of arrays by input, which goes into the model as it is. In front of a batch,
-    None says that a sequence begins: inputs that `Trainer(carry=...)` carries have the values that
-    are in the data of that batch. The first batch of a pass always begins one.
+    A batch is a tuple (X,), (X, y) or (X, y, sample_weight) with rows on axis 0, as `fit` takes
+    it, or a dict of arrays by input, which the model gets unchanged. In front of a batch, None says
+    that a sequence begins: inputs that `Trainer(carry=...)` carries have the values in the data of
+    that batch. The first batch of a pass always begins a sequence.
 
     Attributes:
         rows: number of rows, None if it is unknown.
-        count: number of batches, None if the rows decide it, or it is unknown.
+        count: number of batches, None if it follows from the rows, or is unknown.
         shuffles: whether a seed changes the order of the rows.
         reuses: whether the arrays of a batch may be written to when the next one is read.
-        pads: whether rows are padded, of which only a mask tells how long they were.
+        pads: whether rows are padded, so that only a mask tells their lengths.
         sequences: whether a seed changes the order of whole sequences only, each of which begins
             with None, so that states can be carried although rows are shuffled.
         late_labels: function `(X, y) -> y` that computes the labels of a batch right before it is
             used, in the thread that trains, such as labels that follow from predictions; None: the
             labels that were read. Batches are read ahead without it, and trained one by one.
-        arguments: those of the function that returned it, which a resumed training must have equal,
-            without the data, which `describe` identifies.
+        arguments: arguments of the function that returned the reader, which must be equal in a
+            resumed training; without the data, which `describe` identifies.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -70,15 +73,15 @@ class Reader:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
         return None
 
     def first(self) -> Any:
-        """Return a batch of one row, or of more if batches are given; None if there is none."""
+        """Return the first row as a batch, or the first of given batches; None without rows."""
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def peek(self) -> Any:
-        """Return the same as `first`; what is iterated is not iterated again for it."""
+        """Return the result of `first`, without iterating an iterable once more."""
         return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
@@ -86,14 +89,14 @@ class Reader:
 
         Args:
             size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
-            seed: decides the order of the rows, and what is random about them; None: in `order`,
-                and nothing is random.
-            skip: number of batches to leave out; None that stands in front of the next is not.
+            seed: decides the order of the rows, and their random changes; None: rows are in
+                `order`, without random changes.
+            skip: number of batches to leave out; None in front of the first yielded batch stays.
         """
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the data, for JSON; a change of the data changes it."""
+        """Return, as JSON, entries that identify the data: other data give other entries."""
         return {"kind": type(self).__name__, "rows": self.rows}
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
@@ -102,12 +105,12 @@ class Reader:
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes that labels number, which trained models store; often none."""
+        """The names of the classes by number, which trained models store; empty without names."""
         return ()
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """How data become numbers, by keys of metadata, which trained models store; often none."""
+        """How data become numbers, by key of the metadata in which trained models store it."""
         return {}
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
@@ -121,15 +124,15 @@ class Reader:
         return -(-self.rows // size)
 
     def subset(self, numbers: np.ndarray) -> Reader | None:
-        """Return the reader of the rows with these numbers; None if rows cannot be drawn."""
+        """Return the reader of the rows with these numbers; None if rows cannot be selected."""
         return None
 
 
 def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the reader that a function returns keep its arguments: `Reader.arguments`.
+    """Return a decorator that sets `Reader.arguments` of the reader that a function returns.
 
-    Each argument counts in a resumed training, unless it is named in `data`: what `describe` of the
-    reader identifies by its content.
+    Each argument must be equal in a resumed training, except the arguments that `data` names, whose
+    content `Reader.describe` identifies.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -154,7 +157,7 @@ def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class IndexedReader(Reader):
-    """Rows that can be read in any order: `take` reads those of a batch.
+    """Rows that can be read in any order: `take` reads the rows of a batch.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -173,20 +176,53 @@ class IndexedReader(Reader):
         raise NotImplementedError
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass: a permutation of all rows, cut."""
+        """Yield the batches of one pass: a permutation of all rows, cut into batches."""
         order = None if seed is None else np.random.default_rng(seed).permutation(self.rows)
         for start in range(skip * size, self.rows, size):
             stop = min(start + size, self.rows)
             yield self.take(np.arange(start, stop) if order is None else order[start:stop], seed)
 
 
+class FileReader(IndexedReader):
+    """Rows of which each is decoded from a file when a batch needs it.
+
+    What is random about a row follows from the seed and its number. Subclasses name in `per_row`
+    their attributes that have an entry for each row.
+    """
+
+    per_row: tuple[str, ...]
+
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
+        """Return the arrays of a row, as `rng` draws them; None in evaluations."""
+        raise NotImplementedError
+
+    def take(self, indices: np.ndarray, seed: int | None) -> Any:
+        """Return the stacked arrays of the rows with these indices."""
+        rows = []
+        for row in map(int, indices):
+            rng = None if seed is None else np.random.default_rng([seed, row])
+            rows.append(self.read_row(row, rng))
+        return tuple(np.stack(arrays) for arrays in zip(*rows, strict=True))
+
+    def subset(self, numbers: np.ndarray) -> Self:
+        """Return the reader of the rows with these numbers."""
+        part = copy.copy(self)
+        part.rows = len(numbers)
+        for name in self.per_row:
+            entries = getattr(self, name)
+            if entries is not None:
+                is_array = isinstance(entries, np.ndarray)
+                setattr(part, name, entries[numbers] if is_array else [entries[i] for i in numbers])
+        return part
+
+
 class DiskArrays(IndexedReader):
-    """Arrays of which some are on disk (`numpy.memmap`): rows are read and checked by batch."""
+    """Arrays on disk (`numpy.memmap`) or in memory, whose rows are read and checked by batch."""
 
     def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
         parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
         self.parts = [_map_arrays(part, lambda a: a) for part in parts]
-        arrays = list(_leaves(self.parts))
+        arrays = list(_arrays_of_parts(self.parts))
         counts = {len(array) for array in arrays}
         if len(counts) > 1:
             raise ValueError(f"the arrays have different numbers of rows: {sorted(counts)}")
@@ -194,26 +230,29 @@ class DiskArrays(IndexedReader):
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
         """Return the rows of every array."""
-        order = np.argsort(indices)  # from the beginning of the file to its end
+        order = np.argsort(indices)  # read the file from its beginning to its end
         back = np.argsort(order)
         return tuple(_map_arrays(part, lambda a: a[indices[order]][back]) for part in self.parts)
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, dtypes and a digest of some rows."""
-        return describe_arrays("arrays", {str(i): a for i, a in enumerate(_leaves(self.parts))})
+        arrays = enumerate(_arrays_of_parts(self.parts))
+        return describe_arrays("arrays", {str(i): array for i, array in arrays})
 
 
-def _leaves(parts: Sequence[Any]) -> Iterator[np.ndarray]:
+def _arrays_of_parts(parts: Sequence[Any]) -> Iterator[np.ndarray]:
+    """Yield the arrays of X, y and weights, each an array, a dict of arrays or None."""
     for part in parts:
         yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Return `value` as an array, a memmap as it is."""
+    """Return `value` as an array; a memmap stays a memmap."""
     return value if isinstance(value, np.ndarray) else to_numpy(value)
 
 
 def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Return an array or a dict of arrays after a function; None for None."""
     if part is None:
         return None
     if isinstance(part, Mapping):
@@ -224,19 +263,19 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 class IteratedReader(Reader):
     """Data that an iterable yields, which is iterated once a pass.
 
-    What `peek` has read is the beginning of the next pass, so that an iterable that draws random
-    numbers draws no others for it. One thread iterates all of that pass.
+    The items that `peek` has read begin the next pass, so that an iterable that draws random
+    numbers draws the same numbers with and without `peek`. One thread iterates all of that pass.
     """
 
     shuffles = False
     _peeked: tuple[list[Any], Iterator[Any]] | None = None
 
     def begin_pass(self) -> Iterator[Any]:
-        """Return an iterator of what is iterated."""
+        """Return a new iterator of the items of a pass."""
         raise NotImplementedError
 
     def next_pass(self) -> Iterator[Any]:
-        """Yield the items of one pass, first those that were read already."""
+        """Yield the items of one pass, first the items that `peek` has read."""
         read, items = self._peeked or ([], self.begin_pass())
         self._peeked = None
         yield from read
@@ -265,7 +304,7 @@ class Batches(IteratedReader):
         self.source = source
         self.reuses = not isinstance(source, (list, tuple))
         try:
-            self.count = len(source) - sum(b is None for b in self._listed())
+            self.count = len(source) - sum(b is None for b in self._listed_batches())
         except (TypeError, NotImplementedError):
             self.count = None
         self._once = not callable(source) and isinstance(source, Iterator)
@@ -277,15 +316,15 @@ class Batches(IteratedReader):
 
     def peek(self) -> Any:
         """Return the first batch of the next pass; None where reading it would lose it."""
-        if self._once or self._listed():
+        if self._once or self._listed_batches():
             return self.first()
         return next(iter(self.peek_items()[-1:]), None)
 
     def begin_pass(self) -> Iterator[Any]:
-        """Return an iterator of the batches.
+        """Return a new iterator of the batches.
 
         Raises:
-            ValueError: they were read already, and can be read once.
+            ValueError: the source can be read only once, and was read before.
         """
         if self._once and self._begun:
             raise ValueError(
@@ -296,31 +335,31 @@ class Batches(IteratedReader):
         return iter(self.source() if callable(self.source) else self.source)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield what the iterable gives; those that are left out are read and discarded."""
-        yield from _behind(self.next_pass(), skip)
+        """Yield the batches of the iterable; the first `skip` are read and discarded.
+
+        None in front of a batch does not count as a batch.
+        """
+        batches = self.next_pass()
+        for _ in range(skip):
+            while next(batches, batches) is None:
+                pass
+        yield from batches
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, the number of batches, and for a list a digest of some."""
+        """Return the type, the number of batches, and for a list a digest of some batches."""
         entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
-        if listed := [batch for batch in self._listed() if batch is not None]:
+        if listed := [batch for batch in self._listed_batches() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
-            arrays = enumerate(_numeric([listed[i] for i in chosen]))
+            arrays = enumerate(_numeric_arrays([listed[i] for i in chosen]))
             described = describe_arrays("batches", {str(i): array for i, array in arrays})
             entries["digest"] = described["digest"]
-            if len(listed) < len(self._listed()):
-                entries["begins"] = [i for i, b in enumerate(self._listed()) if b is None]
+            if len(listed) < len(self._listed_batches()):
+                entries["begins"] = [i for i, b in enumerate(self._listed_batches()) if b is None]
         return entries
 
-    def _listed(self) -> Sequence[Any]:
+    def _listed_batches(self) -> Sequence[Any]:
+        """Return the batches of a list or tuple; empty for another iterable."""
         return self.source if isinstance(self.source, (list, tuple)) else ()
-
-
-def _behind(batches: Iterator[Any], skip: int) -> Iterator[Any]:
-    """Yield what is behind the first `skip` batches; None in front of a batch is none."""
-    for _ in range(skip):
-        while next(batches, batches) is None:
-            pass
-    yield from batches
 
 
 def full_name(value: Any) -> str:
@@ -328,7 +367,8 @@ def full_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:
+def _numeric_arrays(batches: Sequence[Any]) -> Iterator[np.ndarray]:
+    """Yield the arrays of numbers in batches."""
     for batch in batches:
         parts = batch.values() if isinstance(batch, Mapping) else batch
         for part in parts if isinstance(parts, (tuple, list)) else [*parts]:
@@ -337,18 +377,18 @@ def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:
 
 
 def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the entries that describe arrays: shapes, dtypes, and a digest of about 1 MB."""
+    """Return as JSON what identifies arrays: shapes, dtypes, and a digest of about 1 MB of them."""
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())
     for array in arrays.values():
-        share = array if total <= _DIGESTED else _sample(array, total)
+        share = array if total <= _DIGESTED else _spaced_rows(array, total)
         digest.update(np.ascontiguousarray(share).view(np.uint8).data if share.size else b"")
     inputs = {n: {"shape": [*a.shape], "dtype": str(a.dtype)} for n, a in arrays.items()}
     return {"kind": kind, "inputs": inputs, "digest": digest.hexdigest()}
 
 
-def _sample(array: np.ndarray, total: int) -> np.ndarray:
-    """Return evenly spaced rows, as many as the share of the array in `total` bytes allows."""
+def _spaced_rows(array: np.ndarray, total: int) -> np.ndarray:
+    """Return evenly spaced rows for the digest of arrays of `total` bytes."""
     if array.ndim == 0:
         return array
     count = max(1, len(array) * _DIGESTED // total)
@@ -356,12 +396,59 @@ def _sample(array: np.ndarray, total: int) -> np.ndarray:
 
 
 def describe_files(files: Sequence[str | os.PathLike], root: str | os.PathLike = "") -> str:
-    """Return a digest of the names (relative to `root`), sizes and times of change of files."""
+    """Return a digest of files: names (relative to `root`), sizes and times of change."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files[:: max(1, len(files) // _LISTED)]:
         path = Path(file)
         name = path.relative_to(root).as_posix() if root else path.name
-        entry = path.stat() if path.is_file() else None  # files of remote systems have none
+        entry = path.stat() if path.is_file() else None  # files of remote systems have no entry
         times = (entry.st_size, entry.st_mtime_ns) if entry else ()
         digest.update(repr((name, times)).encode())
     return digest.hexdigest()
+
+
+def is_batch(item: Any) -> bool:
+    """Return whether an item of a list is a batch: a dict, a table, a tuple or list of arrays."""
+    if isinstance(item, tuple):
+        return not all(isinstance(part, (int, float)) for part in item)
+    is_mapping = isinstance(item, Mapping)
+    return is_mapping or is_table(item) or (isinstance(item, list) and _has_arrays(item))
+
+
+def are_parts(items: tuple[Any, ...]) -> bool:
+    """Return whether a tuple is (X,), (X, y) or (X, y, sample_weight), not a tuple of batches.
+
+    It is a tuple of batches if its items are dicts with a name in common, or tuples and lists of
+    arrays that are not the rows of one array.
+
+    Raises:
+        ValueError: both are possible: lists of arrays of one shape, which may be rows of X and y.
+    """
+    if len(items) not in (2, 3):
+        return len(items) == 1 and hasattr(items[0], "shape")
+    if all(isinstance(item, Mapping) for item in items):
+        return not {*items[0]} & {*items[1]}
+    lists = [item for item in items if not isinstance(item, Mapping)]
+    if not all(isinstance(item, (tuple, list)) and _has_arrays(item) for item in lists):
+        return True
+    weights = len(items) < 3 or all(prod(shape_of(part)) == 1 for part in items[2])
+    if weights and len({len(item) for item in lists}) == 1 and all(map(_may_be_rows, lists)):
+        if len(lists[0]) > 3:
+            return True
+        raise ValueError(
+            f"a tuple of {len(items)} lists of arrays of one shape may be batches, or the rows of "
+            "X and of y: pass a list of batches, as [(X, y), (X, y)], or X and y as one array each"
+        )
+    return False
+
+
+def _has_arrays(parts: Any) -> bool:
+    """Return whether one of the parts is an array or a dict."""
+    return any(hasattr(part, "shape") or isinstance(part, Mapping) for part in parts)
+
+
+def _may_be_rows(parts: Any) -> bool:
+    """Return whether all parts are arrays of one shape."""
+    if not all(hasattr(part, "shape") for part in parts):
+        return False
+    return len({tuple(shape_of(part)) for part in parts}) == 1

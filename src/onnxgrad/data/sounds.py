@@ -1,4 +1,4 @@
-"""Sounds in files: waveforms, lists of labels, and a reader of clips."""
+"""Sounds in files: their waveforms, lists of clips with labels, and a reader of clips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import wave
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,8 @@ import numpy as np
 
 from onnxgrad.data.audio import resample
 from onnxgrad.data.class_folders import number_classes
-from onnxgrad.data.readers import IndexedReader, describe_arrays, describe_files, with_arguments
+from onnxgrad.data.image_files import is_path
+from onnxgrad.data.readers import FileReader, describe_arrays, describe_files, with_arguments
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
@@ -37,8 +37,8 @@ def sound_folder(
 ) -> SoundFolder:
     """Return clips of sounds and their classes as data for `fit`, read while it runs.
 
-    A row is the middle of a clip, cut or padded with zeros to one length. What is random about it
-    follows from the seed of the epoch and its number; in evaluations, nothing is.
+    A row is the middle of a clip, cut or padded with zeros to one length. Random changes of a row
+    follow from the seed of the epoch and the number of the row; evaluations have none.
 
     Args:
         path: a folder of folders, one a class, with files that `read_wave` reads; or a list, CSV or
@@ -46,12 +46,12 @@ def sound_folder(
             `start` and `end` in seconds.
         rate: sample rate in Hz; files of other rates are resampled.
         seconds: length of a row.
-        front: function from waveforms, float32 (N, samples), to what the model takes, an array or a
-            dict by input, such as `mel_spectrogram(...)`; None: as they are.
-        shift: seconds by which clips are moved at random, at most, in training.
-        gain: dB by which they are louder or softer, at most.
-        noise: folder of sounds that are added.
-        snr: lowest and highest ratio of both powers, in dB.
+        front: function from waveforms, float32 (N, samples), to the input of the model, an array or
+            a dict by input, such as `mel_spectrogram(...)`; None: the model takes waveforms.
+        shift: most seconds by which clips are moved at random in training.
+        gain: most dB by which clips become louder or softer at random in training.
+        noise: folder of sounds, of which one is added to each clip in training.
+        snr: lowest and highest ratio of the powers of clip and noise, in dB.
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `SoundFolder` for its attributes.
@@ -80,7 +80,7 @@ def sound_folder(
 
 
 class Clip(NamedTuple):
-    """A labeled part of a file, in seconds; `end` is None for the end of the file."""
+    """A labeled part of a file, from `start` to `end` in seconds; None is the end of the file."""
 
     file: Path
     label: str
@@ -91,13 +91,13 @@ class Clip(NamedTuple):
 def read_wave(
     path: str | os.PathLike, rate: int, start: float = 0.0, end: float | None = None
 ) -> np.ndarray:
-    """Return a file as samples from -1 to 1: the mean of its channels, at `rate` Hz.
+    """Return the waveform of a file at `rate` Hz, from -1 to 1: the mean of its channels.
 
     Args:
-        path: WAV of 16 or 32 bits; other files by `soundfile`, if that is installed.
-        rate: sample rate of the result; others are resampled by `resample`.
-        start: second at which the part begins that is read.
-        end: second at which it ends; None: the end of the file.
+        path: WAV of 16 or 32 bits; other files are read by `soundfile`, if it is installed.
+        rate: sample rate of the result; files of other rates are resampled by `resample`.
+        start: second of the file at which the waveform begins.
+        end: second of the file at which it ends; None: the end of the file.
 
     Returns:
         float32 (samples,).
@@ -115,15 +115,15 @@ def read_wave(
         >>> og.data.read_wave(path, 8000).tolist()
         [0.5, 0.5, 0.5, 0.5]
     """
-    data, own = _channels(Path(path), start, end)
+    data, file_rate = _read_channels(Path(path), start, end)
     if not len(data):
         raise ValueError(f"{str(path)!r} has no samples from {start} s to {end or 'its end'}")
     x = np.asarray(data.mean(axis=1), np.float32)
-    return x if own == rate else resample(own, rate)(x[None])[0]
+    return x if file_rate == rate else resample(file_rate, rate)(x[None])[0]
 
 
-def _channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
-    """Return samples (frames, channels) of a part of a file, and its sample rate."""
+def _read_channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
+    """Return samples (frames, channels) of a part of a file, and the sample rate of the file."""
     try:
         with wave.open(str(path), "rb") as file:
             width, rate, count = file.getsampwidth(), file.getframerate(), file.getnframes()
@@ -134,7 +134,7 @@ def _channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, 
                 raw = np.frombuffer(file.readframes(max(0, last - first)), f"<i{width}")
                 return raw.reshape(-1, file.getnchannels()) / 2.0 ** (8 * width - 1), rate
     except (wave.Error, EOFError):
-        pass  # no PCM: soundfile may know it, or says what is wrong
+        pass  # no PCM: soundfile reads the file, or says why not
     try:
         import soundfile
     except ImportError as e:
@@ -148,8 +148,8 @@ def _channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, 
     return data[round(start * rate) : last], rate
 
 
-def length_of(path: Path, rate: int) -> int:
-    """Return how many samples a file has at a sample rate, without reading all of a WAV."""
+def count_samples(path: Path, rate: int) -> int:
+    """Return how many samples a file has at a sample rate; of WAV, only the header is read."""
     try:
         with wave.open(str(path), "rb") as file:
             if file.getsampwidth() in (2, 4):
@@ -169,26 +169,27 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
     if path.is_dir():
         clips = [Clip(f, f.relative_to(path).parts[0]) for f in sound_files(path)]
         if loose := [clip.file for clip in clips if clip.file.parent == path]:
-            raise ValueError(f"{str(loose[0])!r} is in no folder of {str(path)!r}: one is a class")
+            raise ValueError(f"{str(loose[0])!r} must be in a folder that names its class")
     elif path.suffix in (".csv", ".jsonl"):
         with path.open(newline="", encoding="utf-8") as file:
             lines = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)
-            clips = [_clip(path, number, line) for number, line in enumerate(lines, 1)]
+            clips = [_parse_clip(path, number, line) for number, line in enumerate(lines, 1)]
     else:
-        raise ValueError(f"{str(path)!r} is no folder of folders, .csv or .jsonl")
+        raise ValueError(f"{str(path)!r} must be a folder of folders, a .csv or a .jsonl file")
     if not clips:
         raise ValueError(f"{str(path)!r} has no sound ({' '.join(sorted(SUFFIXES))})")
     return clips
 
 
-def _clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
+def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
+    """Return the clip of a row of a list; raise `ValueError` if it cannot be read."""
     try:
         start, end = (float(v) if (v := line.get(k)) not in (None, "") else None for k in _ENDS)
         clip = Clip(path.parent / line["file"], line["label"] or "", start or 0.0, end)
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(
-            f"{str(path)!r}, row {number}: {e!r}; a row has file, label, and may have start and "
-            "end in seconds"
+            f"{str(path)!r}, row {number}: {e!r}; a row needs file and label, and may have start "
+            "and end in seconds"
         ) from e
     if not clip.file.is_file():
         raise ValueError(f"{str(path)!r}, row {number}: there is no file {str(clip.file)!r}")
@@ -198,14 +199,14 @@ def _clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
 
 
 def sound_files(folder: Path) -> list[Path]:
-    """Return all files of sounds below a folder, in the order of their names."""
+    """Return all sound files in a folder and the folders below it, sorted by path."""
     found = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     return sorted(p for p in found if not p.name.startswith("."))
 
 
 @dataclass
 class Augment:
-    """What is random about a waveform in training; see `sound_folder`."""
+    """Random changes of waveforms in training; see `sound_folder`."""
 
     rate: int
     shift: float = 0.0
@@ -213,13 +214,13 @@ class Augment:
     noise: Sequence[np.ndarray] = ()
     snr: tuple[float, float] = (0.0, 20.0)
 
-    def moved(self, rng: np.random.Generator | None) -> int:
-        """Return by how many samples a clip is moved."""
+    def draw_shift(self, rng: np.random.Generator | None) -> int:
+        """Return the number of samples by which a clip is moved; 0 in evaluations."""
         most = round(self.shift * self.rate)
         return 0 if rng is None or not most else int(rng.integers(-most, most + 1))
 
     def __call__(self, x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
-        """Return a waveform with noise and gain; the ratio of powers is in dB."""
+        """Return a waveform with noise and gain that `rng` draws; unchanged without it."""
         if rng is None:
             return x
         if self.noise:
@@ -230,9 +231,9 @@ class Augment:
         return np.asarray(x * 10 ** (rng.uniform(-self.gain, self.gain) / 20), np.float32)
 
 
-def fitted(x: np.ndarray, samples: int, moved: int = 0) -> np.ndarray:
-    """Return `samples` of the middle of a waveform, with zeros where it is shorter."""
-    start = (len(x) - samples) // 2 - moved
+def crop_or_pad(x: np.ndarray, samples: int, shift: int = 0) -> np.ndarray:
+    """Return the middle of a waveform, moved by `shift` samples, with zeros where it is shorter."""
+    start = (len(x) - samples) // 2 - shift
     result = np.zeros(samples, np.float32)
     part = x[max(0, start) : max(0, start + samples)]
     result[max(0, -start) :][: len(part)] = part
@@ -240,7 +241,7 @@ def fitted(x: np.ndarray, samples: int, moved: int = 0) -> np.ndarray:
 
 
 def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
-    """Return the sounds below a folder, in the order of their names, of a file or of a list.
+    """Return the sounds in a folder and the folders below it, in a file, or in a list.
 
     Args:
         inputs: a folder, a file, or a list of files and waveforms.
@@ -253,28 +254,25 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
         >>> [name for name, sound in og.data.list_sounds(["a.wav", np.zeros(8)])]
         ['a.wav', '1']
     """
-    if isinstance(inputs, (str, os.PathLike)):
+    if is_path(inputs):
         inputs = sound_files(Path(inputs)) if Path(inputs).is_dir() else [inputs]
-    paths = [isinstance(given, (str, os.PathLike)) for given in inputs]
-    return [
-        (str(given), Path(given)) if path else (str(number), given)
-        for number, (given, path) in enumerate(zip(inputs, paths, strict=True))
-    ]
+    return [(str(x), Path(x)) if is_path(x) else (str(i), x) for i, x in enumerate(inputs)]
 
 
 @dataclass(eq=False)
-class SoundFolder(IndexedReader):
-    """Clips of sounds, each of them a row; what `sound_folder` returns.
+class SoundFolder(FileReader):
+    """Clips of sounds, each of them a row: the reader of `sound_folder`.
 
     Attributes:
         clips: the parts of files: `file`, `label`, `start` and `end` in seconds.
         samples: length of a row.
         augment: function `(waveform, generator or None) -> waveform` that adds noise and gain.
-        front: as of `sound_folder`.
+        front: see `sound_folder`.
         classes: labels of the clips, sorted; whole numbers are the numbers of classes.
-        labels: number of the class of each clip, int64; others may be set, with a row for each.
+        labels: number of the class of each clip, int64; may be set to other labels of the clips.
     """
 
+    per_row = ("clips", "labels")
     clips: list[Clip]
     samples: int
     augment: Augment
@@ -282,31 +280,26 @@ class SoundFolder(IndexedReader):
 
     def __post_init__(self) -> None:
         self.rows = len(self.clips)
-        own = sorted({clip.label for clip in self.clips})
-        every, self.classes = number_classes("labels", own)
-        numbers = dict(zip(own, every, strict=True))
+        labels = sorted({clip.label for clip in self.clips})
+        class_numbers, self.classes = number_classes("labels", labels)
+        numbers = dict(zip(labels, class_numbers, strict=True))
         self.labels = np.array([numbers[clip.label] for clip in self.clips], np.int64)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
-        """Return waveforms, or what `front` makes of them, and labels of a batch."""
-        x = np.stack([self._one(int(i), seed) for i in indices])
-        return x if self.front is None else self.front(x), self.labels[indices]
+        """Return the waveforms of a batch, changed by `front`, and the labels."""
+        x, labels = super().take(indices, seed)
+        return x if self.front is None else self.front(x), labels
 
-    def _one(self, row: int, seed: int | None) -> np.ndarray:
-        clip, rng = self.clips[row], None if seed is None else np.random.default_rng([seed, row])
+    def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.int64]:
+        """Return the waveform of a clip, and its label."""
+        clip = self.clips[row]
         x = read_wave(clip.file, self.augment.rate, clip.start, clip.end)
-        return self.augment(fitted(x, self.samples, self.augment.moved(rng)), rng)
+        x = crop_or_pad(x, self.samples, self.augment.draw_shift(rng))
+        return self.augment(x, rng), self.labels[row]
 
     def length(self, file: Path) -> int:
-        """Return how many samples a file has at the sample rate, without reading all of a WAV."""
-        return length_of(file, self.augment.rate)
-
-    def subset(self, numbers: np.ndarray) -> SoundFolder:
-        """Return some of the clips."""
-        part = copy(self)
-        part.clips, part.labels = [self.clips[i] for i in numbers], self.labels[numbers]
-        part.rows = len(numbers)
-        return part
+        """Return how many samples a file has at the sample rate of the rows."""
+        return count_samples(file, self.augment.rate)
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows and a digest of clips, labels, sizes and times of files."""

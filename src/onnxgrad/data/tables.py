@@ -1,4 +1,4 @@
-"""Tables in files, which are read as a whole: CSV, Parquet and `.npz`."""
+"""Tables in CSV, Parquet and `.npz` files that are read as a whole."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from onnxgrad.data.arrays import DataError, column_array
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.cells import (
     Cells,
-    Rows,
-    first_text,
+    RowNumbers,
+    first_non_number,
     is_empty,
     is_text,
-    remedy,
+    number_advice,
+    quote_cell,
     rows_with_gaps,
-    short,
 )
 from onnxgrad.data.class_numbers import ClassNames, first_names, label_text
-from onnxgrad.errors import argument, unknown
+from onnxgrad.errors import argument, join_first, unknown
 from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
 
-Table = dict[str, np.ndarray]
-_RATIO = 10  # expanded size divided by file size, above which the limit is checked
+Columns = dict[str, np.ndarray]
+_RATIO = 10  # ratio of expanded size and file size above which the limit is checked
 
 
 def read_table(
@@ -39,8 +39,8 @@ def read_table(
 ) -> FileTable:
     """Return the columns of a CSV or Parquet file, or the arrays of an `.npz` file.
 
-    A list column becomes an array with more axes, an empty cell NaN. `fit` takes the result as
-    any table: its errors then name columns, and rows counted from 1.
+    A list column becomes an array with more axes, an empty cell NaN. `fit` takes the result like
+    any table; its error messages then name columns, and rows counted from 1.
 
     Args:
         source: path of a `.csv`, `.tsv`, `.parquet`, `.pq` or `.npz` file, or an open file of
@@ -49,8 +49,8 @@ def read_table(
         drop_missing: leave out the rows with an empty cell, NaN or infinity.
 
     Raises:
-        ValueError: the file cannot be read, holds no rows, or expands to more than `limits` allow,
-            or has no column of that name.
+        ValueError: the file cannot be read, holds no rows, lacks a column of `ignore`, or expands
+            to more bytes than the limit `table_bytes` of `set_limits`.
 
     Examples:
         >>> import tempfile, pathlib, onnxgrad as og
@@ -64,16 +64,16 @@ def read_table(
     for column in ignore:
         if column not in values:
             raise unknown(f"column ({argument('ignore')})", column, values)
-    table = FileTable({n: a for n, a in values.items() if n not in ignore}, name, Rows())
+    table = FileTable({n: a for n, a in values.items() if n not in ignore}, name, RowNumbers())
     return table.without_missing() if drop_missing and table.columns else table
 
 
 class FileTable(ColumnArrays):
-    """The columns of a file, in its order; what `read_table` returns.
+    """The columns of a file, in the order of the file: the result of `read_table`.
 
-    - `columns`: their names; `values`: their arrays by name.
-    - `name`: of the file; `row_numbers`: those of its rows that the table has.
-    - `note`: which rows were left out, "" for none.
+    - `columns`: names of the columns; `values`: their arrays by name.
+    - `name`: name of the file; `row_numbers`: numbers in the file of the rows of the table.
+    - `note`: which rows were left out, "" if none.
 
     Examples:
         >>> import io, onnxgrad as og
@@ -86,7 +86,7 @@ class FileTable(ColumnArrays):
         self,
         values: Mapping[str, np.ndarray],
         name: str,
-        numbers: Rows,
+        numbers: RowNumbers,
         note: str = "",
     ) -> None:
         super().__init__(values)
@@ -96,33 +96,30 @@ class FileTable(ColumnArrays):
         return iter(self.columns)
 
     def rows(self, which: slice | np.ndarray) -> FileTable:
-        """Return these rows, by a slice or their indices."""
+        """Return the table of some rows, given by a slice or indices."""
         numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
         values = {name: array[which] for name, array in self.values.items()}
         return FileTable(values, self.name, numbers, self.note)
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
-        """Return some of the columns for an input, which messages call by this title."""
+        """Return some of the columns as cells for an input, which messages call by `title`."""
         return Cells({name: self.values[name] for name in names}, title, self.row_numbers)
 
     def without_missing(self) -> FileTable:
-        """Return the rows without empty cells, NaN and infinity.
+        """Return the table of the rows without empty cells, NaN and infinity.
 
         Raises:
-            DataError: none is left.
+            DataError: no row is left.
         """
         gone = rows_with_gaps(self.values)
         if not gone.any():
             return self
         if gone.all():
-            raise DataError(f"{self.name!r}: every row has a missing value, and none is left")
+            raise DataError(f"{self.name!r}: every row has a missing value, so that no row is left")
         kept, rows = np.flatnonzero(~gone), (np.flatnonzero(gone) + 1).tolist()
         left = self.rows(kept)
-        more = ", ..." if len(rows) > 5 else ""
-        left.note = (
-            f"left out {len(rows)} of {len(gone)} rows with missing values: "
-            f"{', '.join(map(str, rows[:5]))}{more}"
-        )
+        counts = f"{len(rows)} of {len(gone)} rows"
+        left.note = f"left out {counts} with missing values: {join_first(rows, 5)}"
         return left
 
     def encode(
@@ -132,18 +129,18 @@ class FileTable(ColumnArrays):
         numeric_loss: Callable[[], str | None] = lambda: None,
         ignored: int | None = None,
     ) -> FileTable:
-        """Return the table with numbers of classes for a column of their labels.
+        """Return the table with a column of labels replaced by the numbers of their classes.
 
-        A column of numbers that are not all labels of classes is left as it is.
+        A column of numbers that are not all names of classes stays unchanged.
 
         Args:
-            column: its name.
-            classes: the labels, in the order of the model's output; None: they are not known.
-            numeric_loss: returns the name of a loss that compares with numbers; None for others.
-            ignored: the number of a label that does not count, which stays.
+            column: name of the column.
+            classes: names of the classes in the order of the model's output; None: unknown.
+            numeric_loss: returns the name of the loss if it compares with numbers, else None.
+            ignored: a number that stands for rows without a label, and stays.
 
         Raises:
-            DataError: texts, and no `classes` or others than these.
+            DataError: the column has texts that are no `classes`.
         """
         array = self.values[column]
         cells, values = self.cells([column], f"column {column!r}"), array.ravel().tolist()
@@ -164,47 +161,48 @@ class FileTable(ColumnArrays):
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
     def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
-        first = first_text(values)
-        row, cell = self.row_numbers.number(first), short(values[first])
+        """Return the error for texts in a column of labels, with unknown classes."""
+        first = first_non_number(values)
+        row, cell = self.row_numbers.number(first), quote_cell(values[first])
         where = f"column {column!r} is text, first in row {row}: {cell}"
         if loss:
+            advice = number_advice(values[first], values)
             return DataError(
-                f"{where}; the loss {loss} compares with numbers: {remedy(values[first], values)}, "
-                f"or name another column with {argument('y')}"
+                f"{where}; the loss {loss} compares with numbers: {advice}, or name another column "
+                f"with {argument('y')}"
             )
         names = sorted({str(value) for value in values})
         shown = [*names[:8], *["..."] * (len(names) > 8)]
         return DataError(
-            f"{where}; if it names classes, list them in the order of the model's output with "
+            f"{where}; if texts name classes, list these in the order of the model's output with "
             f"{argument('classes', shown)}, or train a new last layer with "
             f"{argument('units', shown)}"
         )
 
 
-# -- files ------------------------------------------------------------------------------------
-
-
-def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Table]:
-    """Return the name of a file and its columns."""
+def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
+    """Return the name of a file for messages, and its columns."""
     if not isinstance(source, (str, os.PathLike)):
         name = "standard input"
-        return name, _read(BytesIO(source.read()), ".csv", name, _read_csv)
+        return name, _read_checked(BytesIO(source.read()), ".csv", name, _read_csv)
     path = Path(source)
     name, suffix = str(path), path.suffix.lower()
     if suffix not in _READERS:
         if not path.exists():
             raise DataError(f"cannot read {name!r}: No such file or directory")
-        raise DataError(f"{name!r} is not one of {', '.join(_READERS)}: convert it to one of them")
+        raise DataError(f"{name!r} must be one of {', '.join(_READERS)}: convert the file")
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice
             file = opened if opened.seekable() else BytesIO(opened.read())
-            return name, _read(file, suffix, repr(name), _READERS[suffix])
+            return name, _read_checked(file, suffix, repr(name), _READERS[suffix])
     except OSError as e:
         raise DataError(f"cannot read {name!r}: {e.strerror or e}") from None
 
 
-def _read(file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Table]) -> Table:
-    """Return the table in an open file; errors begin with `what`."""
+def _read_checked(
+    file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Columns]
+) -> Columns:
+    """Return the table that `reader` reads from an open file; messages begin with `what`."""
     try:
         _check_expansion(file, suffix)
         table = reader(file)
@@ -243,7 +241,8 @@ def _check_expansion(file: BinaryIO, suffix: str) -> None:
         check_limit("table_bytes", expanded, "expands to too many bytes", DataError)
 
 
-def _read_csv(file: BinaryIO) -> Table:
+def _read_csv(file: BinaryIO) -> Columns:
+    """Return the columns of a CSV file; the delimiter is the most frequent one in the header."""
     from pyarrow import csv
 
     try:
@@ -257,37 +256,40 @@ def _read_csv(file: BinaryIO) -> Table:
         wrong.append(row)
         return "skip"
 
-    for threads in (True, False):  # the numbers of rows are only known to a single thread
+    for threads in (True, False):  # pyarrow numbers the wrong rows only with a single thread
         file.seek(0)
         wrong.clear()
         options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip)
         table = csv.read_csv(file, csv.ReadOptions(use_threads=threads), options)
         if not wrong:
-            return _arrays(table)
+            return _column_arrays(table)
     row = wrong[0]
     raise ValueError(
         f"row {row.number - 1}: Expected {row.expected_columns} columns, got {row.actual_columns}: "
-        f"{short(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
+        f"{quote_cell(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
     )
 
 
-def _read_parquet(file: BinaryIO) -> Table:
+def _read_parquet(file: BinaryIO) -> Columns:
+    """Return the columns of a Parquet file."""
     from pyarrow import parquet
 
-    return _arrays(parquet.read_table(file))
+    return _column_arrays(parquet.read_table(file))
 
 
-def _read_npz(file: BinaryIO) -> Table:
+def _read_npz(file: BinaryIO) -> Columns:
+    """Return the arrays of an `.npz` file."""
     arrays = np.load(file, allow_pickle=False)
     if isinstance(arrays, np.ndarray):
-        raise DataError("holds one array without a name: save with numpy.savez(file, name=array)")
+        raise DataError("holds one array without a name: use numpy.savez(file, name=array)")
     table = dict(arrays)
     if scalars := [name for name, array in table.items() if not array.ndim]:
-        raise DataError(f"{scalars[0]!r} is a single number: an array needs one entry a row")
+        raise DataError(f"{scalars[0]!r} is a single number: an array needs an entry for each row")
     return table
 
 
-def _arrays(table: Any) -> Table:
+def _column_arrays(table: Any) -> Columns:
+    """Return the columns of a pyarrow table as arrays."""
     names = table.column_names
     if double := next((n for n in names if names.count(n) > 1), None):
         raise DataError(f"two columns are called {double!r}: rename one")

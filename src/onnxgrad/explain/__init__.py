@@ -1,4 +1,4 @@
-"""Explanations of models of which only the file exists: attributions, attacks, influences.
+"""Explanations of models by their ONNX files alone: attributions, attacks, influences.
 
 Examples:
     >>> import numpy as np, onnx, onnxgrad as og

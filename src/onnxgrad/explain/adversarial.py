@@ -1,4 +1,4 @@
-"""Inputs near to given ones at which a model errs: FGSM and PGD."""
+"""FGSM and PGD: inputs close to given inputs, at which a model errs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.checks import check_choice, check_count, check_number
 from onnxgrad.errors import unknown
 from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
-from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.targets import Target, score_cotangent
 from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike
 
-_LOSSES = ("score", "cross_entropy")
-_NORMS = ("Linf", "L2")
 Bounds = tuple[float, float]
 
 
@@ -40,13 +39,13 @@ def fgsm(
     Args:
         model, inputs, wrt, output, batch_axes: see `saliency`; `wrt` are the values that change.
         epsilon: length of the step of each element.
-        target: the true class of each row, or that to reach if `targeted`; see `saliency`.
+        target: the true class of each row, or the class to reach if `targeted`; see `saliency`.
         targeted: whether the loss shall fall instead.
         loss: "score", minus the score: the step is the same for minus its logarithm. Or
             "cross_entropy", for outputs that are logits, with the classes along axis 1.
         bounds: the least and the greatest value of an element.
         mask: array of ones and zeros, which broadcasts to the value, or `{name: array}`: where it
-            is zero, nothing changes. None: ones.
+            is zero, the element does not change. None: ones.
 
     Returns:
         An array of the shape and dtype of the value; `{name: array}` if `wrt` are several.
@@ -66,7 +65,7 @@ def fgsm(
     """
     point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     attack = _Attack(point, loss, "Linf", bounds, mask)
-    _require_positive(epsilon=epsilon)
+    check_number("epsilon", epsilon, infinite=True)
     moved = attack.step(point.values, -epsilon if targeted else epsilon)
     return point.result(attack.clip(moved))
 
@@ -95,7 +94,7 @@ def pgd(
         model, inputs, target, wrt, output, batch_axes, targeted, loss, bounds, mask: see `fgsm`.
         radius: greatest distance of a row of a value from the input, in `norm`.
         step_size: length of a step of each element.
-        steps: how many.
+        steps: number of steps.
         norm: "Linf", each element, or "L2", each row.
         random_state: seed or generator of a random start in the ball. None: start at the input.
 
@@ -115,7 +114,9 @@ def pgd(
     """
     point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     attack = _Attack(point, loss, norm, bounds, mask)
-    _require_positive(radius=radius, step_size=step_size, steps=steps)
+    check_number("radius", radius, infinite=True)
+    check_number("step_size", step_size, infinite=True)
+    check_count("steps", steps)
     values = point.values
     if random_state is not None:
         values = attack.random_values(radius, np.random.default_rng(random_state))
@@ -125,14 +126,8 @@ def pgd(
     return point.result(values)
 
 
-def _require_positive(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not number >= (1 if name == "steps" else 0):
-            raise ValueError(f"{name}={number}: give a positive number")
-
-
-def masks_of(point: Point, mask: Any) -> Arrays:
-    """Return the mask of each value, of its shape."""
+def broadcast_masks(point: Point, mask: Any) -> Arrays:
+    """Return the mask of each value of `wrt`, broadcast to the shape of the value."""
     if not isinstance(mask, Mapping):
         mask = dict.fromkeys(point.values, 1.0 if mask is None else mask)
     for name in mask:
@@ -152,25 +147,23 @@ def masks_of(point: Point, mask: Any) -> Arrays:
 
 
 class _Attack:
-    """Steps of values from those of a point, within bounds and a ball."""
+    """Steps that change the values of a point, and projections into the bounds and a ball."""
 
     def __init__(self, point: Point, loss: str, norm: str, bounds: Bounds, mask: Any) -> None:
         low, high = bounds
         if not low < high:
             raise ValueError(f"bounds={bounds}: give the least value, then the greatest")
-        if norm not in _NORMS:
-            raise unknown("norm", norm, _NORMS)
-        if loss not in _LOSSES:
-            raise unknown("loss", loss, _LOSSES)
+        check_choice("norm", norm, ("Linf", "L2"))
+        check_choice("loss", loss, ("score", "cross_entropy"))
         self.point, self.loss, self.norm, self.bounds = point, loss, norm, bounds
-        self.masks = masks_of(point, mask)
+        self.masks = broadcast_masks(point, mask)
 
     def step(self, values: Arrays, length: float) -> Arrays:
-        """Return `values` after one step, of which each element has the length `length`."""
+        """Return `values` after one step, which changes each element by `length`."""
         if self.loss == "score":
             gradients = {n: -g for n, g in self.point.gradients(values).items()}
         else:
-            seed = _cross_entropy(self.point.outputs(values), self.point.indices)
+            seed = _cross_entropy_gradient(self.point.outputs(values), self.point.indices)
             gradients = self.point.pull_back(values, seed)
         moved = {n: x + length * np.sign(gradients[n]) * self.masks[n] for n, x in values.items()}
         return {n: x.astype(values[n].dtype) for n, x in moved.items()}
@@ -197,7 +190,7 @@ class _Attack:
         return self.clip(near)
 
     def random_values(self, radius: float, rng: np.random.Generator) -> Arrays:
-        """Return uniform random values of the ball, one point a row, inside of the bounds."""
+        """Return random values, uniform in the ball around each row, inside of the bounds."""
         moved = {}
         for name, x in self.point.values.items():
             if self.norm == "Linf":
@@ -211,13 +204,15 @@ class _Attack:
         return self.clip(moved)
 
 
-def _cross_entropy(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the gradient of logsumexp(y) - y[target] with respect to the logits y."""
+def _cross_entropy_gradient(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return the gradient of logsumexp(y) - y[target] w.r.t. the logits y."""
     if y.ndim < 2:
         raise ValueError(f"an output of shape {list(y.shape)} has no classes: use loss='score'")
     exponentials = np.exp(y - y.max(axis=1, keepdims=True).astype(np.float64))
     softmax = exponentials / exponentials.sum(axis=1, keepdims=True)
-    here = np.zeros(np.moveaxis(y, 1, -1).shape)  # one where the other axes are those of the target
-    here[(np.arange(len(y)), *indices.T[1:])] = 1
-    gradient = softmax * np.moveaxis(here, -1, 1) - seeds(y.shape, np.float64, indices)
+    # ones along the axis of classes, at the position of the target on the other axes
+    selected = np.zeros(np.moveaxis(y, 1, -1).shape)
+    selected[(np.arange(len(y)), *indices.T[1:])] = 1
+    cotangent = score_cotangent(y.shape, np.float64, indices)
+    gradient = softmax * np.moveaxis(selected, -1, 1) - cotangent
     return gradient.astype(y.dtype)

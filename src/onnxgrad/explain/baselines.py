@@ -1,4 +1,4 @@
-"""Where a path of an attribution begins: the values that stand for the absence of a feature."""
+"""Baselines of attributions: the values that stand for the absence of a feature."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from onnxgrad.runtime.values import to_numpy
 
 
 def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
-    """Return the baseline of each value of `wrt`, of its shape and dtype.
+    """Return the baseline of each value of `wrt`, in the shape and dtype of the value.
 
     Args:
         point: the rows that are explained.
-        baselines: a number or an array for the only value of `wrt`, or a mapping: of values of
-            `wrt`, or of inputs from which those are computed. None: zeros, if `wrt` are inputs.
-        what: what messages call it.
+        baselines: a number or an array for the only value of `wrt`; or a dict by the names of
+            values of `wrt`, or of inputs from which inner values are computed. None: zeros, if
+            `wrt` are inputs.
+        what: the name of a baseline in messages.
 
     Raises:
         ValueError: no baseline for an inner value, an unknown name, or another shape.
@@ -33,25 +34,30 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             raise unknown(what, other[0], [*point.values, *point.feed])
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
-            feed = {n: _broadcast(point, n, inputs.get(n), x, what) for n, x in point.feed.items()}
-            computed |= function.values(feed, point.rowed)
+            feed = {
+                n: _fit_baseline(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+            }
+            computed |= function.values(feed, point.with_rows)
         given = computed | {n: b for n, b in given.items() if n in point.values}
     elif baselines is None:
         given = {n: 0 for n in point.values if n not in function.inner}
     elif len(point.values) == 1 or np.ndim(baselines) == 0:
         given = dict.fromkeys(point.values, baselines)
     else:
-        raise ValueError(f"there are {len(point.values)} values: pass {what}s as a dict of arrays")
+        raise ValueError(
+            f"`wrt` names {len(point.values)} values: pass {what}s as a dict of arrays by name"
+        )
     if missing := [n for n in point.values if n not in given]:
         raise ValueError(
             f"no {what} for the inner value {missing[0]!r}: pass one for it, as "
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _broadcast(point, n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _fit_baseline(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _broadcast(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+    """Return a baseline in the shape and dtype of `x`; None stands for `x` itself."""
     if baseline is None:
         return x
     array = point.function.rows_first(name, to_numpy(baseline))
@@ -61,5 +67,5 @@ def _broadcast(point: Point, name: str, baseline: Any, x: np.ndarray, what: str)
             f"of the shape {list(x.shape)}, or of one row of it"
         )
     if not np.can_cast(array.dtype, x.dtype, "same_kind"):
-        raise ValueError(f"the {what} of {name!r} holds {array.dtype}: it takes {x.dtype}")
+        raise ValueError(f"the {what} of {name!r} holds {array.dtype}: pass {x.dtype}")
     return np.broadcast_to(array, x.shape).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The least change of a row by which a model puts it into another class."""
+"""Counterfactuals: a small change of a row by which a model puts it into another class."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
-from onnxgrad.explain.adversarial import Bounds, masks_of
+from onnxgrad.checks import check_choice, check_count, check_positive
+from onnxgrad.explain.adversarial import Bounds, broadcast_masks
 from onnxgrad.explain.score_function import Point, ScoreFunction
-from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.targets import Target, score_cotangent
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
 
 _BETAS = 0.9, 0.999  # of Adam
 _HALVINGS = 12  # of the way back to the row
-_REMEDY = ": try more steps, a greater learning_rate, or wider bounds"
-_NORMS = ("L1", "L2")
-_SEARCHES = 6  # of the factor of the hinge
+_FACTORS = 6  # of the hinge, tried for each row
 
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """Rows that a model puts into another class; what `counterfactual` returns.
+    """The result of `counterfactual`: rows that a model puts into another class.
 
     Attributes:
-        values: the changed rows, of the shape and dtype of the value. Where the class was not
-            reached, the row as it was.
+        values: the changed rows, of the shape and dtype of the value; the unchanged row where the
+            class was not reached.
         reached: bool of shape (rows,): whether the class was reached.
         distances: float64 of shape (rows,): the L1 or L2 distance to the row; NaN where the class
             was not reached.
@@ -73,11 +71,11 @@ def counterfactual(
         target: class to reach, for all rows or one a row; the output is (rows, classes).
         wrt: name of the value that is changed; see `ScoreFunction`.
         norm: "L1" or "L2", the distance.
-        margin: by how much the score of the class shall exceed the others.
+        margin: least difference of the score of the class and the scores of other classes.
         bounds: the least and the greatest value of an element.
         mask: see `fgsm`; zero for features that cannot change.
         learning_rate: length of a step, in units of the value.
-        steps: steps for each c.
+        steps: number of steps for each c.
 
     Raises:
         ValueError, NoGradientRule: as `saliency`; several values, an output of another
@@ -92,25 +90,28 @@ def counterfactual(
         >>> found.values.round(2).tolist(), found.reached.tolist()
         ([[1.5, 1.5]], [True])
     """
-    if learning_rate <= 0 or steps < 1:
-        raise ValueError(f"learning_rate={learning_rate}, steps={steps}: give positive numbers")
+    check_positive("learning_rate", learning_rate)
+    check_count("steps", steps)
     point = ScoreFunction.of(model, wrt, output, None).at(inputs, target)
-    search = _Search(point, norm, margin, bounds, mask)
+    search = _CounterfactualSearch(point, norm, margin, bounds, mask)
     search.run(learning_rate, steps)
     if rows := np.flatnonzero(~search.reached).tolist():
-        warnings.warn(f"the class was not reached for the rows {rows[:10]}{_REMEDY}", stacklevel=2)
+        warnings.warn(
+            f"the class was not reached for the rows {rows[:10]}: try more steps, a greater "
+            "learning_rate, or wider bounds",
+            stacklevel=2,
+        )
     distances = np.where(search.reached, search.distances, np.nan)
     return Counterfactual(search.like_input(search.best), search.reached, distances)
 
 
-class _Search:
-    """The best change so far of each row."""
+class _CounterfactualSearch:
+    """The search for the shortest change of each row that reaches the class, by Adam."""
 
     def __init__(self, point: Point, norm: str, margin: float, bounds: Bounds, mask: Any) -> None:
-        if norm not in _NORMS:
-            raise unknown("norm", norm, _NORMS)
+        check_choice("norm", norm, ("L1", "L2"))
         if len(point.values) != 1:
-            raise ValueError(f"there are {len(point.values)} values: name one as `wrt`")
+            raise ValueError(f"`wrt` names {len(point.values)} values: name one")
         (name,) = point.values
         if point.output.ndim != 2 or point.output.shape[1] < 2:
             raise ValueError(
@@ -123,34 +124,39 @@ class _Search:
         self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
         self.margin = margin
         self.x = x.reshape(len(x), -1).astype(np.float64)
-        self.mask = masks_of(point, mask)[name].reshape(self.x.shape)
+        self.mask = broadcast_masks(point, mask)[name].reshape(self.x.shape)
         self.best = self.x.copy()
         self.reached = np.zeros(point.rows, bool)
         self.distances = np.full(point.rows, np.inf)
         self.record(self.best)
 
     def run(self, learning_rate: float, steps: int) -> None:
-        """Search the factor of the hinge of each row; a greater one reaches it more surely."""
+        """Search a factor of the hinge for each row; greater factors reach the class more often."""
         low, factors = np.zeros(self.point.rows), np.ones(self.point.rows)
-        for _ in range(_SEARCHES):
+        for _ in range(_FACTORS):
             reached = self.descend(factors, learning_rate, steps)
             low = np.where(reached, low, factors)
             factors = np.where(reached, (low + factors) / 2, 10 * factors)
         self.shorten()
 
     def hinge(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return other - target + margin of each row, and its gradient with respect to y."""
+        """Return other - target + margin of each row, and its gradient w.r.t. the output."""
         y = self.point.outputs({self.name: self.like_input(values)}).astype(np.float64)
         rows, classes = np.arange(len(y)), self.point.indices[:, 0]
         others = y.copy()
         others[rows, classes] = -np.inf
         other = others.argmax(axis=1)
-        gradient = seeds(y.shape, np.float64, other[:, None])
-        gradient -= seeds(y.shape, np.float64, self.point.indices)
+        gradient = score_cotangent(y.shape, np.float64, other[:, None])
+        gradient -= score_cotangent(y.shape, np.float64, self.point.indices)
         return y[rows, other] - y[rows, classes] + self.margin, gradient
 
     def record(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keep the rows that reach the class by a shorter change; return whether, and slopes."""
+        """Keep the rows that reach the class by a shorter change than before.
+
+        Returns:
+            Which rows reach the class, and the gradient of the hinge w.r.t. the output, which is
+            zero for these rows.
+        """
         gap, gradient = self.hinge(values)
         reached = gap < 0 if not self.margin else gap <= 0
         change = self.like_input(values).reshape(self.x.shape) - self.x
@@ -185,7 +191,7 @@ class _Search:
         return ever
 
     def shorten(self) -> None:
-        """Move each row back toward where it was, as far as the class stays reached."""
+        """Move each row back toward the unchanged row, by bisection, while it reaches the class."""
         low, high = np.zeros(self.point.rows), np.ones(self.point.rows)
         change = self.best - self.x
         for _ in range(_HALVINGS):
@@ -194,6 +200,6 @@ class _Search:
             low, high = np.where(reached, low, middle), np.where(reached, middle, high)
 
     def like_input(self, values: np.ndarray) -> np.ndarray:
-        """Return rows of numbers in the shape and dtype of the input."""
+        """Return changed rows in the shape and dtype of the input."""
         x = self.point.values[self.name]
         return values.reshape(x.shape).astype(x.dtype)

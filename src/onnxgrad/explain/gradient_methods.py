@@ -1,4 +1,4 @@
-"""Attributions to inputs, or to inner values, by gradients of scores."""
+"""Attributions by gradients of scores: saliency, integrated gradients and SmoothGrad."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.checks import check_choice, check_count
+from onnxgrad.checks import check_choice, check_count, check_number
 from onnxgrad.explain.baselines import baseline_values
 from onnxgrad.explain.score_function import Attributions, ScoreFunction
 from onnxgrad.explain.targets import Target
@@ -32,9 +32,9 @@ def saliency(
     Args:
         model: model, serialized model or path, never modified; or a `ScoreFunction`.
         inputs: the array of the only input, or `{name: array}`.
-        target: which element of a row of the output is its score: None if there is one; an index or
-            a tuple of indices for all rows, or a list or an array of them, one a row. A class that
-            the model stores may be called by its name.
+        target: which element of a row of the output is its score: None if a row has one element; an
+            index or a tuple of indices for all rows, or a list or an array of them, one a row. A
+            class whose name the model stores may be passed by this name.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
         batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
@@ -78,14 +78,14 @@ def integrated_gradients(
     """Return integrated gradients: (x - b) times the mean gradient on the way from b to x.
 
     Their sum is f(x) - f(b) for enough steps (Sundararajan, Taly & Yan 2017, arXiv:1703.01365);
-    `completeness_gap` returns what is missing.
+    `completeness_gap` returns the difference.
 
     Args:
         model, inputs, target, wrt, output, batch_axes: see `saliency`.
         baselines: b, a number or an array of the shape of the value, or of one row of it; or
-            `{name: number or array}`, of values of `wrt`, or of the inputs from which those are
-            computed, such as the token ids behind an embedding. None: zeros; an inner value needs
-            a baseline.
+            `{name: number or array}`, of values of `wrt`, or of the inputs from which inner values
+            are computed, such as the token ids of an embedding. None: zeros; an inner value needs a
+            baseline.
         steps: number of gradients.
         method: the quadrature: "gausslegendre", "riemann_left", "riemann_middle" or
             "riemann_right".
@@ -113,7 +113,7 @@ def integrated_gradients(
     starts = baseline_values(point, baselines)
     mean = {name: np.zeros(x.shape) for name, x in point.values.items()}
     for part in point.chunks(steps):
-        path = between(starts, point.values, fractions[part])
+        path = path_values(starts, point.values, fractions[part])
         for name, g in point.gradients(path).items():
             copies = g.reshape(-1, *point.values[name].shape).astype(np.float64)
             mean[name] += np.tensordot(weights[part], copies, 1)
@@ -139,11 +139,11 @@ def smooth_grad(
 
     Args:
         model, inputs, target, wrt, output, batch_axes: see `saliency`.
-        samples: number of copies.
+        samples: number of noisy copies of each row.
         noise: standard deviation of the normal noise, in units of the value.
         absolute: take absolute values, before the mean.
         random_state: seed or generator of the noise: `standard_normal((rows, *shape))` for each
-            sample, then for each value. None draws a new seed.
+            copy, then for each value. None draws a new seed.
 
     Returns:
         As `saliency`.
@@ -160,8 +160,8 @@ def smooth_grad(
         >>> og.explain.smooth_grad(model, x, 1, random_state=0).round(4).tolist()
         [[0.0, 1.0]]
     """
-    if samples < 1 or noise < 0:
-        raise ValueError(f"samples={samples}, noise={noise}: give at least one, and no negative")
+    check_count("samples", samples)
+    check_number("noise", noise)
     rng = np.random.default_rng(random_state)
     point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     total = {name: np.zeros(x.shape) for name, x in point.values.items()}
@@ -190,9 +190,9 @@ def completeness_gap(
 
     Args:
         model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        attributions: what the method returned.
-        inputs, target, baselines, output, batch_axes: as for the method.
-        wrt: as for the method; for `layer_conductance`, its `wrt`, not its `layer`.
+        attributions: the result of `integrated_gradients` or `layer_conductance`.
+        inputs, target, baselines, output, batch_axes: as in the call that returned it.
+        wrt: as in this call; for `layer_conductance`, its `wrt`, not its `layer`.
 
     Returns:
         float64 of shape (rows,), in units of the score.
@@ -218,26 +218,30 @@ def completeness_gap(
         attributions = {point.function.wrt[0]: attributions}
     arrays = [point.function.rows_first(name, np.asarray(a)) for name, a in attributions.items()]
     if any(len(a) != point.rows for a in arrays):
-        raise ValueError(f"the attributions are not of the {point.rows} rows of the inputs")
+        raise ValueError(
+            f"the attributions have {[len(a) for a in arrays]} rows, and the inputs have "
+            f"{point.rows} rows: pass the inputs that the attributions explain"
+        )
     total = sum(np.sum(a, axis=tuple(range(1, a.ndim)), dtype=np.float64) for a in arrays)
     return np.asarray(total - (point.scores(point.values) - point.scores(starts)))
 
 
-def between(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
-    """Return the values at `fractions` of the way, the rows of each fraction after each other."""
+def path_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
+    """Return the values at `fractions` of the way from `starts` to `ends`.
+
+    The first axis has all rows of the first fraction, then all rows of the second one, and so on.
+    """
     path = {}
     for name, x in ends.items():
         start = starts[name].astype(np.float64)
-        step = x - start
-        points = [(start + fraction * step).astype(x.dtype) for fraction in fractions]
+        points = [(start + f * (x - start)).astype(x.dtype) for f in fractions]
         path[name] = np.concatenate(points)
     return path
 
 
 def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights and the points of a quadrature on [0, 1]."""
-    methods = ("gausslegendre", *_SHIFTS)
-    check_choice("method", method, methods)
+    """Return the weights and the points of a quadrature on [0, 1] with `steps` points."""
+    check_choice("method", method, ("gausslegendre", *_SHIFTS))
     check_count("steps", steps)
     if method == "gausslegendre":
         points, weights = np.polynomial.legendre.leggauss(steps)

@@ -1,4 +1,4 @@
-"""Which training rows made a model what it predicts for other rows: TracIn."""
+"""TracIn: the influence of each training row on the loss of other rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import unknown
-from onnxgrad.explain.piece import Piece, checked_device
-from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
+from onnxgrad.explain.piece import Piece, check_model_and_device
+from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.row_losses import unreduced_onnx_loss
 from onnxgrad.losses.spec import Formula
@@ -23,7 +23,6 @@ from onnxgrad.model.scopes import free_name
 from onnxgrad.model.surgery import drop_unused_inputs
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.runtime.session import work
 from onnxgrad.training.parameters.choice import trainable
@@ -50,20 +49,20 @@ def influence(
 ) -> np.ndarray:
     """Return how much a step on each training row lowers the loss of each test row: TracIn.
 
-    The sum over checkpoints of the learning rate times the product of two gradients with respect to
-    the weights: of the loss of a training row, and of a test row (Pruthi et al. 2020,
+    The sum over checkpoints of the learning rate times the product of two gradients w.r.t. the
+    weights: of the loss of a training row, and of the loss of a test row (Pruthi et al. 2020,
     arXiv:2002.08484).
 
     Args:
         model: model, serialized model or path, never modified; its output is the prediction.
         train: training rows, the array of the only input or `{name: array}`.
-        train_labels: their labels, as `add_loss_output` takes them.
+        train_labels: labels of the training rows; see `add_loss_output`.
         test: rows whose loss is explained.
-        test_labels: as `train_labels`.
+        test_labels: labels of these rows.
         loss: a key of `onnxgrad.losses.LOSSES`, or a function; see `add_loss_output`.
         checkpoints: models, or `{weight: array}` with all `weights`. None: `model` itself.
-        learning_rates: of the steps at the checkpoints: one each, or one for all.
-        weights: names of weights. None: those that train by default, see `trainable`.
+        learning_rates: learning rate at each checkpoint, or one for all checkpoints.
+        weights: names of weights. None: the weights that `trainable` selects by default.
         output: index or name of the prediction; see `add_loss_output`.
         device: "cpu", "cuda" or "cuda:1"; None is the CPU.
         batch_size: training rows that run at once; 1 where rows are not proven to be independent.
@@ -86,35 +85,33 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    losses = _LossesOfRows(model, weights, loss, output, device, batch_size, options)
-    states = [losses.state(c) for c in checkpoints or [model]]
-    explained, rows = losses.rows(test, test_labels), losses.rows(train, train_labels)
-    products = [losses.products(s, rows, losses.gradients(s, explained)) for s in states]
-    return np.tensordot(_rates(learning_rates, len(states)), products, 1)
-
-
-def _rates(rates: Sequence[float] | float, number: int) -> np.ndarray:
-    array = np.asarray(rates, np.float64)
-    if array.shape not in ((), (number,)):
-        raise ValueError(f"{array.size} learning rates for {number} checkpoints: give one each")
-    return np.broadcast_to(array, number)
+    losses = _RowLosses(model, weights, loss, output, device, batch_size, options)
+    states = [losses.checkpoint_weights(c) for c in checkpoints or [model]]
+    rates = np.asarray(learning_rates, np.float64)
+    if rates.shape not in ((), (len(states),)):
+        raise ValueError(
+            f"{rates.size} learning_rates for {len(states)} checkpoints: give one for each"
+        )
+    explained, rows = losses.check_rows(test, test_labels), losses.check_rows(train, train_labels)
+    products = [losses.row_products(s, rows, losses.gradients(s, explained)) for s in states]
+    return np.tensordot(np.broadcast_to(rates, len(states)), products, 1)
 
 
 @dataclass
-class _Rows:
-    """The inputs and the labels of rows; `rowed` are the names of those that have them."""
+class _DataRows:
+    """Inputs and labels; `with_rows` are the names of the arrays whose first axis is the rows."""
 
     feed: Arrays
-    rowed: set[str]
+    with_rows: set[str]
     count: int
 
     def part(self, start: int, stop: int) -> Arrays:
-        """Return some of the rows."""
-        return {n: x[start:stop] if n in self.rowed else x for n, x in self.feed.items()}
+        """Return the inputs and labels of the rows from `start` to `stop`."""
+        return {n: x[start:stop] if n in self.with_rows else x for n, x in self.feed.items()}
 
 
-class _LossesOfRows:
-    """The losses of rows, and their derivatives with respect to the weights."""
+class _RowLosses:
+    """The loss of each row, and its derivatives w.r.t. the weights."""
 
     def __init__(
         self,
@@ -127,7 +124,7 @@ class _LossesOfRows:
         options: Mapping[str, Any],
     ) -> None:
         proto = separate_merged(model)
-        kind = checked_device(proto, device, batch_size, "the loss of a row")
+        device = check_model_and_device(proto, device, batch_size, "the loss of a row")
         if names is None:
             names = [t.name for t in trainable(proto).trained]
         self.names = list(once("weight", names))
@@ -143,14 +140,13 @@ class _LossesOfRows:
         self._unused = names_without_default(proto)
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         effort = work(graph)
-        self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
-        self._backward = Predictor(vjp(losses, self.names, []), (), kind, 0, 3 * effort)
-        self._forward = Predictor(jvp(losses, self.names, []), (), kind, 0, 256 * effort)
-        assert all(is_real(y) for y in graph.outputs)
+        self._piece = Piece(losses, [str(graph.outputs[0].name)], (), device, batch_size)
+        self._vjp = Predictor(vjp(losses, self.names, []), (), device, 0, 3 * effort)
+        self._jvp = Predictor(jvp(losses, self.names, []), (), device, 0, 256 * effort)
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
 
-    def state(self, checkpoint: Checkpoint) -> Arrays:
-        """Return the weights of a checkpoint."""
+    def checkpoint_weights(self, checkpoint: Checkpoint) -> Arrays:
+        """Return the weights of a checkpoint, by name."""
         if isinstance(checkpoint, Mapping):
             weights = {name: np.asarray(w) for name, w in checkpoint.items()}
         else:
@@ -161,44 +157,41 @@ class _LossesOfRows:
             if weights[name].shape != self._shapes[name]:
                 raise ValueError(
                     f"weight {name!r} of a checkpoint has the shape {list(weights[name].shape)}, "
-                    f"not {list(self._shapes[name])}"
+                    f"and in the model {list(self._shapes[name])}"
                 )
         return {name: weights[name] for name in self.names}
 
-    def rows(self, data: Inputs, labels: Any) -> _Rows:
+    def check_rows(self, data: Inputs, labels: Any) -> _DataRows:
         """Return rows with their labels, as arrays of the dtypes of the model."""
         names = [str(x.name) for x in self._inputs]
-        feed = checked_feed(data, self._inputs, names, self._unused)
-        count, rowed = rows_of(feed, self._inputs)
-        feed |= checked_feed({self._label: labels}, self._labels, [self._label])
+        feed = input_arrays(data, self._inputs, names, self._unused)
+        count, with_rows = count_rows(feed, self._inputs)
+        feed |= input_arrays({self._label: labels}, self._labels, [self._label])
         if feed[self._label].shape[:1] != (count,):
             raise ValueError(
                 f"the labels have the shape {list(feed[self._label].shape)}, and there are {count} "
                 "rows"
             )
-        return _Rows(feed, {*rowed, self._label}, count)
+        return _DataRows(feed, {*with_rows, self._label}, count)
 
-    def gradients(self, state: Arrays, rows: _Rows) -> list[Arrays]:
+    def gradients(self, state: Arrays, rows: _DataRows) -> list[Arrays]:
         """Return the gradient of the loss of each row."""
-        self._piece.at_once(rows.part(0, 1), rows.rowed, 1)  # raises for a fixed number of rows
-        cotangent = [*self._backward.inputs.values()][-1]
-        seed = np.ones([1] * len(cotangent.shape), self._dtype.numpy())
+        # raises an error if the model takes a fixed number of rows
+        self._piece.rows_per_call(rows.part(0, 1), rows.with_rows, 1)
+        cotangent = [*self._vjp.inputs.values()][-1]
+        one = np.ones([1] * len(cotangent.shape), self._dtype.numpy())
         gradients = []
         for i in range(rows.count):
-            feed = rows.part(i, i + 1) | state | {cotangent.name: seed}
-            results = self._backward.run({name: feed[name] for name in self._backward.inputs})
+            feed = rows.part(i, i + 1) | state | {cotangent.name: one}
+            results = self._vjp.run({name: feed[name] for name in self._vjp.inputs})
             gradients.append(dict(zip(self.names, results[1:], strict=True)))
         return gradients
 
-    def products(self, state: Arrays, rows: _Rows, gradients: list[Arrays]) -> np.ndarray:
-        """Return the products of `gradients` with that of each row, (gradients, rows)."""
+    def row_products(self, state: Arrays, rows: _DataRows, gradients: list[Arrays]) -> np.ndarray:
+        """Return the product of each gradient with the gradient of each row, (gradients, rows)."""
         result = np.zeros((len(gradients), rows.count))
-        size = self._piece.at_once(rows.feed, rows.rowed, rows.count)
-        for i in range(0, rows.count, size):
-            feed = rows.part(i, i + size) | state
-            for row, gradient in zip(result, gradients, strict=True):
-                tangents = {f"{name}_tangent": g for name, g in gradient.items()}
-                whole = feed | tangents
-                results = self._forward.run({name: whole[name] for name in self._forward.inputs})
-                row[i : i + size] = results[1].reshape(-1)
+        for row, gradient in zip(result, gradients, strict=True):
+            feed = rows.feed | state | {f"{name}_tangent": g for name, g in gradient.items()}
+            _, products = self._piece.run_rows(self._jvp, feed, rows.with_rows).values()
+            row[:] = products.reshape(-1)
         return result

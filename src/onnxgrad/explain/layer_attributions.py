@@ -1,4 +1,4 @@
-"""Attributions to what a layer returns: Grad-CAM, and conductance."""
+"""Attributions to the output of a layer: Grad-CAM and conductance."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from onnxgrad.checks import check_count
 from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.gradient_methods import between, quadrature
-from onnxgrad.explain.score_function import Point, ScoreFunction
+from onnxgrad.explain.gradient_methods import path_values, quadrature
+from onnxgrad.explain.score_function import ScoreFunction
 from onnxgrad.explain.targets import Target
-from onnxgrad.explain.user_inputs import Arrays, Inputs
+from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike, read
 
 
@@ -31,8 +31,8 @@ def grad_cam(
 
     Args:
         model, inputs, target, output: see `saliency`; `model` is no `ScoreFunction`.
-        layer: name of a float value of shape (rows, channels, ...), as what the last convolution
-            or its activation returns.
+        layer: name of a float value of shape (rows, channels, ...), as the output of the last
+            convolution, or of its activation.
         relu: replace negative results by zero, as the article does.
 
     Returns:
@@ -73,7 +73,7 @@ def layer_conductance(
     steps: int = 50,
     method: str = "gausslegendre",
 ) -> np.ndarray:
-    """Return the conductance of each unit of a layer: what flows through it to the score.
+    """Return the conductance of each unit of a layer: the change of the score that it passes on.
 
     On the way from the baselines to the inputs, it sums the gradient with respect to the unit times
     the change of the unit (Dhamdhere, Sundararajan & Yan 2018, arXiv:1805.12233). The sum over a
@@ -82,8 +82,8 @@ def layer_conductance(
     Args:
         model, inputs, target, output: see `saliency`; `model` is no `ScoreFunction`.
         layer: name of a float value.
-        baselines: where the way begins; see `integrated_gradients`.
-        wrt: names of the values that move along the way; see `ScoreFunction`.
+        baselines: values at which the way begins; see `integrated_gradients`.
+        wrt: names of the values that change along the way; see `ScoreFunction`.
         steps: number of parts of the way.
         method: the quadrature whose `steps + 1` points are the ends of the parts; see
             `integrated_gradients`.
@@ -111,30 +111,19 @@ def layer_conductance(
     point = ScoreFunction(proto, wrt, layer).at(inputs)
     starts = baseline_values(point, baselines)
     to_score = ScoreFunction(proto, layer, output).at(point.feed, target)
-    return _conductance(point, to_score, starts, fractions)
-
-
-def _conductance(
-    point: Point, to_score: Point, starts: Arrays, fractions: np.ndarray
-) -> np.ndarray:
-    """Return the sum over parts of the way of the gradient where it begins times the change.
-
-    The layer is the output at `point`, and the value at `to_score`.
-    """
-    (layer,), output = to_score.values, to_score.function.output
-    behind = to_score.function.piece([output], [layer, *point.values])
-    total, before, gradient = None, None, None
+    behind = to_score.function.piece([to_score.function.output], [layer, *point.values])
+    total: Any = None
+    before = gradient = None  # the layer and its gradient where a part of the way begins
     for part in point.chunks(len(fractions)):
-        path = between(starts, point.values, fractions[part])
+        path = path_values(starts, point.values, fractions[part])
         values = point.outputs(path)
-        feed, rowed = point.feed_at(path) | {layer: values}, {*point.rowed, *path, layer}
-        seed = to_score.seed(len(values) // point.rows)
-        gradients = behind.gradients(feed, rowed, [layer], seed)[layer]
+        feed, with_rows = point.feed_at(path) | {layer: values}, {*point.with_rows, *path, layer}
+        cotangent = to_score.cotangent(len(values) // point.rows)
+        gradients = behind.gradients(feed, with_rows, [layer], cotangent)[layer]
         shape = (-1, point.rows, *values.shape[1:])
         for h, g in zip(values.reshape(shape), gradients.reshape(shape), strict=True):
             if before is not None:
                 flow = gradient * (h.astype(np.float64) - before)
                 total = flow if total is None else total + flow
             before, gradient = h.astype(np.float64), g
-    assert total is not None
     return np.asarray(total, values.dtype)

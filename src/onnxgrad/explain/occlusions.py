@@ -1,4 +1,4 @@
-"""Attributions without gradients: what a score loses where a window hides the input."""
+"""Occlusion, an attribution without gradients: the fall of a score where a window hides inputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def occlusion(
         model, inputs, target, wrt, output, batch_axes: see `saliency`.
         window: lengths of the window along the axes of a row, as (3, 8, 8) for images of three
             channels; an integer for rows of one axis. `{name: lengths}` for several values.
-        baselines: what stands in the window; see `integrated_gradients`.
-        strides: by how much the window moves along each axis, at most its length. None: 1.
+        baselines: values inside of the window; see `integrated_gradients`.
+        strides: distance of windows along each axis, at most the length of a window. None: 1.
 
     Returns:
         As `saliency`; float64 for integers.
@@ -62,15 +62,15 @@ def occlusion(
     hidden, whole = baseline_values(point, baselines), point.scores(point.values)
     results = {}
     for name, x in point.values.items():
-        windows = _windows_of(name, x.shape[1:], window, strides)
-        results[name] = _mean_falls(point, name, hidden[name], whole, windows)
+        windows = _window_slices(name, x.shape[1:], window, strides)
+        results[name] = _mean_score_falls(point, name, hidden[name], whole, windows)
     return point.result(results)
 
 
-def _mean_falls(
+def _mean_score_falls(
     point: Point, name: str, hidden: np.ndarray, whole: np.ndarray, windows: list[_Window]
 ) -> np.ndarray:
-    """Return for each element the mean over its windows of the fall of the score from `whole`."""
+    """Return the fall of the score from `whole`, its mean over the windows that hide an element."""
     x = point.values[name]
     total, counts = np.zeros(x.shape), np.zeros(x.shape[1:])
     for chunk in point.chunks(len(windows)):
@@ -84,13 +84,13 @@ def _mean_falls(
         for fall, where in zip(falls, part, strict=True):
             total[where] += fall.reshape(-1, *[1] * (x.ndim - 1))
             counts[where[1:]] += 1
-    return np.asarray(total / counts)  # each element is in a window: see `_windows_of`
+    return np.asarray(total / counts)  # each element is in a window: see `_window_slices`
 
 
-def _windows_of(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
-    """Return where each window of one value is: all rows, then a slice an axis."""
-    lengths = _lengths("window", window, name, shape)
-    steps = _lengths("strides", 1 if strides is None else strides, name, shape)
+def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
+    """Return the slices of each window of a value: all rows, then one slice for each axis."""
+    lengths = _lengths_per_axis("window", window, name, shape)
+    steps = _lengths_per_axis("strides", 1 if strides is None else strides, name, shape)
     slices = []
     for length, step, d in zip(lengths, steps, shape, strict=True):
         if length > d:
@@ -104,8 +104,8 @@ def _windows_of(name: str, shape: Sequence[int], window: Any, strides: Any) -> l
     return [(slice(None), *corner) for corner in product(*slices)]
 
 
-def _lengths(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths for one value, one an axis."""
+def _lengths_per_axis(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the argument `what` for the value `name`, as a length for each axis of a row."""
     if isinstance(lengths, Mapping):
         if name not in lengths:
             raise ValueError(f"`{what}` has no entry for {name!r}: add one")

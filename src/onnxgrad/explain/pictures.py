@@ -1,4 +1,4 @@
-"""Attributions to look at: over an image, on tokens, and of the columns of a table."""
+"""Pictures of the attribution of one row: of an image, a text, or the columns of a table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = "RdBu_r"  # red is positive
-_PER_LINE = 60  # characters
+_CHARACTERS_PER_LINE = 60
 
 
 def show_image(attribution: Any, image: Any = None, axes: Axes | None = None) -> Axes:
     """Draw an attribution as a heat map, red where it is positive and blue where it is negative.
 
     Args:
-        attribution: that of one row: (height, width), or (channels, height, width), which is summed
-            over the channels. It may be smaller than the image, as by `grad_cam`.
+        attribution: attribution of one row, (height, width), or (channels, height, width), which is
+            summed over the channels. It may be smaller than the image, as by `grad_cam`.
         image: (height, width), (1, height, width) or (3, height, width), in any units: it is drawn
             in gray below.
-        axes: where to draw; None: a new figure.
+        axes: axes to draw on; None: the axes of a new figure.
 
     Returns:
         The axes.
@@ -37,11 +37,11 @@ def show_image(attribution: Any, image: Any = None, axes: Axes | None = None) ->
         (-2.0, 2.0)
         >>> plt.close(axes.figure)
     """
-    heat = _plane("attribution", attribution, np.sum)
-    axes = _axes(axes)
+    heat = _image_plane("attribution", attribution, np.sum)
+    axes = _axes_or_new(axes)
     height, width = heat.shape
     if image is not None:
-        gray = _plane("image", image, np.mean)
+        gray = _image_plane("image", image, np.mean)
         height, width = gray.shape
         axes.imshow(gray, cmap="gray", extent=(0, width, height, 0))
     limit = float(np.abs(heat).max()) or 1.0
@@ -58,9 +58,9 @@ def show_text(tokens: Sequence[str], attribution: Any, axes: Axes | None = None)
 
     Args:
         tokens: one text a token.
-        attribution: that of one row: a number a token, or (tokens, features), which is summed over
-            the features, as that to an embedding.
-        axes: where to draw; None: a new figure.
+        attribution: attribution of one row, a number for each token, or (tokens, features), which
+            is summed over the features, as an attribution to an embedding.
+        axes: axes to draw on; None: the axes of a new figure.
 
     Returns:
         The axes.
@@ -77,16 +77,16 @@ def show_text(tokens: Sequence[str], attribution: Any, axes: Axes | None = None)
     """
     import matplotlib
 
-    numbers = _numbers(tokens, attribution)
-    axes, colors = _axes(axes), matplotlib.colormaps[_COLORS]
+    numbers = _number_per_name(tokens, attribution)
+    axes, colors = _axes_or_new(axes), matplotlib.colormaps[_COLORS]
     limit, column, line = float(np.abs(numbers).max(initial=0)) or 1.0, 0, 0
     for token, number in zip(tokens, numbers, strict=True):
-        if column and column + len(token) > _PER_LINE:
+        if column and column + len(token) > _CHARACTERS_PER_LINE:
             column, line = 0, line + 1
         ground = {"facecolor": colors(0.5 + number / limit / 3), "edgecolor": "none", "pad": 2}
         axes.text(column, -line, token, family="monospace", bbox=ground)
         column += len(token) + 1
-    axes.set(xlim=(0, _PER_LINE), ylim=(-line - 1, 1))
+    axes.set(xlim=(0, _CHARACTERS_PER_LINE), ylim=(-line - 1, 1))
     axes.set_axis_off()
     return axes
 
@@ -95,9 +95,10 @@ def show_table(names: Sequence[str], attribution: Any, axes: Axes | None = None)
     """Draw the attributions to the columns of a table as bars, the greatest on top.
 
     Args:
-        names: of the columns.
-        attribution: that of one row, a number a column; of (columns, features), the sum.
-        axes: where to draw; None: a new figure.
+        names: names of the columns.
+        attribution: attribution of one row, a number for each column, or (columns, features), which
+            is summed over the features.
+        axes: axes to draw on; None: the axes of a new figure.
 
     Returns:
         The axes.
@@ -112,8 +113,8 @@ def show_table(names: Sequence[str], attribution: Any, axes: Axes | None = None)
         [0.2, -1.0]
         >>> plt.close(axes.figure)
     """
-    numbers = _numbers(names, attribution)
-    axes, order = _axes(axes), np.argsort(np.abs(numbers), kind="stable")
+    numbers = _number_per_name(names, attribution)
+    axes, order = _axes_or_new(axes), np.argsort(np.abs(numbers), kind="stable")
     bars = numbers[order].tolist()
     positions = list(range(len(bars)))
     axes.barh(positions, bars, color=["tab:red" if b > 0 else "tab:blue" for b in bars])
@@ -123,38 +124,42 @@ def show_table(names: Sequence[str], attribution: Any, axes: Axes | None = None)
     return axes
 
 
-def _axes(axes: Axes | None) -> Axes:
+def _axes_or_new(axes: Axes | None) -> Axes:
+    """Return the axes, or the axes of a new figure."""
     from matplotlib import pyplot
 
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _plane(what: str, array: Any, reduce: Any) -> np.ndarray:
-    plane = _finite(what, array)
+def _image_plane(what: str, array: Any, reduce: Any) -> np.ndarray:
+    """Return an image as an array (height, width); `reduce` sums or averages over its channels."""
+    plane = _finite_array(what, array)
     if plane.ndim == 3 and plane.shape[0] <= 4:
         plane = reduce(plane, axis=0)
     if plane.ndim != 2:
         raise ValueError(
-            f"the {what} has the shape {list(plane.shape)}: give that of one row, of shape "
+            f"the {what} has the shape {list(plane.shape)}: give the {what} of one row, of shape "
             "(height, width) or (channels, height, width)"
         )
     return plane
 
 
-def _numbers(names: Sequence[str], attribution: Any) -> np.ndarray:
-    numbers = _finite("attribution", attribution)
+def _number_per_name(names: Sequence[str], attribution: Any) -> np.ndarray:
+    """Return an attribution to tokens or columns as one number for each."""
+    numbers = _finite_array("attribution", attribution)
     if numbers.ndim == 2:
         numbers = numbers.sum(axis=1)
     if numbers.shape != (len(names),):
         raise ValueError(
-            f"{len(names)} names, and an attribution of shape {list(numbers.shape)}: give that of "
-            "one row, with a number for each name"
+            f"{len(names)} names, and an attribution of shape {list(numbers.shape)}: give the "
+            "attribution of one row, with a number for each name"
         )
     return numbers
 
 
-def _finite(what: str, array: Any) -> np.ndarray:
+def _finite_array(what: str, array: Any) -> np.ndarray:
+    """Return an array in float64; raise `ValueError` if it holds NaN or infinity."""
     numbers = np.asarray(array, np.float64)
     if not np.isfinite(numbers).all():
-        raise ValueError(f"the {what} is not finite: it cannot be drawn")
+        raise ValueError(f"the {what} is not finite: it holds NaN or infinity, which has no color")
     return numbers

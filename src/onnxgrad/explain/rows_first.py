@@ -1,4 +1,4 @@
-"""Models whose rows are on other axes than the first: the same with rows first."""
+"""Move the rows of a model's inputs and outputs to the first axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxgrad.operators.shapes import dims
 
 
 def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
-    """Return a model whose inputs and outputs in `axes` have the axis of the rows first."""
+    """Return a model whose inputs and outputs in `axes` have their rows on the first axis."""
     moved = {name: axis for name, axis in axes.items() if axis != 0}
     if not moved:
         return proto
@@ -28,7 +28,9 @@ def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
         value = listed[name]
         shape = dims(value)
         if shape is None or not -len(shape) <= axis < len(shape):
-            raise ValueError(f"batch_axes[{name!r}] is {axis}, and its shape is {shape}")
+            raise ValueError(
+                f"batch_axes[{name!r}] is {axis}, and the shape of {name!r} is {shape}"
+            )
         axis %= len(shape)
         others = [i for i in range(len(shape)) if i != axis]
         back = [*range(1, axis + 1), 0, *range(axis + 1, len(shape))]

@@ -13,9 +13,9 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import node_with_reason, smooth_values
 from onnxgrad.explain import targets
-from onnxgrad.explain.piece import Piece, checked_device
+from onnxgrad.explain.piece import Piece, check_model_and_device
 from onnxgrad.explain.rows_first import move_rows_first
-from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
+from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
@@ -24,7 +24,7 @@ from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import RANDOM
-from onnxgrad.operators.shapes import is_real
+from onnxgrad.operators.shapes import is_real, static
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
@@ -32,29 +32,30 @@ Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 class ScoreFunction:
     """The score of each row of a model, as a function of some of its values, with its gradient.
 
-    The functions of `onnxgrad.explain` take one in place of a model, and then build nothing again:
-    use it for many calls. Sessions are created when they are first needed.
+    The functions of `onnxgrad.explain` take a `ScoreFunction` in place of a model; in several calls
+    with the same one, graphs and sessions are built once, when they are first needed.
 
-    Rows are explained independently of each other. If that row i of the output depends on row i of
-    the inputs only is not proven from the graph, rows run one at a time, and a warning is logged.
+    Rows are explained independently of each other. Unless the graph proves that row i of the output
+    depends on row i of the inputs only, rows run one at a time, and a warning is logged.
 
     Args:
         model: model, serialized model or path; never modified.
         wrt: name or names of the values to which the scores are attributed: inputs, or results of
-            nodes, such as that of an embedding. None: every float input that the output depends on
-            differentiably; if there is none, as before trees, every one that it depends on.
+            nodes, such as the Gather of an embedding. None: every float input that the output
+            depends on differentiably; if there is none, as in front of trees, every float input
+            that the output depends on.
         output: name of the output of which the scores are elements, or of any other float tensor
             with rows. None: the only float output.
         device: "cpu", "cuda" or "cuda:1"; None is the CPU.
-        batch_size: how many rows run at once.
+        batch_size: number of rows that run at once.
         batch_axes: `{name: axis}` of the inputs, and of the output, whose rows are not on their
-            first axis, as {"x": 1, "y": 1} for a model of time steps first. Arrays that are passed
-            and returned have the rows there; an index of a `target` leaves that axis out.
+            first axis, as {"x": 1, "y": 1} for a model with time steps first. Arrays that are
+            passed and returned have the rows on this axis; an index of a `target` leaves it out.
 
     Attributes:
-        wrt: the names, as a list.
-        output: the name.
-        batch_size: as the argument.
+        wrt: the names of the values, as a list.
+        output: the name of the output.
+        batch_size: the argument of this name.
 
     Raises:
         ValueError: an unknown name, several float outputs, no float input that the output depends
@@ -88,9 +89,9 @@ class ScoreFunction:
         self.batch_axes = dict(batch_axes or {})
         proto, maps = with_tensors_of_maps(read(model))
         self._proto = move_rows_first(proto, self.batch_axes)
-        self._device = checked_device(self._proto, device, batch_size, "scores")
+        self._device = check_model_and_device(self._proto, device, batch_size, "scores")
         self.batch_size = int(batch_size)
-        self.output = maps.get(output or "") or _output(self._proto, output)
+        self.output = maps.get(output or "") or _output_name(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
         self.wrt = _float_inputs(self.whole) if names is None else list(once("value", names))
         if not self.wrt:
@@ -101,8 +102,8 @@ class ScoreFunction:
         for node in all_nodes(self.whole.graph):
             if node.op_type in RANDOM and not node.domain:
                 raise ValueError(
-                    f"{node_with_reason(node)}: its scores are random; name an `output` in front "
-                    "of it"
+                    f"{node_with_reason(node)}: scores behind this node are random; name an "
+                    "`output` in front of it"
                 )
 
     @classmethod
@@ -113,21 +114,22 @@ class ScoreFunction:
         output: str | None,
         batch_axes: Mapping[str, int] | None,
     ) -> ScoreFunction:
-        """Return `model` if it is a `ScoreFunction`, or that of a model.
+        """Return `model` if it is a `ScoreFunction`, or a new one of the model.
 
         Raises:
-            ValueError: names or axes beside a `ScoreFunction`, which has its own.
+            ValueError: names or axes are passed together with a `ScoreFunction`.
         """
         if not isinstance(model, ScoreFunction):
             return cls(model, wrt, output, batch_axes=batch_axes)
         if wrt is not None or output is not None or batch_axes is not None:
             raise ValueError(
-                "a ScoreFunction has its own `wrt`, `output` and `batch_axes`: do not pass these"
+                "`wrt`, `output` and `batch_axes` are arguments of the ScoreFunction: do not pass "
+                "them here"
             )
         return model
 
     def piece(self, outputs: Sequence[str], cut: Sequence[str] = ()) -> Piece:
-        """Return the part of the model from `cut` to `outputs`."""
+        """Return the part of the model that computes `outputs` from `cut`."""
         stated = bool(self.batch_axes)
         return Piece(self._proto, outputs, cut, self._device, self.batch_size, stated)
 
@@ -138,7 +140,7 @@ class ScoreFunction:
 
     @cached_property
     def behind(self) -> Piece:
-        """The part that computes the output from `wrt`, and from inputs that it needs besides."""
+        """The part that computes the output from the values `wrt`, and from more inputs."""
         return self.piece([self.output], self.wrt) if self.inner else self.whole
 
     @cached_property
@@ -164,23 +166,23 @@ class ScoreFunction:
         """
         graph = self.whole.graph.inputs
         needed = [*self.whole.inputs, *(self.front.inputs if self.inner else ())]
-        feed = checked_feed(
+        feed = input_arrays(
             inputs, graph, dict.fromkeys(needed), names_without_default(self._proto)
         )
         feed = {name: self.rows_first(name, x) for name, x in feed.items()}
-        rows, rowed = rows_of(feed, graph)
-        point = Point(self, feed, rowed, rows, self.values(feed, rowed), target)
+        rows, with_rows = count_rows(feed, graph)
+        point = Point(self, feed, with_rows, rows, self.values(feed, with_rows), target)
         for name, x in point.values.items():
-            if name in feed and name not in rowed:
+            if name in feed and name not in with_rows:
                 raise ValueError(
-                    f"{name!r} of shape {list(x.shape)} has not the {rows} rows of the inputs: it "
-                    "is the same for all of them; name other values as `wrt`"
+                    f"{name!r} of shape {list(x.shape)} does not have the {rows} rows of the "
+                    "inputs, so that it is the same for all rows; name other values as `wrt`"
                 )
         return point
 
-    def values(self, feed: Arrays, rowed: set[str]) -> Arrays:
-        """Return the values of `wrt` that `feed` gives."""
-        inner = self.front.run(feed, rowed) if self.inner else ()
+    def values(self, feed: Arrays, with_rows: set[str]) -> Arrays:
+        """Return the values `wrt` for the inputs `feed`."""
+        inner = self.front.run(feed, with_rows) if self.inner else ()
         known = feed | dict(zip(self.inner, inner, strict=True))
         return {name: known[name] for name in self.wrt}
 
@@ -191,7 +193,11 @@ class ScoreFunction:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_wrt(self) -> None:
-        """Raise if `wrt` names the output, what it does not read, or dependent values."""
+        """Raise `ValueError` if the values `wrt` cannot be explained together.
+
+        These are the output, values that it does not depend on, and values that depend on others
+        of them.
+        """
         if self.output in self.wrt:
             raise ValueError(f"{self.output!r} is the output: name values in front of it as `wrt`")
         graph = self.piece([self.output, *self.inner]).graph
@@ -204,12 +210,10 @@ class ScoreFunction:
                 )
         for name in self.wrt:
             depending = dependents(graph, [values[name]] if name in values else [])
-            others = [y for y in self.wrt if y != name and values.get(y) in depending]
-            if others:
+            if others := [y for y in self.wrt if y != name and values.get(y) in depending]:
                 raise ValueError(
                     f"{others[0]!r} depends on {name!r}: explain them in separate calls"
                 )
-        for name in self.wrt:
             if name not in self.behind.inputs:
                 raise ValueError(
                     f"{self.output!r} does not depend on {name!r}: its attributions would all be "
@@ -222,28 +226,29 @@ class Point:
     """Rows of inputs at which scores are explained.
 
     Attributes:
-        function: of which these are the arguments.
-        feed: the inputs of the model.
-        rowed: names of the inputs that have rows; the others are the same for each row.
-        rows: how many there are.
-        values: the values of `wrt`.
+        function: the function that computes the scores.
+        feed: the inputs of the model, by name.
+        with_rows: names of the inputs that have rows; other inputs are the same for each row.
+        rows: number of rows.
+        values: the values `wrt`, by name.
         target: which element of a row of the output is its score.
     """
 
     function: ScoreFunction
     feed: Arrays
-    rowed: set[str]
+    with_rows: set[str]
     rows: int
     values: Arrays
     target: targets.Target | None = None
 
     def __post_init__(self) -> None:
-        self._rowed = {*self.rowed, *self.values}
+        self._behind_with_rows = {*self.with_rows, *self.values}
 
     def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return attributions as users get them: in the dtypes of `values`, if these are floats.
+        """Return attributions in the dtypes and axes of the explained values.
 
-        They are one array if `wrt` is one name, else `{name: array}`.
+        They are one array if `wrt` is one name, else `{name: array}`. Attributions to integers stay
+        floats.
         """
         function, results = self.function, {}
         for name, x in self.values.items():
@@ -259,71 +264,75 @@ class Point:
     @cached_property
     def indices(self) -> np.ndarray:
         """The index of the score of each row: see `target_indices`."""
-        target = targets.without_names(self.target, self.function.classes)
+        target = targets.class_indices(self.target, self.function.classes)
         return targets.target_indices(target, self.rows, self._row_shape)
 
     def chunks(self, copies: int) -> Iterator[slice]:
-        """Yield slices of so many copies of the rows, each of as many as run at once."""
+        """Return slices of a number of copies of the rows; the copies of a slice run at once."""
         size = max(1, self.function.batch_size // self.rows)
         return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output where `wrt` are `values`: k rows for each of this point, tiled."""
-        y = self.function.behind.run(self.feed_at(values), self._rowed)[0]
+        """Return the output for other values `wrt`, which have k rows for each row, tiled."""
+        y = self.function.behind.run(self.feed_at(values), self._behind_with_rows)[0]
         if y.dtype.kind in "iubOU":
-            raise ValueError(f"{self.function.output!r} holds {y.dtype}: scores are floats")
+            raise ValueError(
+                f"{self.function.output!r} holds {y.dtype}: name a float tensor as `output`"
+            )
         return y
 
     def scores(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the scores where `wrt` are `values`, float64 of shape (k rows,)."""
+        """Return the scores for other values `wrt`, float64 of shape (k rows,); see `outputs`."""
         y = self.outputs(values)
-        every = np.tile(self.indices, (self._copies(values), 1))
-        return targets.scores_at(y, every).astype(np.float64)
+        every = np.tile(self.indices, (self._copies_of_rows(values), 1))
+        return y[(np.arange(len(y)), *every.T)].astype(np.float64)
 
     def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the gradients of the scores with respect to `wrt`, at `values`."""
-        return self.pull_back(values, self.seed(self._copies(values)))
+        """Return the gradients of the scores w.r.t. the values `wrt`, at `values`."""
+        return self.pull_back(values, self.cotangent(self._copies_of_rows(values)))
 
-    def seed(self, copies: int) -> np.ndarray:
-        """Return the cotangent of the output for so many copies of the rows: one at each score."""
+    def cotangent(self, copies: int) -> np.ndarray:
+        """Return the cotangent of the output for `copies` of the rows: one at each score."""
         every = np.tile(self.indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
-        return targets.seeds((len(every), *self._row_shape), y.dtype.numpy(), every)
+        return targets.score_cotangent((len(every), *self._row_shape), y.dtype.numpy(), every)
 
-    def pull_back(self, values: Mapping[str, np.ndarray], seed: np.ndarray) -> Arrays:
-        """Return the gradients of sum(seed * output) with respect to `wrt`, at `values`."""
+    def pull_back(self, values: Mapping[str, np.ndarray], cotangent: np.ndarray) -> Arrays:
+        """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`, at `values`."""
         behind = self.function.behind
         for name, x in values.items():
             if x.dtype.kind in "iubO":
                 raise ValueError(
                     f"{name!r} holds {x.dtype}: only floats have a gradient; name an inner float "
-                    f"value as `wrt`{_suggestion(self.function.whole.graph)}"
+                    f"value as `wrt`{_embedding_hint(self.function.whole.graph)}"
                 )
-        return behind.gradients(self.feed_at(values), self._rowed, self.function.wrt, seed)
+        return behind.gradients(
+            self.feed_at(values), self._behind_with_rows, self.function.wrt, cotangent
+        )
 
     @cached_property
     def _row_shape(self) -> tuple[int, ...]:
+        """The shape of a row of the output, known from the graph or from running it."""
         shape = self.function.behind.shape(self.function.output)
-        known = [d for d in (shape or ())[1:] if isinstance(d, int)]
-        if shape is None or len(known) != len(shape) - 1:
-            return self.output.shape[1:]
-        return tuple(known)
+        known = None if shape is None else static(shape[1:])
+        return self.output.shape[1:] if known is None else known
 
-    def _copies(self, values: Mapping[str, np.ndarray]) -> int:
+    def _copies_of_rows(self, values: Mapping[str, np.ndarray]) -> int:
+        """Return how many rows the values have for each row of this point."""
         return len(next(iter(values.values()))) // self.rows
 
     def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the inputs for `values`: this point's, tiled, and those of `values`."""
-        copies = self._copies(values)
+        """Return the inputs of the model, tiled to the rows of `values`, and `values`."""
+        copies = self._copies_of_rows(values)
         feed = dict(self.feed)
-        for name in self.rowed:
+        for name in self.with_rows:
             if copies != 1 and name not in values:
                 feed[name] = np.tile(feed[name], (copies, *[1] * (feed[name].ndim - 1)))
         return feed | dict(values)
 
 
-def _output(proto: ModelProto, name: str | None) -> str:
+def _output_name(proto: ModelProto, name: str | None) -> str:
     """Return the name of the output whose elements are scores."""
     if name is not None:
         return name
@@ -339,21 +348,21 @@ def _output(proto: ModelProto, name: str | None) -> str:
 
 
 def _float_inputs(whole: Piece) -> list[str]:
-    """Return the float inputs that the output depends on differentiably."""
+    """Return the names of the float inputs that the output depends on, differentiably if any."""
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]
     used = [x for x in floats if y in dependents(graph, [x])]
     smooth = [x for x in used if y in smooth_values(graph, [x])]
-    if used:  # by trees only: `occlusion` needs no gradient, and others say what ends the paths
+    if used:  # of trees only, `occlusion` explains inputs, and other methods name the first node
         return [str(x.name) for x in smooth or used]
     raise ValueError(
         f"no float input leads to {y.name!r}: name an inner float value as `wrt`"
-        f"{_suggestion(graph)}"
+        f"{_embedding_hint(graph)}"
     )
 
 
-def _suggestion(graph: ir.Graph) -> str:
-    """Return the end of a message: the first floats that are computed from integer inputs."""
+def _embedding_hint(graph: ir.Graph) -> str:
+    """Return the end of a message, which names results of embeddings of integer inputs."""
     integers = [x for x in graph.inputs if not is_real(x)]
     depending = dependents(graph, integers)
     lookups = [
@@ -361,4 +370,4 @@ def _suggestion(graph: ir.Graph) -> str:
         for node in graph
         if node.op_type == "Gather" and node.inputs[1] in depending and is_real(node.outputs[0])
     ]
-    return f", such as {' or '.join(lookups[:3])}, what embeddings return" if lookups else ""
+    return f", such as {' or '.join(lookups[:3])}, results of embeddings" if lookups else ""

@@ -1,4 +1,4 @@
-"""Which element of the output is the score of a row."""
+"""Targets: which element of a row of the output is its score."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
         target: None if a row of the output has one element. An integer, or a tuple of integers for
             a row of several axes, is the same for all rows; a list or an array has one a row.
         rows: number of rows.
-        shape: that of a row of the output.
+        shape: shape of a row of the output.
 
     Raises:
-        ValueError: no target for a row of several elements, one of another number of axes or rows,
-            or an index out of range; the message names the row.
+        ValueError: no target for a row of several elements, a target of another number of axes or
+            rows, or an index out of range; the message names the row.
         TypeError: a target that is no integer.
     """
     shape = tuple(shape)
@@ -36,7 +36,7 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
                 "as the index of a class"
             )
         return np.zeros((rows, len(shape)), np.int64)
-    indices = _integers(target)
+    indices = _integer_indices(target)
     if isinstance(target, tuple) or indices.ndim == 0:  # the same for all rows
         indices = np.broadcast_to(indices.reshape(1, -1), (rows, max(indices.size, 1)))
     elif len(indices) == 1 and rows != 1 and not isinstance(target, list):
@@ -61,8 +61,8 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
     return indices
 
 
-def without_names(target: Any, classes: Sequence[str]) -> Any:
-    """Return a target with the index of each class that is called by its name.
+def class_indices(target: Any, classes: Sequence[str]) -> Any:
+    """Return a target with names of classes replaced by indices.
 
     Raises:
         ValueError: a name that is not among `classes`, or no classes are known.
@@ -77,7 +77,7 @@ def without_names(target: Any, classes: Sequence[str]) -> Any:
     if not classes:
         raise ValueError(
             f"`target` {printable(repr(target)[:80])} names a class, and the model stores no names "
-            "of classes: give the index of the score"
+            "of classes: give the index of the class"
         )
     for name in texts.ravel():
         if name not in classes:
@@ -86,27 +86,23 @@ def without_names(target: Any, classes: Sequence[str]) -> Any:
     return indices if texts.ndim else indices[0]
 
 
-def scores_at(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the scores, of shape (rows,)."""
-    return y[(np.arange(len(y)), *indices.T)]
-
-
-def seeds(y_shape: Sequence[int], dtype: Any, indices: np.ndarray) -> np.ndarray:
-    """Return the cotangent of the sum of the scores: one where a score is, zero elsewhere."""
+def score_cotangent(y_shape: Sequence[int], dtype: Any, indices: np.ndarray) -> np.ndarray:
+    """Return the gradient of the sum of scores w.r.t. the output: one at each score, else zero."""
     cotangent = np.zeros(y_shape, dtype)
     cotangent[(np.arange(len(indices)), *indices.T)] = 1
     return cotangent
 
 
-def _integers(target: Any) -> np.ndarray:
+def _integer_indices(target: Any) -> np.ndarray:
+    """Return a target as an array of int64; raise `TypeError` if it holds no integers."""
     if isinstance(target, bool):
-        raise TypeError("`target` is an index, not a truth value")
+        raise TypeError("`target` is an index, not a truth value: give an integer")
     try:
         indices = np.asarray(operator.index(target) if np.ndim(target) == 0 else to_numpy(target))
     except (TypeError, ValueError):
         raise TypeError(
-            f"`target` is an integer, a tuple of integers or one of them a row, not "
-            f"{printable(repr(target)[:80])}"
+            "`target` is an integer, a tuple of integers, or a list of these with one for each "
+            f"row, not {printable(repr(target)[:80])}"
         ) from None
     if isinstance(target, tuple) and indices.ndim != 1:
         raise TypeError("`target` is a tuple of tuples: give a list of tuples, one a row")

@@ -1,4 +1,4 @@
-"""The inputs that users pass: their dtypes, and which of them have rows."""
+"""Checks of the inputs that users pass, and which inputs have rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.data.batch_forms import is_batch
+from onnxgrad.data.readers import is_batch
 from onnxgrad.errors import unknown
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.values import to_numpy
@@ -17,22 +17,28 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 Inputs: TypeAlias = Any  # an array, or a mapping of names to arrays
 
 
-def checked_feed(
+def input_arrays(
     inputs: Inputs,
     graph: Sequence[ir.Value],
     needed: Iterable[str],
     unused: Collection[str] = (),
 ) -> Arrays:
-    """Return the `needed` inputs as arrays of the dtypes of the model, whose inputs are `graph`.
+    """Return the inputs as arrays in the dtypes of the model.
 
-    `unused` are names of more inputs of the whole model, which may be there.
+    Args:
+        inputs: the array of the only input, or a dict of arrays by name.
+        graph: the inputs of the model.
+        needed: names of the inputs to return.
+        unused: names of more inputs of the whole model, which may be in the dict.
     """
     known, values = {str(x.name): x for x in graph}, inputs
     if not isinstance(inputs, Mapping):
         if len(known) != 1:
             raise ValueError(f"the model has the inputs {list(known)}: pass a dict of arrays")
         if isinstance(inputs, (tuple, list)) and inputs and is_batch(inputs[0]):
-            raise ValueError("an explanation takes the array of the input, not a list of batches")
+            raise ValueError(
+                "`inputs` is a list of batches: pass the array of the input, or a dict of arrays"
+            )
         values = {next(iter(known)): inputs}
     for name in values:
         if name not in known and name not in unused:
@@ -40,30 +46,35 @@ def checked_feed(
     needed = list(needed)
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"the inputs {missing} are missing: add them to the dict")
-    return {name: _as_dtype(values[name], known[name]) for name in needed}
+    return {name: _input_array(values[name], known[name]) for name in needed}
 
 
-def rows_of(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
+def count_rows(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
     """Return the number of rows, and the names of the inputs whose first axis is the rows.
 
-    It is that of the first input whose first axis is symbolic, or else of the first one.
+    The rows are the first axis of the first input whose first axis is symbolic, or else of the
+    first input.
     """
     shapes = {str(x.name): dims(x) for x in graph}
     firsts = {n: (shapes[n] or (None,))[0] for n, x in feed.items() if x.ndim}
     if not firsts:
-        raise ValueError("no input has an axis of rows")
+        raise ValueError("no input has an axis of rows: all are scalars")
     primary = next((n for n, d in firsts.items() if not isinstance(d, int)), next(iter(firsts)))
     rows, first = len(feed[primary]), firsts[primary]
     if not rows:
-        raise ValueError(f"input {primary!r} has no rows: pass one at least")
+        raise ValueError(f"input {primary!r} has no rows: pass at least one row")
     for name, d in firsts.items():
         if d is not None and d == first and len(feed[name]) != rows:
-            raise ValueError(f"{primary!r} has {rows} rows, and {name!r} has {len(feed[name])}")
+            raise ValueError(
+                f"input {primary!r} has {rows} rows, and {name!r} has {len(feed[name])}: pass the "
+                "same number of rows"
+            )
     same = [n for n in firsts if len(feed[n]) == rows]
     return rows, {n for n in same if not isinstance(firsts[n], int) or firsts[n] == first}
 
 
-def _as_dtype(value: Any, x: ir.Value) -> np.ndarray:
+def _input_array(value: Any, x: ir.Value) -> np.ndarray:
+    """Return an array in the dtype of the input `x`; raise `TypeError` if it cannot be cast."""
     array = to_numpy(value)
     assert x.dtype is not None
     dtype = np.dtype(x.dtype.numpy())

@@ -13,10 +13,14 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
-from onnxgrad.data.audio import Waveforms
-from onnxgrad.data.foreign_transforms import adapted
-from onnxgrad.data.image_transforms import IMAGES, Normalize, check_order
-from onnxgrad.data.images import ImageFolder, layout_of
+from onnxgrad.data.audio import WaveformTransform
+from onnxgrad.data.image_transforms import (
+    IMAGES,
+    Normalize,
+    adapt_transform,
+    check_normalize_is_last,
+)
+from onnxgrad.data.images import ImageFolder, layout_and_channels
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -91,7 +95,9 @@ def preprocess(
     proto = deepcopy(raise_opset(read(model)))
     write_note(proto, IMAGES, [])  # of the values of the input that is replaced
     target = _Target.of(proto, input)
-    front = _write_transforms(target, list(map(adapted, transforms)), size, layout, dtype, scale)
+    front = _write_transforms(
+        target, list(map(adapt_transform, transforms)), size, layout, dtype, scale
+    )
     return _put_in_front(proto, front, target, name)
 
 
@@ -166,7 +172,9 @@ def _write_transforms(
                 f"the transform {transform!r} has no nodes: use transforms of onnxgrad, or an "
                 "object with a method write(op, x)"
             )
-    if dtype is None and not any(isinstance(transform, Waveforms) for transform in transforms):
+    if dtype is None and not any(
+        isinstance(transform, WaveformTransform) for transform in transforms
+    ):
         return _write_image_transforms(target, transforms, size, layout, scale)
     for transform in transforms:
         if type(transform).__module__ == Normalize.__module__:
@@ -184,7 +192,7 @@ def _write_image_transforms(
     scale: float,
 ) -> ir.Value:
     """Write the transforms of images; return their result, in the layout of the input."""
-    check_order(transforms)
+    check_normalize_is_last(transforms)
     op = target.op
     if layout not in (None, "NCHW", "NHWC"):
         raise unknown("layout", layout, ["NCHW", "NHWC"])
@@ -193,7 +201,7 @@ def _write_image_transforms(
             f"the input {target.name!r} has {len(target.shape)} axes: images have 4, as in "
             "(N, channels, height, width)"
         )
-    layout, channels = layout_of(target.name, target.shape, layout, None, "preprocess")
+    layout, channels = layout_and_channels(target.name, target.shape, layout, None, "preprocess")
     x = target.add_raw_input("image", ir.DataType.UINT8, "height", "width", channels)
     normalize = transforms[-1] if transforms and isinstance(transforms[-1], Normalize) else None
     for transform in transforms[:-1] if normalize else transforms:

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as texts, rendered by jinja2 in a sandbox."""
+"""`ChatTemplate`: the text of a conversation, rendered by jinja2 in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onnxgrad.errors import argument
 
-Span = tuple[int, int]  # of characters: the first, and the one behind the last
+Span = tuple[int, int]  # the first character of a part of a text, and the one behind its last
 Messages = Sequence[Mapping[str, Any]]
 
-_BEGIN, _END = "\ue000<", "\ue000>"  # around what `{% generation %}` encloses; private characters
+_BEGIN, _END = "\ue000<", "\ue000>"  # marks around `{% generation %}`; private characters
 
 
-class _Generation(Extension):
-    """`{% generation %}`, in which newer templates write the turns of the assistant."""
+class _GenerationTag(Extension):
+    """The tag `{% generation %}`, which encloses the turns of the assistant in newer templates."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Enclose the body in marks."""
+        """Return the body of the tag between the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)]
@@ -40,9 +40,9 @@ def _raise_template_error(message: str) -> None:
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:
-    """Return what renders templates of strangers; they get what transformers gives them."""
+    """Return a sandbox for templates, with the filters and functions that transformers offers."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
     made.globals["raise_exception"] = _raise_template_error
@@ -51,14 +51,14 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """How a model is told a conversation.
+    """The template by which a conversation becomes the text that a model reads.
 
     Args:
         text: a template of jinja2, as in `tokenizer_config.json` or `chat_template.jinja`.
-        special: texts of special tokens by "bos", "eos" and others, which it may use.
+        special: texts of special tokens by "bos", "eos" and others, which the template may use.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: jinja2 cannot read the template.
     """
 
     def __init__(self, text: str, special: Mapping[str, str] | None = None) -> None:
@@ -67,14 +67,14 @@ class ChatTemplate:
         try:
             self._template = _template_environment().from_string(text)
         except TemplateError as e:
-            raise ValueError(f"the chat template is no template of jinja2: {e}") from None
+            raise ValueError(f"jinja2 cannot read the chat template: {e}") from None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, **more: Any) -> str:
         """Return the text of a conversation.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each.
-            add_generation_prompt: whether to append what an answer of the assistant begins with.
+            messages: the messages, each `{"role": ..., "content": ...}`.
+            add_generation_prompt: whether to append the beginning of an answer of the assistant.
             more: other variables of the template, as `tools` or `enable_thinking`.
 
         Raises:
@@ -84,6 +84,7 @@ class ChatTemplate:
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
+        """Return the text of a conversation, with the marks of the tag `{% generation %}`."""
         given = {"tools": None, "documents": None, **self._tokens, **more}
         try:
             return self._template.render(
@@ -93,19 +94,19 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation: {e}") from None
 
     def spans(self, messages: Messages, first: int = 0, **more: Any) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and which characters the assistant has to say.
+        """Return the text of a conversation, and the characters of each turn of the assistant.
 
-        These are its turns and their ends: the characters inside of `{% generation %}`, if the
-        template has it, or else the text that a turn appends to the conversation before it, which
-        ends with the beginning of an answer.
+        A turn is the text inside of `{% generation %}`, if the template has this tag; or else the
+        text that the turn appends to the conversation before it, which ends with the beginning of
+        an answer.
 
         Args:
             messages: as in `render`.
-            first: number of the first message whose turns count.
+            first: number of the first message whose turns are returned.
             more: as in `render`.
 
         Raises:
-            ValueError: as `render`, or the template has not said where turns are.
+            ValueError: as `render`, or a turn is not found in the text.
         """
         marked = self._render_marked(messages, False, more)
         text = marked.replace(_BEGIN, "").replace(_END, "")
@@ -116,13 +117,13 @@ class ChatTemplate:
         return text, [self._turn_span(text, messages, i, more) for i in turns]
 
     def _turn_span(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
-        """Return the characters of the turn `i`."""
+        """Return the characters of the turn in message `i`, in a template without the tag."""
         before = self.render(messages[:i], True, **more) if i else ""
         until = self.render(messages[: i + 1], False, **more)
         content = messages[i].get("content")
         if i and text.startswith(before) and text.startswith(until):
             return len(before), len(until)
-        # a template may write a turn in another way once others follow, as without its thoughts
+        # a template may write a turn in another way if messages follow, as without its thoughts
         said = content.strip() if isinstance(content, str) else ""
         start = len(before) if i and text.startswith(before) else None
         at = text.find(said, _common_length(before, text)) if said else -1
@@ -138,13 +139,13 @@ class ChatTemplate:
 
 
 def _common_length(a: str, b: str) -> int:
-    """Return the length of the common beginning."""
+    """Return the number of characters with which both texts begin."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
 def _marked_spans(text: str) -> list[Span]:
-    """Return the spans between the marks, by the positions of the text without marks."""
+    """Return the spans between the marks, as positions in the text without marks."""
     spans, at = [], 0
     for part in text.split(_BEGIN):
         inside, end, rest = part.partition(_END)
@@ -157,7 +158,7 @@ def _marked_spans(text: str) -> list[Span]:
 def read_template(
     home: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of a folder, whose `tokenizer_config.json` is `config`."""
+    """Return the chat template of a folder, or None; `config` is its `tokenizer_config.json`."""
     text = config.get("chat_template")
     if (home / "chat_template.jinja").is_file():
         text = (home / "chat_template.jinja").read_text(encoding="utf-8")

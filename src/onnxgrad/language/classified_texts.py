@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, with a class each, as rows of tokens."""
+"""`classified_texts`: texts, or pairs of texts, with a class each, as rows of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxgrad.language.records import TEXTS, Record, column_records, records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
 from onnxgrad.language.tokenizer import as_tokenizer
 
-_AT_ONCE = 512  # rows that the tokenizer encodes in parallel
+_TEXTS_PER_CALL = 512  # rows that the tokenizer encodes in parallel
 
 
 @with_arguments(data="source tokenizer")
@@ -36,10 +36,10 @@ def classified_texts(
 ) -> ClassifiedTexts:
     """Return texts with a class each as data for the classification of texts.
 
-    A batch has the inputs `input_ids`, `attention_mask` and `token_type_ids`, as far as the model
-    has them, and labels, int64 (N,). Both texts of a pair are tokens of one row, as the tokenizer
-    writes pairs. Rows of more than `max_length` tokens are cut, and counted in a warning: of a
-    pair, the end of the longer text goes first.
+    A batch has labels, int64 (N,), and `input_ids`, `attention_mask` and `token_type_ids`, if the
+    model has these inputs. Both texts of a pair are tokens of one row, as the tokenizer writes
+    pairs. Rows of more than `max_length` tokens are cut, and counted in a warning; the longer text
+    of a pair is cut first.
 
     Args:
         source: a CSV, TSV, JSON-lines or Parquet file, a list of dicts, a table or a dataset of
@@ -48,17 +48,17 @@ def classified_texts(
         tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
             tokenizers or transformers.
         classes: the names of all classes, in the order of their numbers; None: `known`, or the
-            labels that occur, sorted. Labels that are whole numbers, where classes have other
-            names, are the numbers of classes.
-        max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
+            labels that occur, sorted. If labels are whole numbers, and the names of classes are
+            not, labels are the numbers of classes.
+        max_length: most tokens of a row; None: the length at which the tokenizer cuts, or 512.
         text: the column of the texts, or both columns of pairs.
         label: the column of the classes.
-        known: the classes of the model, which are taken if labels are some of their names.
+        known: the classes of the model; they are used if all labels are among their names.
         labels: False: rows need no class.
 
     Raises:
         DataError: a file that cannot be read, a missing column, an empty text, a missing label, or
-            one that is none of the classes; the message names the row.
+            a label that is none of the classes; the message names the row.
         ImportError: the library tokenizers is not installed.
 
     Examples:
@@ -81,14 +81,15 @@ def classified_texts(
     numbers, chosen = None, [*(classes or known)]
     if labels:
         numbers, chosen = _number_classes(rows, classes, known)
-    own = as_tokenizer(tokenizer)
-    most = max_length or own.max_length or DEFAULT_LENGTH
-    cutting = type(own.backend).from_str(own.backend.to_str())
-    cutting.enable_truncation(most)
+    tokenizer = as_tokenizer(tokenizer)
+    most = max_length or tokenizer.max_length or DEFAULT_LENGTH
+    cutting = tokenizer.cutting_backend(most)
     ids, types, cut = [], [], 0
     texts = [row.texts for row in rows]
-    for start in range(0, len(texts), _AT_ONCE):
-        chunk = [each if len(each) > 1 else each[0] for each in texts[start : start + _AT_ONCE]]
+    for start in range(0, len(texts), _TEXTS_PER_CALL):
+        chunk = [
+            each if len(each) > 1 else each[0] for each in texts[start : start + _TEXTS_PER_CALL]
+        ]
         for encoding in cutting.encode_batch(chunk):
             ids.append(np.array(encoding.ids, np.int32))
             types.append(np.array(encoding.type_ids, np.int32))
@@ -97,11 +98,11 @@ def classified_texts(
         warnings.warn(
             f"{cut} of {len(rows)} texts have more than {most} tokens and are cut", stacklevel=3
         )
-    return ClassifiedTexts(texts, chosen, ids, types, numbers, own.fill_id)
+    return ClassifiedTexts(texts, chosen, ids, types, numbers, tokenizer.fill_id)
 
 
 class ClassifiedTexts(TokenRows):
-    """Rows of tokens with a class each; what `classified_texts` returns.
+    """The reader that `classified_texts` returns: rows of tokens with a class each.
 
     Attributes:
         classes: the names of all classes, in the order of their numbers.
@@ -139,13 +140,15 @@ class ClassifiedTexts(TokenRows):
 
 
 class _TextRow(NamedTuple):
-    place: str  # for messages
+    """The text or pair of texts of a record, its label, and its place for messages."""
+
+    place: str
     texts: tuple[str, ...]
     label: Any
 
 
 def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterator[_TextRow]:
-    """Yield the texts of each record, and its label unless that is None."""
+    """Yield the texts of each record, and its label unless `label` is None."""
     is_path = isinstance(source, (str, os.PathLike))
     plain = label is None and is_path and Path(source).suffix.lower() in TEXTS
     found: Iterator[Record] = records(source) if plain else column_records(source)
@@ -153,7 +156,7 @@ def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterat
         if not isinstance(record, Mapping) and label is None:
             values = (record,) if isinstance(record, str) else record
             if not isinstance(values, (list, tuple)) or len(values) != len(columns):
-                raise DataError(f"{place} is no text for each of the columns {[*columns]}")
+                raise DataError(f"{place} is {record!r:.40}: expected texts for {[*columns]}")
             record = dict(zip(columns, values, strict=True))
         if not isinstance(record, Mapping):
             raise DataError(f"{place} has no columns: it is {type(record).__name__}, not a dict")
@@ -173,7 +176,7 @@ def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterat
 
 
 def _is_missing(cell: Any) -> bool:
-    """Return whether a cell is empty, NaN, or a text of spaces."""
+    """Return whether a cell is empty, NaN, or a text of white space."""
     return is_empty(cell) or (isinstance(cell, str) and not cell.strip())
 
 
@@ -183,7 +186,7 @@ def _number_classes(
     """Return the class number of each row, int64, and the names of the classes.
 
     Raises:
-        DataError: a label that is no class, numbers with fractions, or one class only.
+        DataError: a label that is no class, numbers with fractions, or a single class.
     """
     names = [label_text(row.label) for row in rows]
     different = {*names}
@@ -205,7 +208,7 @@ def _number_classes(
 
 
 def _place_names(classes: Sequence[str]) -> set[str]:
-    """Return the numbers of the classes as texts."""
+    """Return the numbers 0, 1, 2, ... of the classes as texts."""
     return set(map(str, range(len(classes))))
 
 
@@ -213,8 +216,8 @@ def _check_names(rows: Sequence[_TextRow], names: set[str]) -> None:
     """Raise `DataError` for labels that are not the names of several classes."""
     if len(names) == 1:
         raise DataError(
-            f"all {len(rows)} rows have the label {next(iter(names))!r}: a model tells classes "
-            "apart; if there are others, name all classes"
+            f"all {len(rows)} rows have the label {next(iter(names))!r}, and a classifier needs "
+            "two classes; if there are other classes, name all of them"
         )
     try:
         fractions = [row for row in rows if float(row.label) % 1]
@@ -223,6 +226,6 @@ def _check_names(rows: Sequence[_TextRow], names: set[str]) -> None:
     if fractions:
         raise DataError(
             f"{fractions[0].place} has the label {fractions[0].label!r}: a number with a fraction "
-            "is predicted by a loss of numbers, and not as a class; if each number is a class all "
-            "the same, name all classes"
+            "needs a loss of regression, not of classes; if each number is a class nevertheless, "
+            "name all classes"
         )

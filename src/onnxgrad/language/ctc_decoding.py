@@ -1,4 +1,4 @@
-"""Decoding of models that are trained with CTC: from the scores of time steps to labels."""
+"""`ctc_decode`: the labels that a model trained with CTC predicts, from scores of time steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def ctc_decode(
         beam: number of prefixes that are kept; None: the most likely alignment.
 
     Returns:
-        The labels and a confidence: with a beam, p(l) as far as the beam has seen it; without, the
-        mean over labels of the probability at the first step of each, 0 without any.
+        The labels and a confidence. With a beam, this is p(l), summed over the alignments in the
+        beam; without, the mean over labels of the probability at the first step of each label, or 0
+        if there is no label.
 
     Raises:
         ValueError: a beam below 1.
@@ -55,12 +56,13 @@ def ctc_decode(
 def _extend_prefixes(
     prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the best prefixes after one more step, and log p of each with a blank or label last.
+    """Return the best prefixes after one more step, and their `ends`.
 
     Args:
         prefixes: the best prefixes before this step.
-        ends: log p of each with a blank or a label last, (2, prefixes).
-        step: log p of the classes.
+        ends: log p of each prefix by alignments that end with a blank, and by alignments that end
+            with a label, (2, prefixes).
+        step: log p of the classes at this step, (C,).
         blank: as in `ctc_decode`.
         beam: as in `ctc_decode`.
     """
@@ -72,7 +74,7 @@ def _extend_prefixes(
     grown[:, blank] = -np.inf
     at = {prefix: i for i, prefix in enumerate(prefixes)}
     for j, prefix in enumerate(prefixes):
-        if prefix and (i := at.get(prefix[:-1])) is not None:  # grows into one that is there
+        if prefix and (i := at.get(prefix[:-1])) is not None:  # a shorter prefix grows into it
             stays[1, j] = np.logaddexp(stays[1, j], grown[i, prefix[-1]])
             grown[i, prefix[-1]] = -np.inf
     scores = np.append(np.logaddexp(*stays), grown)

@@ -1,8 +1,8 @@
-"""An encoder and a decoder in two files: joined for teacher forcing, and run by greedy decoding."""
+"""Encoder-decoders in two files: join them for teacher forcing, and decode greedily."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,27 +21,26 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.training.parameters.equal_constants import separate_merged, tie_copies
 
-PREFIX = "decoder."  # of names that the decoder and the encoder have
-STATES, _MASK, _FEEDS_MASK = "encoder_hidden_states", "attention_mask", "encoder_attention_mask"
-CACHED = "use_cache_branch"  # which branch of a merged decoder runs
+PREFIX = "decoder."  # of names in the decoder that the encoder has, too
+STATES, _MASK, _DECODER_MASK = "encoder_hidden_states", "attention_mask", "encoder_attention_mask"
+CACHED = "use_cache_branch"  # the input that chooses the branch of a merged decoder
 _TOKENS = "decoder_input_ids"
-_Names = dict[str, str]
 
 
 def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
-    """Return one model of the two files of an encoder-decoder, as optimum lays them out.
+    """Return one model of the two files of an encoder-decoder that optimum writes.
 
-    It is trained with teacher forcing: it has the inputs of the encoder, such as `input_ids` and
-    `attention_mask`, and `decoder_input_ids`, see `shift_right`; its output `logits` has the scores
-    of the next token at each position. A weight that both files store, as the table of words, is
-    one tensor: see `tie_copies`. `split_encoder_decoder` writes the files again.
+    It trains with teacher forcing: its inputs are the inputs of the encoder, such as `input_ids`
+    and `attention_mask`, and `decoder_input_ids`, see `shift_right`; its output `logits` has the
+    scores of the next token at each position. A weight that both files store, as the table of
+    words, is one tensor: see `tie_copies`. `split_encoder_decoder` returns the files again.
 
     Args:
         encoder: `encoder_model.onnx`: model, serialized model or path; never modified. Its output
-            `last_hidden_state`, or its only one, feeds the decoder.
-        decoder: `decoder_model.onnx`, likewise, whose inputs are `encoder_hidden_states`,
-            `input_ids` and maybe `encoder_attention_mask`; or `decoder_model_merged.onnx`, of which
-            the branch without a cache is taken.
+            `last_hidden_state`, or its only output, feeds the decoder.
+        decoder: `decoder_model.onnx`: model, serialized model or path, with the inputs
+            `encoder_hidden_states`, `input_ids` and maybe `encoder_attention_mask`; or
+            `decoder_model_merged.onnx`, whose branch without a cache is taken.
 
     Raises:
         ValueError: inputs and outputs do not fit, or the decoder needs a cache.
@@ -73,26 +72,30 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
     return joined if read_adapters(joined) else tie_copies(joined)
 
 
-def _wire_inputs(encoder: ModelProto, decoder: ModelProto) -> tuple[dict[str, str] | None, _Names]:
-    """Return which outputs of the encoder feed which inputs of the decoder, by name, and what the
-    others are called in the joined model.
+def _wire_inputs(
+    encoder: ModelProto, decoder: ModelProto
+) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """Return the inputs of the decoder by the outputs of the encoder that feed them, and new names.
+
+    The new names are the names of the decoder's other inputs in the joined model.
 
     Raises:
         ValueError: the decoder needs a cache.
     """
-    own, theirs = names_without_default(encoder), names_without_default(decoder)
-    if past := [name for name in theirs if name.startswith("past")]:
+    sources, targets = names_without_default(encoder), names_without_default(decoder)
+    if past := [name for name in targets if name.startswith("past")]:
         raise ValueError(
-            f"the decoder has the inputs {past[:2]}, a cache: pass decoder_model.onnx, without one"
+            f"the decoder has the inputs {past[:2]}, a cache: pass decoder_model.onnx, which has "
+            "no cache"
         )
     outputs = _output_names(encoder)
-    mapping = {name: name for name in outputs if name in theirs}
-    if not mapping and STATES in theirs:
+    mapping = {name: name for name in outputs if name in targets}
+    if not mapping and STATES in targets:
         mapping = {"last_hidden_state" if "last_hidden_state" in outputs else outputs[0]: STATES}
-    others = [x for x in theirs if x not in mapping.values()]
-    rename = {x: f"decoder_{x}" for x in others if x in own or x == "input_ids"}
-    if _MASK in own and _FEEDS_MASK in theirs:
-        rename[_FEEDS_MASK] = _MASK
+    others = [x for x in targets if x not in mapping.values()]
+    rename = {x: f"decoder_{x}" for x in others if x in sources or x == "input_ids"}
+    if _MASK in sources and _DECODER_MASK in targets:
+        rename[_DECODER_MASK] = _MASK
     return mapping or None, rename
 
 
@@ -111,7 +114,7 @@ def without_cache(decoder: ModelProto) -> ModelProto:
         taken, left = (node.attributes[name].as_graph() for name in ("else_branch", "then_branch"))
         detach_graphs([left])
         with Emit(taken, all_names(graph)) as op:
-            results = [op.Identity(y) for y in taken.outputs]  # which get the names outside
+            results = [op.Identity(y) for y in taken.outputs]  # they get the names of the If
             for y in taken.outputs:
                 y.name = op.name(str(y.name)) if y.producer() in set(taken) else y.name
         nodes, constants = list(taken), list(taken.initializers.values())
@@ -131,16 +134,16 @@ def without_cache(decoder: ModelProto) -> ModelProto:
 
 
 def shift_right(labels: Any, start: int, pad: int = 0, ignore_index: int = -100) -> np.ndarray:
-    """Return the tokens that a decoder reads while it learns to write labels: teacher forcing.
+    """Return the tokens that a decoder reads while it learns labels, for teacher forcing.
 
     Args:
         labels: tokens (N, T), integers; `ignore_index` at padding.
-        start: the token that a decoder begins with: `decoder_start_token_id` of its configuration.
-        pad: the token in place of `ignore_index`: `pad_token_id`.
-        ignore_index: the label that no loss is computed of.
+        start: the first token of a decoder: `decoder_start_token_id` of its configuration.
+        pad: the token in place of `ignore_index`: `pad_token_id` of the configuration.
+        ignore_index: the label of tokens that do not count in the loss.
 
     Returns:
-        int64 (N, T): `start`, and the labels but the last ones.
+        int64 (N, T): `start`, and the labels without the last column.
 
     Raises:
         ValueError: labels that are no integers, or not (N, T).
@@ -153,7 +156,8 @@ def shift_right(labels: Any, start: int, pad: int = 0, ignore_index: int = -100)
     array = np.asarray(labels)
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"labels of the shape {array.shape} and {array.dtype} must be tokens (N, T), integers"
+            f"labels have the shape {array.shape} and the dtype {array.dtype}: pass the integers "
+            "of tokens, (N, T)"
         )
     first = np.full((len(array), 1), start)
     shifted = np.concatenate([first, array[:, :-1]], axis=1).astype(np.int64)
@@ -170,21 +174,22 @@ def greedy_decode(
     pad: int = 0,
     max_new_tokens: int = 64,
 ) -> np.ndarray:
-    """Return what an encoder-decoder writes: the most probable token, again and again.
+    """Return the tokens that an encoder-decoder writes, the most probable token at each step.
 
-    Two sessions compute it, without a cache: a token costs a run of the decoder on all before it.
-    `start`, `end` and `pad` are in the configuration of the model, as `decoder_start_token_id`,
-    `eos_token_id` and `pad_token_id`; tokens that it forces or suppresses have no effect here.
+    No cache is used: for each token, the decoder runs on all tokens before it. `start`, `end` and
+    `pad` are in the configuration of the model, as `decoder_start_token_id`, `eos_token_id` and
+    `pad_token_id`; tokens that the configuration forces or suppresses have no effect here.
 
     Args:
         encoder: model, serialized model or path.
-        decoder: `decoder_model.onnx` or `decoder_model_merged.onnx`, likewise.
+        decoder: `decoder_model.onnx` or `decoder_model_merged.onnx`: model, serialized model or
+            path.
         inputs: tokens (N, S), with `pad` behind them; an array for the only input of the encoder,
             as features of sound; or all inputs of the encoder by name.
-        start: the token that a row begins with.
+        start: the first token of a row.
         end: the token that ends a row, or None.
         pad: the token at padding, also behind `end` in the result.
-        max_new_tokens: how many tokens to write, at most.
+        max_new_tokens: the largest number of tokens to write.
 
     Returns:
         int64 (N, T), without `start`; T is at most `max_new_tokens`.
@@ -208,39 +213,22 @@ def greedy_decode(
         [[1, 2]]
     """
     first, second = read(encoder), without_cache(read(decoder))
-    inputs = inputs if isinstance(inputs, Mapping) else _encoder_feed(first, inputs, pad)
-    scores = _next_token_scores(first, second, inputs)
+    if not isinstance(inputs, Mapping):
+        names, array = names_without_default(first), np.asarray(inputs)
+        feed = {"input_ids": array, _MASK: array != pad}
+        inputs = {n: feed[n] for n in feed if n in names} if len(names) > 1 else {names[0]: array}
+    mapping, rename = _wire_inputs(first, second)
+    fed = dict(mapping or {})
+    encoded = Predictor(first, [*fed]).run(inputs)
+    known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}
+    outputs = _output_names(second)
+    predictor = Predictor(second, ["logits"] if "logits" in outputs else outputs[:1])
     tokens = np.full((len(next(iter(inputs.values()))), 1), start, np.int64)
     done = np.zeros(len(tokens), bool)
     while tokens.shape[1] <= max_new_tokens and not done.all():
-        new = np.where(done, pad, scores(tokens).argmax(axis=-1))
+        given = {**known, _TOKENS: tokens}
+        [scores] = predictor.run({x: given.get(rename.get(x, x)) for x in predictor.inputs})
+        new = np.where(done, pad, scores[:, -1].argmax(axis=-1))
         tokens = np.concatenate([tokens, new[:, None]], axis=1)
         done |= new == end
     return tokens[:, 1:]
-
-
-def _next_token_scores(
-    encoder: ModelProto, decoder: ModelProto, inputs: Mapping[str, Any]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function from tokens (N, T) to the scores (N, V) of the next one."""
-    mapping, rename = _wire_inputs(encoder, decoder)
-    fed = dict(mapping or {})
-    encoded = Predictor(encoder, [*fed]).run(inputs)
-    known = {**inputs, **dict(zip(fed.values(), encoded, strict=True))}
-    outputs = _output_names(decoder)
-    predictor = Predictor(decoder, ["logits"] if "logits" in outputs else outputs[:1])
-
-    def scores(tokens: np.ndarray) -> np.ndarray:
-        given = {**known, _TOKENS: tokens}
-        [found] = predictor.run({x: given.get(rename.get(x, x)) for x in predictor.inputs})
-        return found[:, -1]
-
-    return scores
-
-
-def _encoder_feed(encoder: ModelProto, given: Any, pad: int) -> dict[str, np.ndarray]:
-    """Return the inputs of the encoder by name: tokens and their mask, or its only input."""
-    names, array = names_without_default(encoder), np.asarray(given)
-    if len(names) == 1:
-        return {names[0]: array}
-    return {k: v for k, v in {"input_ids": array, _MASK: array != pad}.items() if k in names}

@@ -1,4 +1,4 @@
-"""The files of an encoder-decoder with the weights of the joined model after training."""
+"""`split_encoder_decoder`: the files of an encoder-decoder, with the weights of a joined model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from onnxgrad.training.parameters.choice import Tensor, default_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.parameters.roles import QUANTIZED
 
-_MERGED = re.compile(r"_merged_\d+$")  # of a weight of a merged decoder
+_MERGED_NAME = re.compile(r"_merged_\d+$")  # the end of names of weights in a merged decoder
 
 
 Place = str | tuple[int, str]  # the name of a constant, in all files or in one
@@ -45,31 +45,33 @@ def split_encoder_decoder(
     """Return the files of an encoder-decoder with the weights of a trained joined model.
 
     Only the values of weights change: inputs, outputs, caches and names stay. A weight that several
-    files store is the same in all. With `mapping`, the model may have been joined in any way, as by
-    `attach`: weights are found by name instead of by their values before the training.
+    files store gets the same values in all of them. Weights are found by their values before the
+    training; with `mapping` by name, so that the model may have been joined in any way, as by
+    `attach`.
 
     Args:
-        trained: the model of `join_encoder_decoder` after training; with `add_lora`, `merge_lora`
-            of it. With `mapping`, any model whose weights have the shapes of the files' weights.
-        encoder: the file before the training.
-        decoder: likewise. For adapters that stay apart, as beside integer weights, `add_lora` to
-            both files before they are joined, and pass these.
+        trained: the model of `join_encoder_decoder` after training; if it has adapters by
+            `add_lora`, the result of `merge_lora`. With `mapping`, any model whose weights have the
+            shapes of the files' weights.
+        encoder: the encoder before the training.
+        decoder: the decoder before the training. For adapters that are not merged, as with integer
+            weights, apply `add_lora` to both files before they are joined, and pass the results.
         others: further files with the same weights: `decoder_with_past_model.onnx`,
-            `decoder_model_merged.onnx`. A weight is found by its values before the training.
+            `decoder_model_merged.onnx`.
         mapping: `{name in trained: name in the files}`, or `{name in trained: (file, name)}` with
-            0 for the encoder, 1 for the decoder, 2 for the first of the others...; or a list of
-            such places. A weight that it leaves out has its own name in a file, or in all but the
-            first this name behind "decoder.". Where a file has the transposed shape, it gets the
-            transposed weight.
+            0 for the encoder, 1 for the decoder, 2 for the first of `others`, and so on; or a list
+            of such places. A weight that the mapping leaves out is found by its name, which may
+            begin with "decoder." in all files but the encoder. A file in which a weight has the
+            transposed shape gets the transposed weight.
 
     Returns:
-        The encoder, the decoder, and each of the others.
+        The encoder, the decoder, and each of `others`.
 
     Raises:
-        ValueError: `trained` is not the joined model of these files, or another file has weights
-            that are not theirs, or lacks one: it would compute something else. With `mapping`: an
-            unknown name or another shape, trained weights for which no file has a place, or
-            weights of a file that are not in `trained`.
+        ValueError: `trained` is not the joined model of these files; or one of `others` has weights
+            that the encoder and the decoder do not have, or lacks a trained weight. With `mapping`:
+            an unknown name or another shape, trained weights that no file has, or weights of a file
+            that are not in `trained`.
         ModelError: a model cannot be read.
 
     Examples:
@@ -90,7 +92,7 @@ def split_encoder_decoder(
         [[1.0, 2.0], [3.0, 4.0]]
         [[0.0, 1.0], [2.0, 3.0]]
 
-        Files that were joined otherwise, so that the weight of the decoder is called `top.w`:
+        Files that `attach` has joined, so that the weight of the decoder is called `top.w`:
 
         >>> joined = og.attach(encoder, decoder, {"last_hidden_state": "encoder_hidden_states"},
         ...                    prefix="top.")
@@ -103,29 +105,33 @@ def split_encoder_decoder(
     protos = [read(file) for file in (encoder, decoder, *others)]
     if mapping is not None:
         return _write_by_name(read(trained), protos, mapping)
-    changes = _Changes(join_encoder_decoder(encoder, decoder), read(trained))
+    changes = _ChangedWeights(join_encoder_decoder(encoder, decoder), read(trained))
     files = [separate_merged(file) for file in protos]
     found = [
-        changes.new_values(file, PREFIX if i else "", _file_text(i)) for i, file in enumerate(files)
+        changes.new_values(file, PREFIX if i else "", _file_description(i))
+        for i, file in enumerate(files)
     ]
     names = [{name for name, _ in each.values()} for each in found]
     if lost := changes.names - names[0] - names[1]:
         raise ValueError(
-            f"no constant of the encoder and the decoder is the trained {_quoted_names(lost)}"
+            f"neither the encoder nor the decoder has the trained {_quoted_names(lost)}: pass the "
+            f"files that were joined, or name places by {argument('mapping')}"
         )
     for i, file in list(enumerate(files))[2:]:
-        changes.check_known(file, _file_text(i))
-        used = _read_with_cache(files[1], file)
-        if lost := {name for own, (name, _) in found[1].items() if own in used} - names[i]:
-            remedy = "make it from the trained decoder"
+        changes.check_known(file, _file_description(i))
+        used = _constants_used_with_cache(files[1], file)
+        if (
+            lost := {name for constant, (name, _) in found[1].items() if constant in used}
+            - names[i]
+        ):
+            remedy = "export it from the trained decoder"
             if read_adapters(files[1]):
-                remedy = "it has no adapters, and the trained decoder works without this file"
+                remedy = "it has no adapters; leave it out, the trained decoder works without it"
             raise ValueError(
-                f"{_file_text(i)} has no constant that is the trained {_quoted_names(lost)}: "
-                f"{remedy}"
+                f"{_file_description(i)} lacks the trained {_quoted_names(lost)}: {remedy}"
             )
     return [
-        replace(file, {own: value for own, (_, value) in each.items()})
+        replace(file, {constant: value for constant, (_, value) in each.items()})
         for file, each in zip(files, found, strict=True)
     ]
 
@@ -133,7 +139,7 @@ def split_encoder_decoder(
 def _write_by_name(
     trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, Places]
 ) -> list[ModelProto]:
-    """Return the files with the weights to which `mapping`, or their own names, lead.
+    """Return the files with the trained weights, found by `mapping` or by their names.
 
     Raises:
         ValueError: a weight of `trained` or of a file has no counterpart, and its value changed.
@@ -143,21 +149,21 @@ def _write_by_name(
     def count_known_names(file: ModelProto) -> int:
         return sum(r.name in new or PREFIX + r.name in new for r in constant_refs(file))
 
-    # parameters that an exporter merged may have been separated before the training
+    # weights that an exporter has merged may have been separated before the training
     files = [max(file, separate_merged(file), key=count_known_names) for file in protos]
     before = [_float_constants(file) for file in files]
     places = _places_by_name(mapping, new, before)
     matched = [("the trained model", new, {*places.values()}, before)]
     for i, constants in enumerate(before):
-        own = {name for index, name in places if index == i}
-        matched.append((_file_text(i), constants, own, [new]))
-    for where, constants, own, others in matched:
+        placed = {name for index, name in places if index == i}
+        matched.append((_file_description(i), constants, placed, [new]))
+    for where, constants, placed, others in matched:
         kept = {_array_key(array) for other in others for _, array in other.values()}
-        weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in own}
+        weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in placed}
         if lost := [name for name, array in weights.items() if _array_key(array) not in kept]:
             raise ValueError(
-                f"{where} has {_quoted_names(lost)}, and the name does not tell which weight that "
-                f"is: name it by {argument('mapping')}, or merge adapters before"
+                f"{where} has {_quoted_names(lost)}, which no weight of this name corresponds to: "
+                f"name its place by {argument('mapping')}, or merge adapters first"
             )
     values: list[dict[str, np.ndarray]] = [{} for _ in files]
     for (i, name), source in places.items():
@@ -169,7 +175,7 @@ def _write_by_name(
 def _places_by_name(
     mapping: Mapping[str, Places], new: _Constants, before: Sequence[_Constants]
 ) -> dict[tuple[int, str], str]:
-    """Return the name of the trained weight for each constant (file, name) that has one.
+    """Return the names of the trained weights by the constants (file, name) that get them.
 
     Raises:
         ValueError: `mapping` has an unknown name.
@@ -180,24 +186,24 @@ def _places_by_name(
         if name not in new:
             raise unknown(f"trained weight ({argument('mapping')})", name, new)
         for place in [given] if isinstance(given, (str, tuple)) else given:
-            index, own = (None, place) if isinstance(place, str) else place
+            index, constant = (None, place) if isinstance(place, str) else place
             chosen = [(i, n) for i, n in every if index in (None, i)]
-            if own not in (known := [n for _, n in chosen]):
-                raise unknown(f"constant ({argument('mapping')})", own, known)
-            places |= {place: name for place in chosen if place[1] == own}
-    former = {name: before[i][own][1] for (i, own), name in places.items()}
-    for i, own in every:
-        array = before[i][own][1]
-        named = PREFIX + own if i and PREFIX + own in new else own
-        if (i, own) in places or named not in new or new[named][1].shape != array.shape:
+            if constant not in (known := [n for _, n in chosen]):
+                raise unknown(f"constant ({argument('mapping')})", constant, known)
+            places |= {place: name for place in chosen if place[1] == constant}
+    former = {name: before[i][constant][1] for (i, constant), name in places.items()}
+    for i, constant in every:
+        array = before[i][constant][1]
+        named = PREFIX + constant if i and PREFIX + constant in new else constant
+        if (i, constant) in places or named not in new or new[named][1].shape != array.shape:
             continue
-        if np.array_equal(former.setdefault(named, array), array):  # or two weights have this name
-            places[i, own] = named
+        if np.array_equal(former.setdefault(named, array), array):  # else two weights share a name
+            places[i, constant] = named
     return places
 
 
-class _Changes:
-    """The weights that a training changed, by their values before."""
+class _ChangedWeights:
+    """The weights that a training has changed, found by their values before the training."""
 
     def __init__(self, before: ModelProto, after: ModelProto) -> None:
         new = {ref.name: ref.array() for ref in constant_refs(after)}
@@ -205,13 +211,15 @@ class _Changes:
         lost = [n for n, a in old.items() if n not in new or new[n].shape != a.shape]
         more = [row.name for row in default_rows(after) if row.name not in old]
         if lost or more:
-            remedy = "pass merge_lora of it" if read_adapters(after) else "pass the files it is of"
+            remedy = "pass the files that were joined"
+            if read_adapters(after):
+                remedy = "pass the result of merge_lora"
             raise ValueError(
-                f"the trained model is not the joined one of these files, as to "
+                "the trained model is not the joined model of these files, which differ in "
                 f"{_quoted_names(lost or more)}: {remedy}"
             )
         self.names: set[str] = set()
-        self._known: set[Any] = set()  # what any weight was, trained or not
+        self._known: set[Any] = set()  # keys of the values of all weights before the training
         self._by_values: dict[Any, list[tuple[str, np.ndarray]]] = {}
         for name, array in old.items():
             views = [(array, new[name]), (array.T, new[name].T)][: 1 + (array.ndim == 2)]
@@ -224,37 +232,37 @@ class _Changes:
     def new_values(
         self, file: ModelProto, prefix: str, where: str
     ) -> dict[str, tuple[str, np.ndarray]]:
-        """Return for each constant of a file that changed the joined weight and its new value.
+        """Return the name in the joined model and the new value of each changed constant of a file.
 
         Raises:
             ValueError: values before the training do not say which weight a constant is.
         """
         found = {}
-        for own, (row, array) in _float_constants(file).items():
+        for constant, (row, array) in _float_constants(file).items():
             options = self._by_values.get(_array_key(array), [])
-            plain = _MERGED.sub("", own)
+            plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
-                continue  # a constant that only has the same numbers
+                continue  # a constant that has the same numbers by chance
             joined, value = options[0] if named is None else named
             if named is None and any(not np.array_equal(value, other) for _, other in options):
                 raise ValueError(
-                    f"{own!r} of {where} may be one of {_quoted_names(n for n, _ in options)}, "
-                    "which were equal before the training: export this file again, or name it by "
-                    f"{argument('mapping')}"
+                    f"{constant!r} of {where} may be one of "
+                    f"{_quoted_names(n for n, _ in options)}, which were equal before training: "
+                    f"export this file again, or name its weight by {argument('mapping')}"
                 )
-            found[own] = joined, value
+            found[constant] = joined, value
         return found
 
     def check_known(self, file: ModelProto, where: str) -> None:
-        """Raise if a file has weights, or scales of integer weights, that are none of these."""
+        """Raise `ValueError` for weights, or scales of integer weights, that were not joined."""
         for row, array in _float_constants(file).values():
             weight = row.is_weight or row.why.startswith(QUANTIZED) or "stored integers" in row.why
             if weight and _array_key(array) not in self._known:
                 raise ValueError(
-                    f"{where} has {row.name!r}, which no tensor of the encoder and the decoder is: "
-                    "it is of another model, or quantized or optimized otherwise. Make it from the "
-                    "trained decoder"
+                    f"{where} has {row.name!r}, with values that neither the encoder nor the "
+                    "decoder has: it belongs to another model, or was quantized or optimized in "
+                    "another way. Export it from the trained decoder"
                 )
 
 
@@ -265,24 +273,27 @@ def _float_constants(file: ModelProto) -> _Constants:
 
 
 def _array_key(array: np.ndarray) -> Any:
+    """Return a key that is equal for arrays of the same dtype, shape and values."""
     return str(array.dtype), array.shape, sha1(np.ascontiguousarray(array).tobytes()).digest()
 
 
 def _quoted_names(names: Iterable[str]) -> str:
+    """Return the first three names, and the number of more, for a message."""
     every = sorted(names)
     shown = ", ".join(repr(printable(name)) for name in every[:3])
     return shown + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
-def _file_text(index: int) -> str:
+def _file_description(index: int) -> str:
+    """Return the name of a file in messages, by its position in the arguments."""
     return ("the encoder", "the decoder")[index] if index < 2 else f"the file {index + 1}"
 
 
-def _read_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
-    """Return the constants of the decoder that `other`, the same with a cache, computes with.
+def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
+    """Return the names of the decoder's constants that `other`, a decoder with a cache, needs.
 
-    If the cache has the values that depend on the states of the encoder alone, it leaves out
-    the constants of these.
+    If the cache holds the values that depend on the states of the encoder alone, `other` lacks the
+    constants that compute them.
     """
     plain = without_cache(decoder)
     inputs = names_without_default(other)
@@ -290,7 +301,7 @@ def _read_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
         return {ref.name for ref in constant_refs(plain)}
     of_tokens = {x for x in names_without_default(plain) if x != STATES}
     of_states = {STATES}
-    constants: dict[str, set[str]] = {}  # of which a value is computed
+    constants: dict[str, set[str]] = {}  # from which a value is computed
     needed: set[str] = set()
     for node in plain.graph.node:
         read = list(reads(node))

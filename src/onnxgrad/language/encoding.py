@@ -1,4 +1,4 @@
-"""Records as tokens and labels: which tokens of a text a model learns to say."""
+"""`RecordEncoder`: the tokens of records, and the labels of the tokens that a model learns."""
 
 from __future__ import annotations
 
@@ -16,35 +16,46 @@ from onnxgrad.language.records import Record
 from onnxgrad.language.tokenizer import Tokenizer
 
 IGNORED = -100  # the label of a token that is not learned
-_AT_ONCE = 512  # texts that the tokenizer encodes in parallel
+_TEXTS_PER_CALL = 512  # texts that the tokenizer encodes in parallel
 
 Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
 
 
-class _Piece(NamedTuple):
-    """A text to encode, its learned characters (None: all), and which tokens are put around it."""
+class _TextToEncode(NamedTuple):
+    """A text to encode.
+
+    Attributes:
+        where: the place of its record, for messages.
+        text: the text.
+        learned: the characters that are learned; None: all.
+        special: whether the tokenizer adds special tokens around the text.
+        ends: whether a token that ends a text is appended.
+    """
 
     where: str
     text: str
     learned: list[Span] | None = None
     special: bool = True
-    ends: bool = True  # with a token that ends a text
+    ends: bool = True
 
 
 @dataclass
-class Encoder:
-    """Encodes records.
+class RecordEncoder:
+    """Encodes records into rows of tokens and labels.
 
     Args:
         tokenizer: the tokenizer.
-        max_length: tokens of a row, at most; None: any.
-        completion_only: whether prompts are not learned; None: they are not where there are some.
-        column: of the text of a record.
-        vocab_size: number of tokens that the model has.
+        max_length: most tokens of a row; None: any number.
+        completion_only: whether prompts are not learned; None: they are not learned if records have
+            prompts.
+        column: name of the column of texts.
+        vocab_size: number of tokens of the model.
 
     Attributes:
-        cut, empty, split: numbers of rows that were cut, left out as there was nothing to learn in
-            them, and have a token at the end of the prompt that has a part of the completion.
+        cut: number of rows that were cut.
+        empty: number of rows that were left out, as none of their tokens is learned.
+        split: number of rows in which one token has the end of the prompt and the beginning of the
+            completion.
     """
 
     tokenizer: Tokenizer
@@ -57,21 +68,22 @@ class Encoder:
     split: int = field(default=0, init=False)
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """Yield the tokens and labels of the records that have something to learn.
+        """Yield the tokens and labels of the records with tokens to learn.
 
         Raises:
             DataError: a record of another form, or a prompt that fills a row.
         """
         iterator = iter(records)
-        while chunk := list(islice(iterator, _AT_ONCE)):
+        while chunk := list(islice(iterator, _TEXTS_PER_CALL)):
             made: list[Any] = [self._prepare_record(*record) for record in chunk]
             for special in (False, True):
-                own = [
-                    i for i, p in enumerate(made) if isinstance(p, _Piece) and p.special is special
+                texts = [
+                    (i, item) for i, item in enumerate(made) if isinstance(item, _TextToEncode)
                 ]
-                encoded = self.tokenizer.encode([made[i].text for i in own], special)
-                for i, (ids, characters) in zip(own, encoded, strict=True):
-                    made[i] = self._label_tokens(made[i], ids, characters)
+                texts = [(i, item) for i, item in texts if item.special is special]
+                encoded = self.tokenizer.encode([item.text for _, item in texts], special)
+                for (i, item), (ids, characters) in zip(texts, encoded, strict=True):
+                    made[i] = self._label_tokens(item, ids, characters)
             for (where, _), (ids, labels) in zip(chunk, made, strict=True):
                 self._check_ids(where, ids)
                 if row := self._fit_row(where, ids, labels):
@@ -79,16 +91,17 @@ class Encoder:
 
     # -- forms of records ---------------------------------------------------------------------
 
-    def _prepare_record(self, where: str, record: Any) -> _Piece | Row:
+    def _prepare_record(self, where: str, record: Any) -> _TextToEncode | Row:
+        """Return the text of a record that is to be encoded, or its tokens if it has these."""
         if self.column is not None:
             if not isinstance(record, Mapping) or self.column not in record:
                 has = list(record) if isinstance(record, Mapping) else type(record).__name__
-                raise DataError(f"{where} has no column {self.column!r}, but {has}")
+                raise DataError(f"{where} has {has}, and no column {self.column!r}")
             record = record[self.column]
         if isinstance(record, str):
             record = {"text": record}
         if not isinstance(record, Mapping):
-            raise DataError(f"{where} is {type(record).__name__}, not a text or an object")
+            raise DataError(f"{where} is {type(record).__name__}: expected a text or an object")
         if record.get("input_ids") is not None:
             return self._token_row(where, record)
         if record.get("messages") is not None:
@@ -101,22 +114,23 @@ class Encoder:
             _check_text(where, "completion", completion)
             whole = prompt + completion
             only = self.completion_only is not False
-            return _Piece(where, whole, [(len(prompt), len(whole))] if only else None)
+            return _TextToEncode(where, whole, [(len(prompt), len(whole))] if only else None)
         if "text" in record:
             _check_text(where, "text", record["text"])
             if self.completion_only:
                 raise DataError(
                     f"{where} has a text without a prompt, and {argument('completion_only', True)} "
-                    "learns what follows one: write "
+                    "learns completions of prompts: write "
                     '{"prompt": ..., "completion": ...} or {"messages": [...]}'
                 )
-            return _Piece(where, record["text"])
+            return _TextToEncode(where, record["text"])
         raise DataError(
             f"{where} has {list(record)}: expected 'text', 'prompt' and 'completion', 'messages', "
             "or 'input_ids'"
         )
 
     def _token_row(self, where: str, record: Mapping[str, Any]) -> Row:
+        """Return the row of a record that has tokens."""
         ids = np.asarray(record["input_ids"])
         given = record.get("labels")
         labels = ids if given is None else np.asarray(given)
@@ -124,17 +138,21 @@ class Encoder:
             raise DataError(f"{where}: input_ids and labels must be lists of whole numbers")
         if ids.shape != labels.shape:
             raise DataError(
-                f"{where} has {len(ids)} input_ids and {len(labels)} labels: each token has one "
-                f"label, its own id, or {IGNORED} where it is not learned"
+                f"{where} has {len(ids)} input_ids and {len(labels)} labels: the label of a token "
+                f"is its id, or {IGNORED} if it is not learned"
             )
         return ids.astype(np.int32), labels.astype(np.int32)
 
     def _chat_piece(
         self, where: str, record: Mapping[str, Any], messages: list[Any], first: int
-    ) -> _Piece:
+    ) -> _TextToEncode:
+        """Return the text of a conversation, whose turns from message `first` on are learned."""
         template = self.tokenizer.chat_template
         if template is None:
-            raise DataError(f"{where} has messages, and the tokenizer has no chat template")
+            raise DataError(
+                f"{where} has messages, and the tokenizer has no chat template: add one to its "
+                "folder, or write 'prompt' and 'completion'"
+            )
         if bad := next(
             (m for m in messages if not isinstance(m, Mapping) or "role" not in m), None
         ):
@@ -142,18 +160,18 @@ class Encoder:
         more = {n: record[n] for n in ("tools", "documents") if record.get(n) is not None}
         try:
             if self.completion_only is False:
-                return _Piece(where, template.render(messages, **more), None, False, False)
+                return _TextToEncode(where, template.render(messages, **more), None, False, False)
             text, spans = template.spans(messages, first, **more)
         except ValueError as e:
             raise DataError(f"{where}: {e}") from None
         if not spans:
-            raise DataError(f"{where} has no message of the assistant, which would be learned")
-        return _Piece(where, text, spans, special=False, ends=False)
+            raise DataError(f"{where} has no message of the assistant to learn")
+        return _TextToEncode(where, text, spans, special=False, ends=False)
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _label_tokens(self, piece: _Piece, ids: np.ndarray, characters: np.ndarray) -> Row:
-        """Return the tokens of a text, and their labels."""
+    def _label_tokens(self, piece: _TextToEncode, ids: np.ndarray, characters: np.ndarray) -> Row:
+        """Return the row of an encoded text, whose tokens have the characters (T, 2)."""
         labels, eos = ids.copy(), self.tokenizer.eos_id
         if not piece.text.strip():
             return ids, np.full_like(ids, IGNORED)
@@ -161,7 +179,7 @@ class Encoder:
             start, stop = characters.T
             learned = np.zeros(len(ids), bool)
             for first, end in piece.learned:
-                # some tokenizers trim spaces: a token of nothing else stands at its end
+                # tokenizers that trim spaces give a token of spaces an empty range at its end
                 inside = (start < end) | ((start == stop) & (stop <= end))
                 learned |= inside & (stop > first)
             labels[~learned] = IGNORED
@@ -175,7 +193,7 @@ class Encoder:
         return ids, labels
 
     def _fit_row(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
-        """Return a row of at most `max_length` tokens; None if there is nothing to learn in it."""
+        """Return the row, cut to `max_length` tokens; None if no token is learned."""
         if not (labels[1:] != IGNORED).any():  # the first token is not predicted
             self.empty += 1
             return None
@@ -185,43 +203,45 @@ class Encoder:
         ids, labels = ids[: self.max_length], labels[: self.max_length]
         if not (labels[1:] != IGNORED).any():
             raise DataError(
-                f"{where}: what comes before the first token to learn fills the row: shorten it, "
-                f"or pass more than {argument('max_length', self.max_length)}"
+                f"{where}: the text before the first token to learn fills the row: shorten it, or "
+                f"pass more than {argument('max_length', self.max_length)}"
             )
         return ids, labels
 
     def _check_ids(self, where: str, ids: np.ndarray) -> None:
+        """Raise `DataError` for an id that the model does not have."""
         if self.vocab_size is not None and len(ids) and ids.max() >= self.vocab_size:
             raise DataError(
-                f"{where}: the tokenizer gives the id {ids.max()}, and the model has "
-                f"{self.vocab_size} tokens: this is the tokenizer of another model, of "
+                f"{where}: the tokenizer returns the id {ids.max()}, and the model has "
+                f"{self.vocab_size} tokens: pass the tokenizer of this model; the one passed has "
                 f"{self.tokenizer.size} tokens"
             )
 
     def notes(self) -> list[str]:
         """Return sentences about the rows that were cut, left out or split."""
-        said = []
+        sentences = []
         if self.cut:
             most = argument("max_length", self.max_length)
-            said.append(f"{self.cut} texts are longer than {most}, and cut")
+            sentences.append(f"{self.cut} texts are longer than {most}, and cut")
         if self.empty:
-            said.append(f"{self.empty} texts are left out: they have no token to learn")
+            sentences.append(f"{self.empty} texts are left out: they have no token to learn")
         if self.split:
-            said.append(
+            sentences.append(
                 f"in {self.split} rows, one token has the end of the prompt and the beginning of "
                 "the completion, and is learned; a prompt alone has other tokens: begin "
                 "completions with the space that separates them"
             )
-        return said
+        return sentences
 
 
 def _check_text(where: str, name: str, value: Any) -> None:
+    """Raise `DataError` if the field `name` of a record is no text."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {name!r} must be a text, not {value!r:.40}")
 
 
-def pack(rows: Iterable[Row], length: int) -> Iterator[Row]:
-    """Yield the tokens of all rows in blocks of `length`; the last is shorter."""
+def pack_rows(rows: Iterable[Row], length: int) -> Iterator[Row]:
+    """Yield the tokens of all rows in blocks of `length`; the last block may be shorter."""
     held: list[Row] = []
     count = 0
     for row in rows:
@@ -236,4 +256,5 @@ def pack(rows: Iterable[Row], length: int) -> Iterator[Row]:
 
 
 def _concatenate_rows(rows: Sequence[Row]) -> Row:
+    """Return the tokens and labels of several rows as one row."""
     return np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])

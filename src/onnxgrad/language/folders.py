@@ -1,4 +1,4 @@
-"""Folders of language models, as onnxruntime-genai and optimum write them."""
+"""`load_folder`: the folders of language models that onnxruntime-genai and optimum write."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from onnxgrad.language.chat import ChatTemplate
 from onnxgrad.language.tokenizer import SPECIAL, Tokenizer
 
 GENAI, OPTIMUM = "genai_config.json", "config.json"
-_MODELS = ("model.onnx", "onnx/model.onnx")  # of optimum
+_MODELS = ("model.onnx", "onnx/model.onnx")  # files in folders of optimum
+# names of the context length in configurations
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder that holds a language model: what `load_folder` returns.
+    """A folder that holds a language model; `load_folder` returns it.
 
-    It stands for its model wherever a model is expected, as a path does: `Trainer(folder)`,
+    Functions that take a model or its path take the folder: `Trainer(folder)`,
     `add_lora(folder, "*proj*")`.
 
     Attributes:
         path: the folder.
         kind: "genai" or "optimum".
         model: the file of the model.
-        config: what `genai_config.json` or `config.json` says.
-        pad_id, bos_id: ids of the tokens that pad, and begin a text; None if there is none.
-        eos_ids: ids of the tokens that end a text; the first is put behind texts.
-        vocab_size: number of tokens that the model has scores for, None if it is unknown.
-        context_length: number of tokens that it takes, None if it is unknown.
-        input_names: of "input_ids", "attention_mask" and others, their names in the model.
+        config: the content of `genai_config.json` or `config.json`.
+        pad_id: id of the token at padding, or None.
+        bos_id: id of the token that begins a text, or None.
+        eos_ids: ids of the tokens that end a text; the first one is appended to texts.
+        vocab_size: number of tokens for which the model has scores; None if it is unknown.
+        context_length: most tokens that the model takes; None if it is unknown.
+        input_names: the model's names of the inputs "input_ids", "attention_mask" and others.
 
     Examples:
         >>> import json, tempfile, onnx, onnxgrad as og
@@ -88,16 +90,16 @@ class ModelFolder:
 def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder:
     """Return the language model in a folder of onnxruntime-genai or of optimum.
 
-    A folder of genai has a `genai_config.json`, which names the file of the model; a folder of
-    optimum has a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Beside them are
-    files of the tokenizer. Nothing but the small files of the configuration is read.
+    A folder of onnxruntime-genai has a `genai_config.json`, which names the file of the model; a
+    folder of optimum has a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Both
+    have the files of the tokenizer. Only the small files of the configuration are read.
 
     Args:
         path: the folder.
-        file: the file of the model in it, where it is another one, as "onnx/model_q4.onnx".
+        file: another file of the model in the folder, as "onnx/model_q4.onnx".
 
     Raises:
-        ModelError: the folder is of neither kind, or lacks a file that it names.
+        ModelError: the folder has neither configuration, or lacks a file that it names.
 
     Examples:
         >>> import onnxgrad as og
@@ -111,20 +113,20 @@ def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder
     home = Path(path)
     if not home.is_dir():
         raise ModelError(f"{os.fspath(path)!r} is no folder")
-    for name, of_kind in ((GENAI, _of_genai), (OPTIMUM, _of_optimum)):
+    for name, of_kind in ((GENAI, _genai_folder), (OPTIMUM, _optimum_folder)):
         if (home / name).is_file():
             return of_kind(home, _read_json(home / name), file)
     raise ModelError(
-        f"{os.fspath(path)!r} holds no language model: it has neither {GENAI}, as "
-        f"onnxruntime-genai writes it, nor {OPTIMUM}, as optimum does"
+        f"{os.fspath(path)!r} holds no language model: it has neither the {GENAI} of "
+        f"onnxruntime-genai nor the {OPTIMUM} of optimum"
     )
 
 
-def file_of_adapter(home: Path, name: str) -> Path:
-    """Return the file of an adapter in a folder.
+def adapter_file(home: Path, name: str) -> Path:
+    """Return the path of the file of an adapter in a folder.
 
     Raises:
-        ValueError: the name is no plain name of a file.
+        ValueError: the name holds a folder, or characters that no file name has.
     """
     if not name or Path(name).name != name or not name.isprintable():
         raise ValueError(f"{argument('adapter', name)} must be a plain name of a file")
@@ -136,12 +138,13 @@ def is_folder(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in (GENAI, OPTIMUM))
 
 
-def _of_genai(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+def _genai_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    """Return a folder of onnxruntime-genai, from its configuration."""
     model = config.get("model", {})
     decoder = model.get("decoder", {})
     if not file and not decoder.get("filename"):
-        more = ": it runs several files as a pipeline" if decoder.get("pipeline") else ""
-        raise ModelError(f"{str(home / GENAI)!r} names no file of the decoder{more}")
+        pipeline = ", but a pipeline of several files" if decoder.get("pipeline") else ""
+        raise ModelError(f"{str(home / GENAI)!r} names no file of the decoder{pipeline}")
     names = {n: v for n, v in decoder.get("inputs", {}).items() if isinstance(v, str)}
     return ModelFolder(
         home,
@@ -155,15 +158,16 @@ def _of_genai(home: Path, config: dict[str, Any], file: str | None) -> ModelFold
     )
 
 
-def _of_optimum(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+def _optimum_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    """Return a folder of optimum, from its configuration."""
     written = home / "generation_config.json"
     generation = _read_json(written) if written.is_file() else {}
-    text = config.get("text_config") or {}  # of models for texts and images
+    text = config.get("text_config") or {}  # in models for texts and images
     every = {**text, **config, **{n: v for n, v in generation.items() if v is not None}}
     return ModelFolder(
         home,
         "optimum",
-        _existing_file(home, file) if file else _model_of_optimum(home),
+        _existing_file(home, file) if file else _optimum_model_file(home),
         config,
         **_special_ids(every),
         vocab_size=every.get("vocab_size"),
@@ -171,8 +175,8 @@ def _of_optimum(home: Path, config: dict[str, Any], file: str | None) -> ModelFo
     )
 
 
-def _model_of_optimum(home: Path) -> Path:
-    """Return the file of the model, `model.onnx` or else the only one."""
+def _optimum_model_file(home: Path) -> Path:
+    """Return the file of the model: `model.onnx`, or the only file `.onnx`."""
     found = [*home.glob("*.onnx"), *home.glob("onnx/*.onnx")]
     usual = [home / name for name in _MODELS if home / name in found]
     if usual or len(found) == 1:
@@ -186,6 +190,7 @@ def _model_of_optimum(home: Path) -> Path:
 
 
 def _existing_file(home: Path, name: str) -> Path:
+    """Return the path of a file in a folder; raise `ModelError` if there is no such file."""
     if not (home / name).is_file():
         raise ModelError(f"{str(home)!r} lacks the file of its model, {name!r}")
     return home / name
@@ -199,10 +204,12 @@ def _special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_id(ids: Any) -> int | None:
+    """Return an id, or the first one of a list; None if there is none."""
     return (ids[0] if ids else None) if isinstance(ids, Sequence) else ids
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

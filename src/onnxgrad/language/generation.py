@@ -1,4 +1,4 @@
-"""Texts that a language model goes on with, by onnxruntime-genai or by a plain session."""
+"""`generate`: the texts by which a language model continues prompts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,95 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto, load_model_from_string
 
 from onnxgrad.adapters.files import load_adapter
 from onnxgrad.adapters.session_files import read_arrays
 from onnxgrad.checks import check_count
-from onnxgrad.errors import argument, unknown
-from onnxgrad.language.cached import Cached
-from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
+from onnxgrad.errors import ModelError, argument, unknown
+from onnxgrad.graph.infer import infer
+from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.feeds import caches
 from onnxgrad.model.read import read
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.reporting import frames_inside
+from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches
 from onnxgrad.training.trainer import Trainer
 
 
+class CachedModel:
+    """A language model that returns the scores of the next token, for one text.
+
+    Args:
+        model: a model with the input `input_ids`, and maybe `attention_mask`, `position_ids` and
+            caches: inputs with "past" in their names, each with an output that has "present"
+            instead. Its first output, or `logits`, is (rows, tokens, vocabulary).
+        names: the model's names of these inputs, if it has others.
+
+    Raises:
+        ModelError: the model has another input, or a cache of unknown size.
+    """
+
+    def __init__(self, model: ModelProto, names: Mapping[str, str]) -> None:
+        graph = to_ir(model)
+        if grow_caches(graph.graph):
+            model = to_proto(graph)
+        infer(graph)
+        inputs = {str(x.name): x for x in graph.graph.inputs}
+        outputs = {str(y.name): y for y in graph.graph.outputs}
+        self._caches = caches(model)  # the output of each cache, by its input
+        self._empty = {name: _empty_cache(inputs[name]) for name in self._caches}
+        usual = ("input_ids", MASK, POSITIONS, BRANCH)
+        self._names = {names.get(n, n): n for n in usual if names.get(n, n) in inputs}
+        scores = "logits" if "logits" in outputs else next(iter(outputs))
+        self._predictor = Predictor(model, [scores, *self._caches.values()])
+        known = {*self._names, *self._caches}
+        if other := [name for name in self._predictor.inputs if name not in known]:
+            raise ModelError(
+                "generation feeds tokens, masks, positions and caches, and the model also has the "
+                f"inputs {other}: give them a default, or export the model without them"
+            )
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all tokens, to begin another text."""
+        self._held, self._tokens = dict(self._empty), []  # type: tuple[dict, list[int]]
+
+    def scores(self, tokens: list[int]) -> np.ndarray:
+        """Append tokens to the text, and return the scores (V,) of the next token."""
+        self._tokens += tokens
+        new = tokens if self._caches else self._tokens
+        total, first = len(self._tokens), len(self._tokens) - len(new)
+        given = {
+            "input_ids": [new],
+            MASK: np.ones((1, total)),
+            POSITIONS: [np.arange(first, total)],
+            BRANCH: [first > 0],
+        }
+        feeds = {name: given[n] for name, n in self._names.items()}
+        scores, *held = self._predictor.run(feeds | self._held)
+        self._held = dict(zip(self._caches, held, strict=True))
+        return scores[0, -1]
+
+
+def _empty_cache(x: ir.Value) -> np.ndarray:
+    """Return an empty cache for the input `x`."""
+    heads, size = cache_sizes(x)
+    if heads is None or size is None or x.dtype is None:
+        raise ModelError(
+            f"the cache {x.name!r} has the shape {dims(x)}, of which the number of heads and the "
+            "size of a head must be known: export the model with these lengths"
+        )
+    return np.zeros([*[2] * (rank(x) == 5), 1, heads, 0, size], x.dtype.numpy())
+
+
 @dataclass(frozen=True)
-class Choice:
-    """How the next token is chosen: the most probable one, or drawn at a temperature above 0."""
+class TokenChoice:
+    """How the next token is chosen: the most probable token, or drawn if `temperature` > 0."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -35,12 +107,12 @@ class Choice:
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
-                f"temperature={self.temperature} must be 0 or more, and top_p={self.top_p} above 0 "
-                "and at most 1"
+                f"{argument('temperature', self.temperature)} must be 0 or more, and "
+                f"{argument('top_p', self.top_p)} above 0 and at most 1"
             )
 
-    def of(self, scores: np.ndarray, rng: np.random.Generator) -> int:
-        """Return a token by its scores (V,)."""
+    def choose_token(self, scores: np.ndarray, rng: np.random.Generator) -> int:
+        """Return the next token, by the scores (V,) of all tokens."""
         if not self.temperature:
             return int(scores.argmax())
         scores = scores.astype(np.float64) / self.temperature
@@ -63,21 +135,21 @@ def generate(
     tokenizer: Any = None,
     adapter: str | None = None,
 ) -> Any:
-    """Return how a language model goes on with prompts.
+    """Return the texts by which a language model continues prompts.
 
-    A folder of onnxruntime-genai runs there, if that is installed and has the device of the folder.
-    Otherwise each token is a call of an ordinary session, which keeps the caches of the model.
+    onnxruntime-genai runs folders that are written for it, if it is installed and has the device of
+    the folder. Otherwise an ordinary session runs for each token, with the caches of the model.
 
     Args:
-        model: a `ModelFolder`, or the path of one; or a `Trainer` or a model with a `tokenizer`.
+        model: a `ModelFolder` or its path; or a `Trainer` or a model, with `tokenizer`.
         prompts: a text, a chat `[{"role": ..., "content": ...}, ...]`, or a list of these.
-        max_new_tokens: how many tokens to generate, at most; a token that ends a text ends it.
-        temperature: 0 takes the most probable token, others draw: the larger, the more alike are
-            the probabilities.
+        max_new_tokens: most tokens to generate; a token that ends a text stops earlier.
+        temperature: 0 takes the most probable token; above 0, tokens are drawn, and the larger it
+            is, the more alike their probabilities are.
         top_p: draw from the most probable tokens that have this probability together.
-        seed: of the draws.
-        tokenizer: as for `texts`; None: the tokenizer of the folder.
-        adapter: name of an adapter of the folder, as `save_folder(..., adapter=...)` wrote it.
+        seed: seed of the draws.
+        tokenizer: as in `texts`; None: the tokenizer of the folder.
+        adapter: name of an adapter in the folder, as written by `save_folder(..., adapter=...)`.
 
     Returns:
         The new text, without the prompt and without special tokens; a list for a list.
@@ -96,58 +168,66 @@ def generate(
         >>> og.language.generate(model, "tick", 3, tokenizer=words)
         'tock tick tock'
     """
-    choice = Choice(temperature, top_p, seed)
+    choice = TokenChoice(temperature, top_p, seed)
     check_count("max_new_tokens", max_new_tokens)
     is_chat = bool(prompts) and all(isinstance(m, Mapping) and "role" in m for m in prompts)
     several = isinstance(prompts, (list, tuple)) and not is_chat
     given = [*prompts] if several else [prompts]
-    folder = _as_folder(model)
+    folder = _model_folder(model)
     if tokenizer is None and folder is None:
-        raise ValueError("pass the tokenizer, as its folder: this model is not in one")
-    own = as_tokenizer(folder if tokenizer is None else tokenizer)
-    ids = [_encode_prompt(own, prompt) for prompt in given]
+        raise ValueError(
+            f"the model is in no folder with a tokenizer: pass {argument('tokenizer')}, as its "
+            "folder"
+        )
+    loaded = as_tokenizer(folder if tokenizer is None else tokenizer)
+    ids = [_encode_prompt(loaded, prompt) for prompt in given]
     running = None if folder is None else _genai_model(folder)
     if folder is not None and running is not None:
-        tokens = _by_genai(running, folder, ids, max_new_tokens, choice, adapter)
+        tokens = _generate_by_genai(running, folder, ids, max_new_tokens, choice, adapter)
     else:
         proto = read(model.model if isinstance(model, Trainer) else folder or model)
         if adapter is not None:
-            proto = load_adapter(proto, _adapter_of(folder, adapter))
-        about = _as_folder(tokenizer) if folder is None else folder
-        tokens = _by_session(proto, own, about, ids, max_new_tokens, choice)
-    found = [own.decode(each) for each in tokens]
+            proto = load_adapter(proto, _find_adapter(folder, adapter))
+        about = _model_folder(tokenizer) if folder is None else folder
+        tokens = _generate_by_session(proto, loaded, about, ids, max_new_tokens, choice)
+    found = [loaded.decode(each) for each in tokens]
     return found if several else found[0]
 
 
-def _as_folder(model: Any) -> ModelFolder | None:
+def _model_folder(model: Any) -> ModelFolder | None:
+    """Return a folder of a language model, or the folder at a path; None for other models."""
     if isinstance(model, ModelFolder):
         return model
     is_path = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
     return load_folder(model) if is_path else None
 
 
-def _adapter_of(folder: ModelFolder | None, name: str) -> Path:
-    """Return the file of an adapter; raise ValueError if there is none."""
+def _find_adapter(folder: ModelFolder | None, name: str) -> Path:
+    """Return the file of an adapter in a folder; raise `ValueError` if the model lacks it."""
     if folder is None:
-        raise ValueError(f"{argument('adapter', name)} is of a folder, which this model is not in")
-    file = file_of_adapter(folder.path, name)
+        raise ValueError(
+            f"{argument('adapter', name)} names an adapter in a folder: pass the folder as model"
+        )
+    file = adapter_file(folder.path, name)
     if not file.is_file():
         raise unknown("adapter", name, sorted(f.stem for f in file.parent.glob("*.onnx_adapter")))
     inputs = {x.name for x in load_model_from_string(folder.model.read_bytes()).graph.input}
     if other := [tensor for tensor in read_arrays(file) if tensor not in inputs]:
         raise ValueError(
-            f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name!r}: it is an "
-            "adapter of another base"
+            f"{str(file)!r} has {other[0]!r}, which is no input of {folder.model.name!r}: the "
+            "adapter belongs to another base model"
         )
     return file
 
 
 def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    """Return the tokens of a prompt, without one that ends it."""
+    """Return the tokens of a prompt, without a token that ends a text."""
     text, special = prompt, True
     if not isinstance(prompt, str):
         if tokenizer.chat_template is None:
-            raise ValueError("the prompt is a chat, and the tokenizer has no chat template")
+            raise ValueError(
+                "the prompt is a chat, and the tokenizer has no chat template: pass a text"
+            )
         text, special = tokenizer.chat_template.render(prompt, True), False
     ids = tokenizer.encode([text], special)[0][0].tolist()
     while special and len(ids) > 1 and ids[-1] == tokenizer.eos_id:
@@ -160,7 +240,7 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
 
 
 def _genai_model(folder: ModelFolder) -> Any:
-    """Return the model of onnxruntime-genai, or None: another folder, or one that it cannot run."""
+    """Return the model of onnxruntime-genai; None if it cannot run the folder."""
     if folder.kind != "genai":
         return None
     try:
@@ -169,32 +249,32 @@ def _genai_model(folder: ModelFolder) -> Any:
         return genai.Model(str(folder.path))
     except ImportError:
         return None
-    except Exception as e:  # such as a folder for another device
+    except Exception as e:  # as for a folder that needs another device
         warnings.warn(
-            f"onnxruntime-genai does not run {str(folder.path)!r} here, an ordinary session on the "
-            f"CPU does: {e}",
+            f"onnxruntime-genai cannot run {str(folder.path)!r}, so that an ordinary session on "
+            f"the CPU runs it: {e}",
             stacklevel=frames_inside() + 1,
         )
         return None
 
 
-def _by_genai(
+def _generate_by_genai(
     model: Any,
     folder: ModelFolder,
     prompts: list[list[int]],
     count: int,
-    choice: Choice,
+    choice: TokenChoice,
     adapter: str | None,
 ) -> Iterator[list[int]]:
-    """Yield the new tokens for each prompt."""
+    """Yield the new tokens for each prompt, by onnxruntime-genai."""
     import onnxruntime_genai as genai
 
     adapters = genai.Adapters(model)
     if adapter is not None:
-        adapters.load(str(_adapter_of(folder, adapter)), adapter)
+        adapters.load(str(_find_adapter(folder, adapter)), adapter)
     nodes = load_model_from_string(folder.model.read_bytes()).graph.node
     attributes = (a for node in nodes for a in node.attribute if a.name == "local_window_size")
-    window = max((a.i for a in attributes), default=0)  # the caches must have room for it
+    window = max((a.i for a in attributes), default=0)  # caches must have room for the window
     for ids in prompts:
         most = min(len(ids) + count, folder.context_length or len(ids) + count)
         options: dict[str, Any] = {"do_sample": choice.temperature > 0}
@@ -212,24 +292,24 @@ def _by_genai(
         yield [int(i) for i in generator.get_sequence(0)[len(ids) :]]
 
 
-def _by_session(
+def _generate_by_session(
     proto: ModelProto,
     tokenizer: Tokenizer,
     folder: ModelFolder | None,
     prompts: list[list[int]],
     count: int,
-    choice: Choice,
+    choice: TokenChoice,
 ) -> Iterator[list[int]]:
-    """Yield the new tokens for each prompt."""
-    cached = Cached(proto, {} if folder is None else folder.input_names)
+    """Yield the new tokens for each prompt, by an ordinary session."""
+    cached = CachedModel(proto, {} if folder is None else folder.input_names)
     ends = {*(folder.eos_ids if folder is not None else ()), tokenizer.eos_id}
     limit = None if folder is None else folder.context_length
     for ids in prompts:
-        rng = np.random.default_rng(choice.seed)  # a prompt has the same text alone and in a list
+        rng = np.random.default_rng(choice.seed)  # anew, so that a text depends on its prompt only
         cached.begin()
         found: list[int] = []
         while len(found) < count and (limit is None or len(ids) + len(found) < limit):
-            token = choice.of(cached.scores(found[-1:] or ids), rng)
+            token = choice.choose_token(cached.scores(found[-1:] or ids), rng)
             if token in ends:
                 break
             found.append(token)

@@ -1,4 +1,4 @@
-"""The probability of a text by a language model, as the output that losses of preferences read."""
+"""`sequence_log_probs`: the log-probability of a text, which losses of preferences read."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def sequence_log_probs(
 ) -> ModelProto:
     """Return a language model whose output is the log-probability of each text.
 
-    That is the sum of log p of its tokens, each given the tokens before it. Losses of preferences
+    This is the sum of log p of its tokens, each given the tokens before it. Losses of preferences
     are functions of it: see the recipe of DPO. The logits of all positions are in memory.
 
     Args:
         model: inputs (rows, tokens) such as `input_ids` and `attention_mask`; output: logits (rows,
-            tokens, vocabulary). Never modified. Caches among the inputs are empty, and
-            `position_ids` are computed from the mask: they are no inputs of the result.
-        alternatives: k texts in each row, such as 2, the chosen and the rejected one: all inputs
-            are (rows, k, tokens). None: a row is a text.
-        output: the logits; None: `logits`, or the only float output.
+            tokens, vocabulary). Never modified. The result has no inputs of caches, which are
+            empty, nor `position_ids`, which are computed from the mask.
+        alternatives: number k of texts in each row, such as 2 for a chosen and a rejected text: all
+            inputs are (rows, k, tokens). None: a row is a text.
+        output: name of the logits; None: `logits`, or the only float output.
 
     Returns:
-        A model with one more input, `labels`, int64: the tokens, and -100 where none counts, as at
-        padding and in the prompt; and one output, `log_probs` (rows,) or (rows, k). Weights and
-        adapters have the names that they had.
+        A model with one more input, `labels`, int64: the tokens, and -100 for tokens that do not
+        count, as at padding and in the prompt; and one output, `log_probs`, (rows,) or (rows, k).
+        Weights and adapters keep their names.
 
     Raises:
-        ValueError: an input that has not the rows on its first axis, logits of another shape, or an
-            input that is called `labels`.
+        ValueError: an input without rows on its first axis, logits of another shape, or an input
+            with the name `labels`.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -73,7 +73,7 @@ def sequence_log_probs(
     if any(x.name == LABELS for x in graph.inputs):
         raise ValueError(f"the model has an input {LABELS!r} already: rename it")
     op = Emit(graph, [LABELS, LOG_PROBS])
-    _write_sum(op, logits, alternatives)
+    _write_log_prob_output(op, logits, alternatives)
     if alternatives is not None:
         _take_alternatives(op, alternatives)
     tidy(made)
@@ -81,7 +81,7 @@ def sequence_log_probs(
     return to_proto(made)
 
 
-def _write_sum(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
+def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
     """Add the input of labels, and replace the outputs by the log-probability of each text."""
     shape = ir.Shape((dims(logits) or ())[:2])
     label = ir.Value(name=LABELS, type=ir.TensorType(ir.DataType.INT64), shape=shape)
@@ -97,7 +97,7 @@ def _write_sum(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
 
 
 def _take_alternatives(op: Emit, count: int) -> None:
-    """Give each input an axis behind the rows, and let the graph have so many times the rows."""
+    """Insert an axis of `count` texts behind the rows of each input, and reshape it into rows."""
     graph = op.graph
     for x in [x for x in graph.inputs if x.name not in graph.initializers]:
         shape = dims(x)

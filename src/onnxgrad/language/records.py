@@ -1,4 +1,4 @@
-"""Texts as users hold them: files, lists, tables and datasets, one record after another."""
+"""The records of files, lists, tables and datasets of texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import is_table
 from onnxgrad.data.torch_data import is_hugging_face, is_hugging_face_stream
 
-Record = tuple[str, Any]  # where it stands, for messages, and a text or a dict by column
+Record = tuple[str, Any]  # the place, for messages, and the text, or a dict by column
 
 LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 TEXTS = (".txt", ".text", ".md")
@@ -23,28 +24,28 @@ DELIMITED = (".csv", ".tsv")
 
 
 def is_stream(source: Any) -> bool:
-    """Return whether records come one after another, anew for each pass: they are not kept."""
+    """Return whether the source is read again for each pass, and its records are not kept."""
     return is_hugging_face_stream(source) or callable(source)
 
 
 def records(source: Any, by_line: bool = True) -> Iterator[Record]:
-    """Yield the records of `source`, and where each stands.
+    """Yield the place and the content of each record of `source`.
 
     Args:
         source: the path of a file of JSON lines, of Parquet, or of plain text, or a list of such
             `Path`s; texts or dicts in a list; a table of pandas, polars or pyarrow; a dataset of
             Hugging Face; or a function that returns an iterable of texts or dicts.
-        by_line: whether each line of a plain text is a record, rather than the file.
+        by_line: whether each line of a plain text is a record; False: the whole file is one.
 
     Raises:
         DataError: a file that cannot be read, or a line that is no JSON.
     """
     if isinstance(source, (str, os.PathLike)):
-        yield from _of_file(Path(source), by_line)
+        yield from _file_records(Path(source), by_line)
         return
     if isinstance(source, (list, tuple)) and source and isinstance(source[0], os.PathLike):
         for path in source:
-            yield from _of_file(Path(path), by_line)
+            yield from _file_records(Path(path), by_line)
         return
     if callable(source):
         source = source()
@@ -53,7 +54,7 @@ def records(source: Any, by_line: bool = True) -> Iterator[Record]:
 
 
 def column_records(source: Any) -> Iterator[Record]:
-    """Yield the records of what has columns: as `records`, and of CSV and TSV files.
+    """Yield the place and the content of each record of a source with columns, also CSV and TSV.
 
     Raises:
         DataError: a file that cannot be read, or that has no columns.
@@ -68,7 +69,7 @@ def column_records(source: Any) -> Iterator[Record]:
     elif suffix in (*LINES, *TABLES):
         yield from records(path)
     else:
-        raise DataError(f"{str(path)!r}: texts are in a .csv, .tsv or .jsonl file, or .parquet")
+        raise DataError(f"{str(path)!r}: expected a file .csv, .tsv, .jsonl or .parquet")
 
 
 def _delimited_records(path: Path) -> Iterator[Record]:
@@ -76,28 +77,37 @@ def _delimited_records(path: Path) -> Iterator[Record]:
 
     The delimiter of CSV is a comma or a semicolon, whichever its header has more of.
     """
-    name = str(path)
+    with _open_text(path, newline="") as file:
+        first = file.readline()
+        header = re.sub('"[^"]*"', "", first)
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;", key=header.count)
+        table = csv.DictReader(chain([first], file), delimiter=delimiter)
+        for number, row in enumerate(table, 1):
+            place = f"row {number} of {str(path)!r}"
+            if any(row.pop(None, ())):
+                raise DataError(
+                    f"{place} has more cells than the header: quote texts with {delimiter!r}"
+                )
+            yield place, row
+
+
+@contextmanager
+def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
+    """Open a file of text; raise `DataError` while the block cannot read it."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            header = re.sub('"[^"]*"', "", first)
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;", key=header.count)
-            table = csv.DictReader(chain([first], file), delimiter=delimiter)
-            for number, row in enumerate(table, 1):
-                place = f"row {number} of {name!r}"
-                if any(row.pop(None, ())):
-                    raise DataError(
-                        f"{place} has more cells than the header: quote texts with {delimiter!r}"
-                    )
-                yield place, row
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            yield file
     except UnicodeDecodeError as e:
-        raise DataError(f"{name!r} is not UTF-8: {e}") from None
+        raise DataError(f"{str(path)!r} is not UTF-8: {e}") from None
     except (OSError, csv.Error) as e:
-        raise DataError(f"{name!r} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+        missing = isinstance(e, FileNotFoundError)
+        more = "; to pass texts themselves, put them in a list" if missing else ""
+        why = getattr(e, "strerror", None) or e
+        raise DataError(f"{str(path)!r} cannot be read: {why}{more}") from None
 
 
 def _iterate_rows(source: Any) -> Any:
-    """Return what iterates over the rows of a table or dataset."""
+    """Return an iterator or a list of the rows of a table or dataset."""
     if is_hugging_face(source):
         return iter(source)
     if hasattr(source, "to_pylist"):
@@ -111,11 +121,12 @@ def _iterate_rows(source: Any) -> Any:
         return iter(source)
     except TypeError:
         raise DataError(
-            f"texts are in a file, a list, a table or a dataset, not in a {type(source).__name__}"
+            f"texts are in a file, a list, a table or a dataset, not in {type(source).__name__}"
         ) from None
 
 
-def _of_file(path: Path, by_line: bool) -> Iterator[Record]:
+def _file_records(path: Path, by_line: bool) -> Iterator[Record]:
+    """Yield the records of a file of Parquet, JSON lines or plain text."""
     name, suffix = str(path), path.suffix.lower()
     if suffix in TABLES:
         from pyarrow import ArrowException, parquet
@@ -126,28 +137,19 @@ def _of_file(path: Path, by_line: bool) -> Iterator[Record]:
             raise DataError(f"{name!r} cannot be read: {e}") from None
         yield from ((f"row {i} of {name!r}", row) for i, row in enumerate(rows))
         return
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            if suffix in LINES:
-                yield from _of_json(name, file)
-            elif by_line:
-                yield from (
-                    (f"line {i} of {name!r}", line.rstrip("\n"))
-                    for i, line in enumerate(file, 1)
-                    if line.strip()
-                )
-            else:
-                yield f"{name!r}", file.read()
-    except UnicodeDecodeError as e:
-        raise DataError(f"{name!r} is not UTF-8: {e}") from None
-    except OSError as e:
-        missing = isinstance(e, FileNotFoundError)
-        more = "; texts themselves are passed in a list" if missing else ""
-        raise DataError(f"{name!r} cannot be read: {e.strerror or e}{more}") from None
+    with _open_text(path) as file:
+        if suffix in LINES:
+            yield from _json_records(name, file)
+        elif by_line:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"line {number} of {name!r}", line.rstrip("\n")
+        else:
+            yield f"{name!r}", file.read()
 
 
-def _of_json(name: str, file: Any) -> Iterator[Record]:
-    """Yield the records of lines of JSON, or of one array."""
+def _json_records(name: str, file: Any) -> Iterator[Record]:
+    """Yield the records of a file with an object of JSON on each line, or with one array."""
     first = next((line for line in file if line.strip()), "")
     file.seek(0)
     if first.lstrip().startswith("["):
@@ -163,6 +165,6 @@ def _of_json(name: str, file: Any) -> Iterator[Record]:
                 yield f"line {number} of {name!r}", json.loads(line)
             except ValueError as e:
                 raise DataError(
-                    f"line {number} of {name!r} is no JSON: {e}; each line is an object, as "
+                    f"line {number} of {name!r} is no JSON: {e}; write an object on each line, as "
                     '{"text": "..."}'
                 ) from None

@@ -1,4 +1,4 @@
-"""`save_folder`: a folder anew, with another model in it."""
+"""`save_folder`: a copy of the folder of a language model, with another model in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto
 from onnxgrad.adapters.files import save_adapter
 from onnxgrad.adapters.inputs import adapter_inputs
 from onnxgrad.errors import ModelError, argument, named
-from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
+from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import read
@@ -32,33 +32,33 @@ def save_folder(
     adapter: str | None = None,
     overwrite: bool = False,
 ) -> ModelFolder:
-    """Write a folder like another, with another model in it, completely or not at all.
+    """Write a copy of the folder of a language model with another model, completely or not at all.
 
-    The model gets the name that it has in `like`, and its tensors are in the same files as there;
-    new ones, as of adapters, are beside the others. All other files are copied, byte for
-    byte, but hidden folders such as `.git`.
+    The file of the model has the same name as in `like`, and its tensors are in the same files; new
+    tensors, as of adapters, are in the file of most tensors. All other files are copied, byte for
+    byte, without hidden folders such as `.git`.
 
     Args:
         model: a `Trainer`, or a model, serialized model or path; never modified.
-        path: the new folder. Folders that lead there are created.
+        path: the new folder. Missing parent folders are created.
         like: a `ModelFolder`, or its path.
-        adapter: of a model with adapters, write the base with adapters as its inputs, and their
-            values to the file `adapters/<this name>.onnx_adapter`: one base serves several. See
-            `adapter_inputs`.
-        overwrite: whether `path` may be a folder of a language model, whose files are replaced by
-            the new files of the same name; others stay.
+        adapter: name of the adapters of the model: the model is written with adapters as inputs,
+            and their values to the file `adapters/<name>.onnx_adapter`, so that one model serves
+            several adapters. See `adapter_inputs`.
+        overwrite: whether `path` may be a folder of a language model. Its files are replaced by
+            new files of the same name; other files stay.
 
     Returns:
-        The new folder, as `load_folder` returns it.
+        The new folder.
 
     Raises:
         FileExistsError: `path` exists, and is no empty folder.
         ModelError: `like` is no folder of a language model, or `model` cannot be read.
         OSError: the folder cannot be written.
         ValueError: `adapter` is no name of a file, or `model` has no adapters.
-        ValueError: `model` lacks an output of the model of `like`, or needs another input, as what
-            `sequence_log_probs` returns.
-        ValueError: `path` is `like`, or is in it, and the model reads its data from there.
+        ValueError: `model` lacks an output of the model of `like`, or needs another input, as a
+            model of `sequence_log_probs`.
+        ValueError: `path` is inside of `like`, or holds the data of the model's tensors.
 
     Examples:
         >>> import json, tempfile, onnx, onnxgrad as og
@@ -79,23 +79,23 @@ def save_folder(
     origin = load_folder(like)
     proto = adapted = read(model.model if isinstance(model, Trainer) else model)
     if adapter is not None:
-        file_of_adapter(Path(), adapter)  # raises for a name that is none
+        adapter_file(Path(), adapter)  # raises for a name that no file can have
         proto = adapter_inputs(adapted)
     target = check_folder(path, overwrite, origin, proto)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary, file = _temporary_beside(target), origin.model.relative_to(origin.path)
     temporary.mkdir()
     try:
-        _copy_others(origin, temporary, target)
+        _copy_other_files(origin, temporary, target)
         (temporary / file).parent.mkdir(parents=True, exist_ok=True)
         _write_model(proto, temporary / file, origin.model)
         if adapter is not None:
-            placed = file_of_adapter(temporary, adapter)
+            placed = adapter_file(temporary, adapter)
             placed.parent.mkdir(exist_ok=True)
             save_adapter(adapted, placed)
         for each in (each for each in temporary.rglob("*") if each.is_file()):
-            with suppress(PermissionError), each.open("rb+") as opened:  # of one that is read-only
-                os.fsync(opened.fileno())  # in case of a power cut
+            with suppress(PermissionError), each.open("rb+") as opened:  # if it is read-only
+                os.fsync(opened.fileno())  # so that files survive a power cut
         _move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -108,14 +108,16 @@ def check_folder(
     like: ModelFolder,
     model: ModelProto | None = None,
 ) -> Path:
-    """Return the folder that is written for `path`; raise if it cannot be: before a long training.
+    """Return the folder that `save_folder` writes for `path`; raise if it cannot be written.
+
+    Callers check it before a long training.
 
     Raises:
         OSError, ValueError: as `save_folder`.
     """
     target, home = Path(os.path.realpath(path)), Path(os.path.realpath(like.path))
     if target != home and target.is_relative_to(home):
-        raise ValueError(f"{os.fspath(path)!r} is in the folder that is copied: name another one")
+        raise ValueError(f"{os.fspath(path)!r} is in the folder that is copied: name another")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
     files = external.files_of(model) if model is not None else ()
@@ -134,7 +136,7 @@ def check_folder(
         try:
             load_folder(target)
         except ModelError as e:
-            raise FileExistsError(f"only a language model is overwritten: {e}") from None
+            raise FileExistsError(f"only a language model can be overwritten: {e}") from None
     home = next(folder for folder in target.parents if folder.exists())
     if not os.access(home, os.W_OK):
         raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
@@ -142,7 +144,7 @@ def check_folder(
 
 
 def _check_interface(model: ModelProto, like: ModelFolder) -> None:
-    """Raise ValueError if what runs the model of a folder cannot run another one in its place."""
+    """Raise `ValueError` if programs that run the model of a folder could not run another one."""
     held = onnx.load_model_from_string(like.model.read_bytes())
     inputs, outputs = ({x.name for x in face} for face in (held.graph.input, held.graph.output))
     lost = sorted(outputs - {y.name for y in model.graph.output})
@@ -150,40 +152,40 @@ def _check_interface(model: ModelProto, like: ModelFolder) -> None:
     if lost or new:
         differs = f"lacks the outputs {lost[:3]}" if lost else f"needs the inputs {new[:3]}"
         raise ValueError(
-            f"the model {differs}, unlike {str(like.model)!r}, whose place it would take: put what "
-            f"was trained into this file, adapters by {named('save_adapter')} and "
+            f"the model {differs}, unlike {str(like.model)!r}, which it would replace: write the "
+            f"trained tensors into this file, adapters by {named('save_adapter')} and "
             f"{named('load_adapter')}, weights by {named('replace_initializers_into_onnx')}"
         )
 
 
 def _temporary_beside(target: Path) -> Path:
+    """Return the path of a new temporary folder in the parent folder of `target`."""
     return target.with_name(f".onnxgrad-{target.name[:100]}.{os.urandom(8).hex()}")
 
 
-def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
-    """Copy all files of a folder but the model and its data."""
-    own = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
+def _copy_other_files(origin: ModelFolder, temporary: Path, target: Path) -> None:
+    """Copy all files of a folder except the model and its data."""
+    replaced = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
     stale = []
     for folder, folders, names in os.walk(origin.path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(folder, name) for name in names):
             relative = file.relative_to(origin.path)
-            if os.path.realpath(file) in own or file == target:
+            if os.path.realpath(file) in replaced or file == target:
                 continue
             if file.suffix == ".onnx":
                 stale.append(relative.as_posix())
-                if shared := own & {os.path.realpath(data) for data in data_files(file)}:
+                if shared := replaced & {os.path.realpath(data) for data in data_files(file)}:
                     raise ModelError(
-                        f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name!r} does: "
-                        "that would be replaced. Remove one of both models from a copy of the "
-                        "folder"
+                        f"{str(file)!r} and {origin.model.name!r} read {shared.pop()!r}, which "
+                        "would be replaced. Remove one of both models from a copy of the folder"
                     )
             (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, temporary / relative)
     if stale:
         warnings.warn(
-            f"{sorted(stale)} are copied unchanged: they do not have the weights of the model that "
-            f"was written, {origin.model.name!r}",
+            f"{sorted(stale)} are copied unchanged, without the weights of the new "
+            f"{origin.model.name!r}",
             stacklevel=3,
         )
 
@@ -191,17 +193,17 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
 def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
     """Write a model with its tensors in the same files as the tensors of `like`."""
     old = onnx.load_model_from_string(like.read_bytes())
-    own = {tensor.name for tensor in old.graph.initializer}
-    places = {n: _data_location(t) for n, t in external.external_tensors(old) if n in own}
+    known = {tensor.name for tensor in old.graph.initializer}
+    places = {n: _data_location(t) for n, t in external.external_tensors(old) if n in known}
     if bad := next((p for p in places.values() if p.is_absolute() or ".." in p.parts), None):
         raise ModelError(f"{str(like)!r} has its data outside of its folder, in {str(bad)!r}")
     data = next((place for place, _ in Counter(places.values()).most_common(1)), None)
     if data is None and external.inline_nbytes(proto) > external.IN_MODEL:
-        data, own = Path(f"{file.name}.data"), set()
+        data, known = Path(f"{file.name}.data"), set()
 
     def place(tensor: TensorProto) -> tuple[Path, Path] | None:
         location = places.get(tensor.name)
-        is_new = tensor.name not in own and external.nbytes(tensor) > external.SMALL
+        is_new = tensor.name not in known and external.nbytes(tensor) > external.SMALL
         if location is None and (external.is_external(tensor) or (is_new and data is not None)):
             location = data or Path(f"{file.name}.data")
         if location is None:
@@ -211,7 +213,7 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
 
     written = external.written_out(proto, place)
     for _, tensor in external.external_tensors(written):
-        if _data_location(tensor).is_absolute():  # of a subgraph
+        if _data_location(tensor).is_absolute():  # a tensor of a subgraph
             tensor.raw_data = external.array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
@@ -219,11 +221,12 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
 
 
 def _data_location(tensor: TensorProto) -> Path:
+    """Return the path of the file with the data of a tensor, relative to the model."""
     return Path(next(e.value for e in tensor.external_data if e.key == "location"))
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    """Move a folder to its place; files of an old one that the new one lacks stay."""
+    """Move a folder to `target`; files of an old folder there stay if the new one lacks them."""
     if not target.exists():
         temporary.rename(target)
         return

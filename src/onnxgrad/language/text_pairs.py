@@ -1,4 +1,4 @@
-"""Texts that belong together, as tokens for one encoder."""
+"""`paired_texts`: texts that belong together, as tokens for one encoder."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from onnxgrad.operators.shapes import Dims
 def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTexts:
     """Return texts that belong together as data for losses of embeddings.
 
-    All texts of a row go through one model: they are consecutive rows of a batch, which has
-    `input_ids`, `attention_mask` and `token_type_ids`, those that the model has. `batch_size`
+    One model encodes all texts of a row, which are consecutive rows of a batch. A batch has
+    `input_ids`, `attention_mask` and `token_type_ids`, if the model has these inputs. `batch_size`
     counts rows of `source`. Anchor and positive have one label, int64, which they share with rows
-    of the same anchor; each negative has a label of its own. With scores, these are the labels of
-    both, float32. Texts alone have no labels.
+    of the same anchor; each negative has a different label. With scores, both texts of a row have
+    the score as label, float32. Texts alone have no labels.
 
     Args:
         source: a CSV, TSV, JSON-lines or Parquet file, a list of dicts, a table or a dataset of
-            Hugging Face, with the columns `anchor` and `positive`, and after these `negative`,
-            `negative_2`..., or `score`; or a list of texts.
+            Hugging Face, with the columns `anchor` and `positive`, and maybe `negative`,
+            `negative_2` and so on, or `score`; or a list of texts.
         tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
             tokenizers or transformers.
-        max_length: tokens of a text; longer ones are cut.
+        max_length: most tokens of a text; longer texts are cut.
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `PairedTexts` for its attributes.
 
     Raises:
-        ValueError: a file that cannot be read, or a row of another form; the message names it.
+        ValueError: a file that cannot be read, or a row of another form; the message names the row.
         ImportError: the library tokenizers is not installed.
 
     Examples:
@@ -60,27 +60,26 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
         raise ValueError(
             f"there is no text: {os.fspath(source) if is_path else source!r} has no rows"
         )
-    backend = as_tokenizer(tokenizer)
+    tokenizer = as_tokenizer(tokenizer)
     if all(isinstance(row, str) for _, row in rows):
         texts, kind, labels, each = [row for _, row in rows], "texts", None, 1
     else:
-        names, scores = _columns(rows)
+        names, scores = _text_columns_and_scores(rows)
         texts, each = [row[name] for _, row in rows for name in names], len(names)
         kind = "scores" if scores else "pairs"
         anchors = [row["anchor"] for _, row in rows]
-        labels = np.array(scores, np.float32).repeat(2) if scores else _labels(anchors, each)
-    own = type(backend.backend).from_str(backend.backend.to_str())
-    own.enable_truncation(max_length)
-    return PairedTexts(own.encode_batch(texts), labels, each, kind, backend.fill_id)
+        labels = np.array(scores, np.float32).repeat(2) if scores else _pair_labels(anchors, each)
+    tokens = tokenizer.cutting_backend(max_length).encode_batch(texts)
+    return PairedTexts(tokens, labels, each, kind, tokenizer.fill_id)
 
 
 class PairedTexts(IndexedReader):
-    """Rows of texts as tokens; what `paired_texts` returns.
+    """The reader that `paired_texts` returns: the tokens of rows of texts.
 
     Attributes:
-        kind: "pairs", "scores", or "texts" of one each.
+        kind: "pairs", "scores", or "texts" for single texts.
         each: number of texts of a row.
-        labels: of the texts, (rows * each,), or None.
+        labels: labels of the texts, (rows * each,), or None.
     """
 
     pads = True
@@ -94,18 +93,18 @@ class PairedTexts(IndexedReader):
         self._names: Sequence[str] = INPUTS
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> PairedTexts:
-        """Return the reader for the inputs of a model, and the number of tokens that it states.
+        """Return the reader for the inputs of a model, and for its number of tokens if it is fixed.
 
         Raises:
-            ValueError: it has other inputs.
+            ValueError: the model has other inputs.
         """
         if "input_ids" not in shapes or (others := {*shapes} - {*INPUTS}):
             found = sorted(shapes) if "input_ids" not in shapes else sorted(others)
-            raise ValueError(f"texts are for models with inputs {list(INPUTS)}: not {found}")
+            raise ValueError(f"the model has the inputs {found}: texts need some of {list(INPUTS)}")
         if "attention_mask" not in shapes:
             warnings.warn(
-                "the model has no input attention_mask: what fills shorter texts changes their "
-                "embeddings, unless the model itself leaves it out",
+                "the model has no input attention_mask: padding changes the embeddings of shorter "
+                "texts, unless the model itself masks it",
                 stacklevel=2,
             )
         new, shape = copy.copy(self), shapes["input_ids"] or ()
@@ -113,12 +112,13 @@ class PairedTexts(IndexedReader):
         new._width = next((n for n in shape[1:2] if isinstance(n, int)), None)
         return new
 
-    def _every(self, numbers: np.ndarray) -> np.ndarray:
+    def _text_numbers(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the numbers of all texts of some rows."""
         return (np.asarray(numbers)[:, None] * self.each + np.arange(self.each)).ravel()
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the texts and labels of rows."""
-        every = self._every(indices)
+        """Return the inputs and labels of the texts of some rows."""
+        every = self._text_numbers(indices)
         tokens = [self._tokens[i] for i in every]
         ids, mask, _ = pad_sequences([np.int64(e.ids) for e in tokens], self._fill, self._width)
         types, _, _ = pad_sequences([np.int64(e.type_ids) for e in tokens], 0, self._width)
@@ -128,7 +128,7 @@ class PairedTexts(IndexedReader):
 
     def subset(self, numbers: np.ndarray) -> PairedTexts:
         """Return the reader of some rows."""
-        part, every = copy.copy(self), self._every(numbers)
+        part, every = copy.copy(self), self._text_numbers(numbers)
         part.rows, part._tokens = len(numbers), [self._tokens[i] for i in every]
         part.labels = None if self.labels is None else self.labels[every]
         return part
@@ -141,41 +141,41 @@ class PairedTexts(IndexedReader):
         return describe_arrays("paired texts", arrays) | {"rows": self.rows}
 
 
-def _labels(anchors: list[str], each: int) -> np.ndarray:
-    """Return the labels of texts: one for those of an anchor, and one for each negative."""
+def _pair_labels(anchors: list[str], each: int) -> np.ndarray:
+    """Return the labels of texts: one for each different anchor, and one for each negative."""
     numbers: dict[str, int] = {}
     labels = np.arange(len(anchors) * each).reshape(-1, each) + len(anchors)
     labels[:, :2] = [[numbers.setdefault(anchor, len(numbers))] for anchor in anchors]
     return labels.ravel()
 
 
-def _columns(rows: list[Record]) -> tuple[list[str], list[float]]:
-    """Return the columns of texts, and the scores, if there are any; all rows have the same."""
+def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]]:
+    """Return the names of the columns of texts, and the scores; check that all rows have them."""
     for place, row in rows:
         if not isinstance(row, Mapping):
-            raise ValueError(f"{place}: it is no object, as {{'anchor': ...}}")
+            raise ValueError(f"{place} is {row!r:.40}: expected columns, as {{'anchor': ...}}")
     place, first = rows[0]
-    names, scored = _texts_of(first), "score" in first
+    names, scored = _text_columns(first), "score" in first
     if names[:2] != ["anchor", "positive"] or (scored and len(names) > 2):
         raise ValueError(
-            f"{place} has the columns {list(first)}: it needs anchor, positive, and after these "
+            f"{place} has the columns {list(first)}: expected anchor, positive, and maybe "
             "negative, or score"
         )
     for place, row in rows:
-        if sorted(_texts_of(row)) != sorted(names) or ("score" in row) != scored:
-            raise ValueError(f"{place}: it has {list(row)}, and the first row {list(first)}")
+        if sorted(_text_columns(row)) != sorted(names) or ("score" in row) != scored:
+            raise ValueError(f"{place} has the columns {list(row)}, the first row {list(first)}")
         for name in names:
             if not isinstance(row[name], str) or not row[name].strip():
-                raise ValueError(f"{place}: {name!r} is no text")
-    return names, [_number(place, row["score"]) for place, row in rows] if scored else []
+                raise ValueError(f"{place}: {name!r} is {row[name]!r:.40}, and no text")
+    return names, [_finite_score(place, row["score"]) for place, row in rows] if scored else []
 
 
-def _texts_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the columns of a row that hold texts."""
+def _text_columns(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the columns of a row that hold texts."""
     return [n for n in row if n in ("anchor", "positive") or str(n).startswith("negative")]
 
 
-def _number(place: str, score: Any) -> float:
+def _finite_score(place: str, score: Any) -> float:
     """Return a score as a finite number."""
     try:
         number = float(score)

@@ -1,4 +1,4 @@
-"""`texts`: records as data for `fit`, in batches of similar length."""
+"""`texts`: texts as rows of tokens for a language model, in batches of rows of similar length."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from onnxgrad.data.padding import by_length, pad_sequences
 from onnxgrad.data.readers import Reader, full_name, with_arguments
 from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
-from onnxgrad.language.encoding import IGNORED, Encoder, Row, pack
+from onnxgrad.language.encoding import IGNORED, RecordEncoder, Row, pack_rows
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.records import is_stream, records
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.operators.shapes import Dims
 
-_POOL = 50  # batches of a stream whose rows are sorted by length together
-_BUFFER = 1000  # rows that a stream shuffles together
+_SORTED_BATCHES = 50  # of a stream, whose rows are sorted by length together
+_SHUFFLED_ROWS = 1000  # of a stream, in the buffer from which rows are drawn
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
@@ -42,26 +42,26 @@ def texts(
 ) -> Reader:
     """Return texts as data for a language model: `input_ids`, `attention_mask`, and labels.
 
-    Labels are the ids of the same tokens, for a loss that shifts them, and -100 where nothing is
-    learned. Rows of similar length make a batch, and are padded at the end. A record is a text or
+    Labels are the ids of the same tokens, for a loss that shifts them, and -100 for tokens that are
+    not learned. A batch has rows of similar length, padded at the end. A record is a text or
     `{"text": ...}`; `{"prompt": ..., "completion": ...}`; a chat `{"messages": [...]}`, written by
-    the tokenizer's template; or tokens `{"input_ids": ..., "labels": ...}`. All but the last two
-    end with the token for that.
+    the tokenizer's template; or tokens `{"input_ids": ..., "labels": ...}`. The token that ends a
+    text is appended to texts and completions.
 
     Args:
         source: records in a list, or a file of JSON lines, Parquet or plain text, or a list of
             `Path`s; a table; a dataset of Hugging Face; or a function that returns an iterable, and
-            is called for each epoch. Streams are encoded while they are read, others at once.
+            is called for each epoch. Streams are encoded while they are read, other sources once.
         tokenizer: a `ModelFolder`, the path of such a folder or of a `tokenizer.json`, or an object
             of tokenizers or transformers.
-        max_length: tokens of a row, at most; longer ones are cut, and counted in a warning. None:
-            as many as the model of the folder takes.
+        max_length: most tokens of a row; longer rows are cut, and counted in a warning. None: as
+            many as the model of the folder takes.
         completion_only: whether only completions, and turns of the assistant, are learned; None:
-            they are, where there are any.
-        packing: write all texts one after another, cut into rows of `max_length`. A text then sees
-            the texts before it in its row, and may go on in the next.
-        column: of the texts, where it is not called "text".
-        by_line: whether each line of a plain text is a record; False: a file is one.
+            only these if a record has them.
+        packing: write all texts one after another, cut into rows of `max_length`. A text then
+            attends to the texts before it in its row, and may continue in the next row.
+        column: name of the column of texts, if it is not "text".
+        by_line: whether each line of a plain text is a record; False: the whole file is one.
 
     Returns:
         A reader, which `fit`, `evaluate` and `predict` take as X.
@@ -83,22 +83,25 @@ def texts(
     """
     folder = tokenizer if isinstance(tokenizer, ModelFolder) else None
     if folder is None and isinstance(tokenizer, (str, os.PathLike)) and is_folder(tokenizer):
-        with suppress(ModelError):  # it may have a tokenizer only
+        with suppress(ModelError):  # the folder may hold a tokenizer without a model
             tokenizer = folder = load_folder(tokenizer)
-    own, most = as_tokenizer(tokenizer), None if folder is None else folder.context_length
+    tokenizer, most = as_tokenizer(tokenizer), None if folder is None else folder.context_length
     given = argument("max_length", max_length)
     if max_length is None:
         max_length = most
     elif max_length < 2:
         raise ValueError(f"{given}: a row needs 2 tokens, one to predict another")
     elif most and max_length > most:
-        raise ValueError(f"{given}, and the model takes {most} tokens")
+        raise ValueError(f"{given}, and the model takes at most {most} tokens")
     if packing and max_length is None:
         given = argument("packing", True)
         raise ValueError(f"{given} needs {argument('max_length')}, the number of tokens of a row")
     size = None if folder is None else folder.vocab_size
-    encoder = Encoder(own, None if packing else max_length, completion_only, column, size)
-    pad = own.pad_id if own.pad_id is not None and own.pad_id >= 0 else own.eos_id or 0
+    most = None if packing else max_length
+    encoder = RecordEncoder(tokenizer, most, completion_only, column, size)
+    pad = tokenizer.eos_id or 0
+    if tokenizer.pad_id is not None and tokenizer.pad_id >= 0:
+        pad = tokenizer.pad_id
     names = {} if folder is None else dict(folder.input_names)
     block = max_length if packing else None
     if is_stream(source):
@@ -110,37 +113,41 @@ def texts(
         raise DataError(f"{name} has no text to learn")
     for note in encoder.notes():
         warnings.warn(note, stacklevel=2)
-    return Texts(rows, pad, names, encoder.notes(), own if folder is None else folder)
+    return Texts(rows, pad, names, encoder.notes(), tokenizer if folder is None else folder)
 
 
-def _encode_rows(source: Any, encoder: Encoder, block: int | None, by_line: bool) -> Iterator[Row]:
+def _encode_rows(
+    source: Any, encoder: RecordEncoder, block: int | None, by_line: bool
+) -> Iterator[Row]:
+    """Return the rows of the records of a source, packed into blocks if `block` is their length."""
     rows = encoder.rows(records(source, by_line))
-    return rows if block is None else pack(rows, block)
+    return rows if block is None else pack_rows(rows, block)
 
 
 class _TextReader(Reader):
-    """Rows of tokens; inputs have the `names` of the model."""
+    """A reader of rows of tokens, which renames the inputs of a batch by `names`."""
 
     def __init__(self, pad: int, names: Mapping[str, str]) -> None:
         self.pad, self.names, self.masked = pad, names, True
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
-        """Leave the mask out where the model has no input for it."""
+        """Return the reader for the inputs of a model, which may have no mask."""
         new = copy.copy(self)
         new.masked = self.names.get(_MASK, _MASK) in shapes
         return new
 
     def _name_inputs(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
+        """Return a batch with the names of the model's inputs, and without weights of rows."""
         kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
         return kept, labels, None
 
 
 class Texts(_TextReader):
-    """Texts in memory, as tokens.
+    """A reader of texts in memory, as tokens.
 
     Attributes:
-        rows: their number.
-        tokens: number of tokens of all.
+        rows: number of rows.
+        tokens: number of tokens of all rows.
         learned: number of learned tokens.
         notes: sentences about the texts that were cut, left out or split.
         tokenizer: the tokenizer, or its folder.
@@ -163,19 +170,19 @@ class Texts(_TextReader):
         self.learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, as `by_length` does."""
+        """Yield the batches of one pass, in the order of `by_length`."""
         ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
         padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
         for X, y, _ in padded.batches(size, seed, skip):
             yield self._name_inputs(X, y)
 
     def subset(self, numbers: np.ndarray) -> Texts:
-        """Return some of the rows."""
+        """Return the reader of the rows with these numbers."""
         rows = [self._rows[i] for i in numbers]
         return Texts(rows, self.pad, self.names, [], self.tokenizer)
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows and of tokens, and a digest."""
+        """Return the numbers of rows and tokens, and a digest of tokens and labels."""
         digest = hashlib.blake2b(digest_size=16)
         for ids, labels in self._rows:
             digest.update(ids.tobytes() + b"/" + labels.tobytes() + b";")
@@ -184,17 +191,22 @@ class Texts(_TextReader):
 
 
 class TextStream(_TextReader):
-    """Texts that are encoded while they are read.
+    """A reader of texts that are encoded while they are read.
 
-    With a seed, a stream of Hugging Face is shuffled by its files and a buffer of 1000 rows, and
-    rows of 50 batches are sorted by length, as `by_length` does.
+    With a seed, the files of a stream of Hugging Face and the rows in a buffer of 1000 are
+    shuffled, and the rows of 50 batches are sorted by length.
     """
 
     def __init__(
-        self, source: Any, encoder: Encoder, pad: int, names: Mapping[str, str], block: int | None
+        self,
+        source: Any,
+        encoder: RecordEncoder,
+        pad: int,
+        names: Mapping[str, str],
+        block: int | None,
     ) -> None:
         super().__init__(pad, names)
-        self.source, self.encoder, self.block, self._told = source, encoder, block, False
+        self.source, self.encoder, self.block, self._has_warned = source, encoder, block, False
 
     def first(self) -> Any:
         """Return a batch of one row, without reading the source."""
@@ -204,17 +216,18 @@ class TextStream(_TextReader):
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the rows of skipped batches are read, too."""
         yield from islice(self._all_batches(size, seed), skip, None)
-        if not self._told:  # once, at the end of the first pass
+        if not self._has_warned:  # once, at the end of the first pass
             for note in self.encoder.notes():
                 warnings.warn(note, stacklevel=2)
-        self._told = True
+        self._has_warned = True
 
     def _all_batches(self, size: int, seed: int | None) -> Iterator[Any]:
+        """Yield the batches of one pass from its beginning."""
         source, rng = self.source, None if seed is None else np.random.default_rng(seed)
         if seed is not None and is_hugging_face_stream(source):
-            source = source.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER)
+            source = source.shuffle(seed=seed % (1 << 32), buffer_size=_SHUFFLED_ROWS)
         rows = _encode_rows(source, self.encoder, self.block, True)
-        while pool := list(islice(rows, size * (1 if rng is None else _POOL))):
+        while pool := list(islice(rows, size * (1 if rng is None else _SORTED_BATCHES))):
             if rng is not None:
                 pool = [pool[i] for i in rng.permutation(len(pool))]
                 pool.sort(key=lambda row: len(row[0]))

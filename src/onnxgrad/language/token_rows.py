@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, which are padded batch by batch for the inputs of an encoder."""
+"""`TokenRows`: a reader of rows of tokens, padded batch by batch for the inputs of an encoder."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from onnxgrad.language.encoding import IGNORED
 from onnxgrad.operators.shapes import Dims
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-DEFAULT_LENGTH = 512  # tokens of a row, where neither the user nor the tokenizer says
+DEFAULT_LENGTH = 512  # tokens of a row, if neither the user nor the tokenizer states a number
 
 
 class TokenRows(Reader):
-    """Rows of tokens and their labels, in batches of rows of similar length.
+    """A reader of rows of tokens and their labels, in batches of rows of similar length.
 
     A batch is padded to its longest row, or to the length that the model declares. Without an input
-    `attention_mask`, the rows of a batch have one length, so that nothing is padded.
+    `attention_mask`, the rows of a batch have one length, so that no row is padded.
 
     Args:
         ids: the ids of the tokens of each row, (T,).
-        types: the number of the text that each token is of, (T,) for each row.
-        labels: an integer for each row, or (T,) for each row; None: none.
-        fill: the id of padded tokens.
+        types: the number of the text to which each token belongs, (T,) for each row.
+        labels: an integer for each row, or (T,) for each row; None: no labels.
+        fill: the id of padding.
     """
 
     rows: int
     pads = True
-    _told = False  # that nothing masks what is padded
+    _has_warned = False  # that the model does not mask padding
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TokenRows(Reader):
         self._padded = self._padded_for(INPUTS, None) if ids else None
 
     def _padded_for(self, inputs: Collection[str], width: int | None) -> Reader:
-        """Return the reader of padded batches for some inputs, of `width` tokens if it is known."""
+        """Return the reader of padded batches for some inputs, of `width` tokens if it is given."""
         X = {"input_ids": self._ids, "token_type_ids": self._types}
         values, labels = {"input_ids": self._fill, "token_type_ids": 0}, self._labels
         mask = "attention_mask" if width is None and "attention_mask" in inputs else None
@@ -63,21 +63,21 @@ class TokenRows(Reader):
         return by_length(X, labels, mask=mask, value=value, y_value=IGNORED)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> TokenRows:
-        """Return the reader for the inputs of a model, and the length of rows that it declares.
+        """Return the reader for the inputs of a model, and for its length of rows if it is fixed.
 
         Raises:
             ValueError: the model has other inputs.
         """
         if extra := sorted({*shapes}.difference(INPUTS)):
-            raise ValueError(f"the model has the inputs {extra}; a tokenizer gives {[*INPUTS]}")
+            raise ValueError(f"the model has the inputs {extra}: texts need some of {[*INPUTS]}")
         stated = shapes.get("input_ids") or ()
         width = next((n for n in stated[1:2] if isinstance(n, int)), None)
         new = copy.copy(self)
-        if width is not None and "attention_mask" not in shapes and not self._told:
-            new._told = True
+        if width is not None and "attention_mask" not in shapes and not self._has_warned:
+            new._has_warned = True
             warnings.warn(
-                f"the model takes {width} tokens, and has no input attention_mask: the tokens that "
-                "fill shorter texts change the scores, unless the model itself leaves them out",
+                f"the model takes {width} tokens, and has no input attention_mask: padding changes "
+                "the scores of shorter texts, unless the model itself masks it",
                 stacklevel=2,
             )
         if self.rows:
@@ -91,7 +91,7 @@ class TokenRows(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: as they are."""
+        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ..."""
         return None if self._padded is None else self._padded.order
 
     def count_batches(self, size: int) -> int | None:
@@ -99,7 +99,7 @@ class TokenRows(Reader):
         return 0 if self._padded is None else self._padded.count_batches(size)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, as `by_length` does."""
+        """Yield the batches of one pass, in the order of `by_length`."""
         yield from () if self._padded is None else self._padded.batches(size, seed, skip)
 
     def subset(self, numbers: np.ndarray) -> TokenRows:
@@ -114,10 +114,10 @@ class TokenRows(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows, and digests of tokens, labels and lengths."""
-        own = {} if self._padded is None else self._padded.describe()
+        entries = {} if self._padded is None else self._padded.describe()
         parts = list(self._ids)
         if self._labels is not None:
             pairs = zip(self._ids, self._labels, strict=True)
             parts = [part for ids, label in pairs for part in (ids, np.atleast_1d(label))]
         tokens = describe_arrays("", {"": np.concatenate([*parts, np.zeros(1, np.int64)])})
-        return own | {"kind": "rows of tokens", "tokens": tokens["digest"]}
+        return entries | {"kind": "rows of tokens", "tokens": tokens["digest"]}

@@ -1,4 +1,4 @@
-"""Tokenizers of `tokenizer.json`, run by the library `tokenizers`."""
+"""`Tokenizer`: tokenizers of files `tokenizer.json`, run by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from onnxgrad.language.chat import ChatTemplate, read_template
 
 FILE, CONFIG, VOCABULARY = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
 SPECIAL = ("pad", "bos", "eos")
-_NAMED = (*SPECIAL, "unk", "sep", "cls", "mask")
-_FILLS = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
+_SPECIAL_TOKENS = (*SPECIAL, "unk", "sep", "cls", "mask")
+_USUAL_PADDING = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 
 
 def _tokenizers_library() -> Any:
+    """Return the library `tokenizers`; raise `ImportError` with a remedy if it is missing."""
     try:
         import tokenizers
     except ImportError as e:
@@ -28,20 +29,20 @@ def _tokenizers_library() -> Any:
 
 
 class Tokenizer:
-    """A tokenizer, and what its folder says of special tokens and chats.
+    """A tokenizer with the special tokens and the chat template of its folder.
 
     Args:
         backend: a `tokenizers.Tokenizer`.
         special: texts of special tokens by "pad", "bos", "eos" and others.
-        chat_template: how conversations are written.
-        ids: of special tokens that `special` lacks.
+        chat_template: the template of conversations.
+        ids: ids of special tokens that `special` lacks.
 
     Attributes:
-        size: number of tokens, added ones included.
-        pad_id, bos_id, eos_id: ids of special tokens, None where the tokenizer lacks one.
-        fill_id: the id that fills rows up: `pad_id`, or the id of a token with a usual name, or 0.
-        max_length: number of tokens at which its file cuts texts, None if it does not; `encode`
-            does not cut.
+        size: number of tokens, with added tokens.
+        pad_id, bos_id, eos_id: ids of special tokens; None if the tokenizer lacks the token.
+        fill_id: the id of padding: `pad_id`, or the id of a token with a usual name, or 0.
+        max_length: number of tokens after which the file of the tokenizer cuts texts; None if it
+            does not. `encode` does not cut.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Tokenizer:
         given = {name: i for name, i in (ids or {}).items() if i is not None}
         known = given | {name: i for name, i in found.items() if i is not None}
         self.pad_id, self.bos_id, self.eos_id = (known.get(name) for name in SPECIAL)
-        fills = [self.pad_id, *map(backend.token_to_id, _FILLS)]
+        fills = [self.pad_id, *map(backend.token_to_id, _USUAL_PADDING)]
         self.fill_id: int = next((i for i in fills if i is not None and i >= 0), 0)
 
     @classmethod
@@ -82,17 +83,25 @@ class Tokenizer:
             )
         backend = _read_backend(home / FILE)
         config = _special_config(home)
-        special = {n: t for n in _NAMED if (t := _token_text(config.get(f"{n}_token"))) is not None}
+        tokens = {name: config.get(f"{name}_token") for name in _SPECIAL_TOKENS}
+        texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
+        special = {name: text for name, text in texts.items() if text is not None}
         return cls(backend, special, read_template(home, config, special), ids)
+
+    def cutting_backend(self, max_length: int) -> Any:
+        """Return a copy of `backend` that cuts texts after `max_length` tokens."""
+        copy = type(self.backend).from_str(self.backend.to_str())
+        copy.enable_truncation(max_length)
+        return copy
 
     def encode(
         self, texts: Sequence[str], special: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each text the ids of its tokens (T,) int32, and their characters (T, 2).
+        """Return for each text the ids of its tokens (T,), int32, and their characters (T, 2).
 
         Args:
             texts: the texts.
-            special: whether to add the special tokens that the tokenizer puts around a text.
+            special: whether to add special tokens around each text.
         """
         found = self.backend.encode_batch(list(texts), add_special_tokens=special)
         return [
@@ -105,7 +114,7 @@ class Tokenizer:
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
-    """Return the tokenizer that `source` is or has.
+    """Return the `Tokenizer` of a folder, a file, or an object of tokenizers or transformers.
 
     Args:
         source: a `ModelFolder`; the path of a folder, of a `tokenizer.json` or of the `vocab.txt`
@@ -113,16 +122,18 @@ def as_tokenizer(source: Any) -> Tokenizer:
             changed; the result neither cuts nor pads.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `source` is none of these.
         ImportError: the library `tokenizers` is not installed.
     """
     if isinstance(source, Tokenizer):
         return source
-    if isinstance(own := getattr(source, "tokenizer", None), Tokenizer):
-        return own
+    if isinstance(known := getattr(source, "tokenizer", None), Tokenizer):
+        return known
     if hasattr(source, "backend_tokenizer"):
         backend, template = source.backend_tokenizer, source.chat_template
-        special = {n: t for n in _NAMED if (t := getattr(source, f"{n}_token", None)) is not None}
+        special = {
+            n: t for n in _SPECIAL_TOKENS if (t := getattr(source, f"{n}_token", None)) is not None
+        }
         copy = type(backend).from_str(backend.to_str())
         return Tokenizer(copy, special, template and ChatTemplate(template, special))
     if hasattr(source, "encode_batch"):
@@ -141,7 +152,7 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 
 def _read_backend(path: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a file, JSON or the vocabulary of a BERT."""
+    """Return the `tokenizers.Tokenizer` of a file of JSON, or of the vocabulary of a BERT."""
     library = _tokenizers_library()
     try:
         if path.suffix != ".txt":
@@ -150,12 +161,12 @@ def _read_backend(path: Path) -> Any:
         cased = any(word != word.lower() for word in words if not word.startswith("["))
         pieces = library.BertWordPieceTokenizer(str(path), lowercase=not cased)
         return library.Tokenizer.from_str(pieces.to_str())
-    except Exception as e:  # the library raises nothing more precise
+    except Exception as e:  # the library raises no other type
         raise ValueError(f"{str(path)!r} cannot be read: {e}") from None
 
 
 def _special_config(home: Path) -> dict[str, Any]:
-    """Return the settings of the folder about special tokens."""
+    """Return the configuration of the tokenizer in a folder, with its special tokens."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (home / name).is_file():
@@ -164,8 +175,3 @@ def _special_config(home: Path) -> dict[str, Any]:
             except ValueError as e:
                 raise ValueError(f"{str(home / name)!r} cannot be read as JSON: {e}") from None
     return config
-
-
-def _token_text(token: Any) -> str | None:
-    """Return the text of a special token, which may be an object with more about it."""
-    return token.get("content") if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""Texts whose words have labels, as rows of tokens: for named entities and parts of speech."""
+"""`labeled_texts`: texts whose words have labels, as named entities, as rows of tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.readers import with_arguments
+from onnxgrad.errors import argument
 from onnxgrad.language.encoding import IGNORED
 from onnxgrad.language.records import LINES, TABLES, records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
@@ -36,31 +37,33 @@ def labeled_texts(
 ) -> LabeledTexts:
     """Return texts whose words have labels as data for token classification.
 
-    A batch has `input_ids`, `attention_mask` and `token_type_ids`, those that the model has, and
-    labels, int64 (N, T). The first token of a word has its label; special tokens and others have
-    -100. A text of more than `max_length` tokens becomes several rows, which overlap: each word is
-    labeled in one of them, and none begins within an entity. A warning counts such texts. A text
-    with entities by characters is cut into words and marks, with BIO labels.
+    A batch has labels, int64 (N, T), and `input_ids`, `attention_mask` and `token_type_ids`, if the
+    model has these inputs. The first token of a word has the label of the word; all other tokens
+    have -100. A text of more than `max_length` tokens becomes several rows, which overlap: each
+    word is labeled in one row, and no row begins within an entity. A warning counts such texts. A
+    text with entities by characters is split into words and punctuation, with BIO labels.
 
     Args:
-        source: a CoNLL file (on each line a word and, last, its label; an empty one ends a
+        source: a CoNLL file (on each line a word and, last, its label; an empty line ends a
             sentence); JSON lines or Parquet of `{"tokens": words, "tags": labels}` or `{"text":
             ..., "entities": [{"start": 0, "end": 5, "label": "PER"}]}`; a list of such dicts, a
             table, or a dataset of Hugging Face.
         tokenizer: the path of a folder, a `tokenizer.json` or `vocab.txt`, or an object of
             tokenizers or transformers.
-        classes: their names, in order, if labels are numbers; None: those that occur.
-        max_length: tokens of a row; None: where the tokenizer cuts, or else 512.
-        known: classes, in order, that are taken if no others occur, such as those of a model.
-        stride: tokens that a row sees of the rows before and after it; at most a quarter of it.
-        label_all: whether all tokens of a word are labeled, those after the first as `I-`.
-        labels: False: texts, or lists of words, need none, for `LabeledTexts.of_words`.
+        classes: the names of all classes, in the order of their numbers; None: `known`, or the
+            labels that occur. Labels that are numbers need them.
+        max_length: most tokens of a row; None: the length at which the tokenizer cuts, or 512.
+        known: the classes of the model, in order; they are used if no other labels occur.
+        stride: number of tokens that neighboring rows have in common; at most a quarter of a row.
+        label_all: whether all tokens of a word are labeled, with `I-` after the first token.
+        labels: False: texts, or lists of words, need no labels, for `LabeledTexts.of_words`.
 
     Returns:
         A reader, which `fit(reader)` takes as X; see `LabeledTexts` for its attributes.
 
     Raises:
-        ValueError: one that cannot be read, no class, or entities that overlap; with its place.
+        ValueError: a record that cannot be read, no class, or entities that overlap; the message
+            names the record.
         ImportError: the library tokenizers is not installed.
 
     Examples:
@@ -74,11 +77,13 @@ def labeled_texts(
         >>> reader.classes, X["input_ids"].tolist(), labels.tolist()
         (['O', 'B-PER', 'I-PER'], [[1, 2]], [[1, 0]])
     """
-    texts = [*_read(source, classes or known)]
-    chosen = [*(classes or _classes_of(texts, known))]
+    texts = [*_read_labeled_texts(source, classes or known)]
+    chosen = [*(classes or _label_classes(texts, known))]
     if not chosen:
-        raise ValueError("neither data nor the model says what the classes are: pass classes=")
-    encoder = _Encoder(as_tokenizer(tokenizer), chosen, max_length, stride, label_all)
+        raise ValueError(
+            f"neither the data nor the model has names of classes: pass {argument('classes')}"
+        )
+    encoder = _WordEncoder(as_tokenizer(tokenizer), chosen, max_length, stride, label_all)
     rows = encoder.rows(texts, labels)
     if not labels:
         rows.sort(key=lambda row: len(row.ids))
@@ -86,19 +91,29 @@ def labeled_texts(
 
 
 class _Row(NamedTuple):
-    text: int  # the number of its text
+    """A row of tokens.
+
+    Attributes:
+        text: number of the text.
+        ids: ids of the tokens.
+        types: the number of the text of a pair to which each token belongs.
+        words: number of the word whose label a token has; -1 for other tokens.
+        labels: labels of the tokens.
+    """
+
+    text: int
     ids: np.ndarray
     types: np.ndarray
-    words: np.ndarray  # of tokens that count, the number of their word in the text; -1 of others
+    words: np.ndarray
     labels: np.ndarray
 
 
 class LabeledTexts(TokenRows):
-    """Rows of tokens and labels; what `labeled_texts` returns.
+    """The reader that `labeled_texts` returns: rows of tokens with labels.
 
     Attributes:
-        classes: their names, in the order of their numbers.
-        texts: each with its `text`, and as `words` the (start, end) of these in it.
+        classes: the names of all classes, in the order of their numbers.
+        texts: the texts, each with its `text`, and as `words` the (start, end) of each word.
     """
 
     def __init__(
@@ -109,7 +124,7 @@ class LabeledTexts(TokenRows):
         super().__init__(*columns, [row.labels for row in rows], fill)
 
     def subset(self, numbers: np.ndarray) -> LabeledTexts:
-        """Return some of the rows."""
+        """Return the reader of the rows with these numbers."""
         new = super().subset(numbers)
         assert isinstance(new, LabeledTexts)
         new._rows = [self._rows[i] for i in numbers]
@@ -120,11 +135,12 @@ class LabeledTexts(TokenRows):
         return super().describe() | {"kind": "labeled texts", "classes": self.classes}
 
     def of_words(self, batches: Iterable[np.ndarray]) -> list[np.ndarray]:
-        """Return what a model says of words: for each text an array (words, ...).
+        """Return the values that a model predicts for words: for each text an array (words, ...).
+
+        The values of a word are the values of its first token; zeros for a word without a token.
 
         Args:
-            batches: values (N, T, ...) of the tokens of all batches without a seed. A word has
-                those of its first token, and zeros if it has no token of its own.
+            batches: values (N, T, ...) of the tokens of all batches, in the order without a seed.
         """
         listed = [row for batch in batches for row in batch]
         shape, dtype = (listed[0].shape[1:], listed[0].dtype) if listed else ((), np.float32)
@@ -137,8 +153,8 @@ class LabeledTexts(TokenRows):
         return found
 
 
-class _Encoder:
-    """Cuts texts into rows of tokens."""
+class _WordEncoder:
+    """Encodes texts with labeled words into rows of tokens."""
 
     def __init__(
         self, tokenizer: Any, classes: list[str], length: int | None, stride: int, every: bool
@@ -146,27 +162,28 @@ class _Encoder:
         self.tokenizer, self.classes, self.label_all = tokenizer, classes, every
         self.max_length = length or tokenizer.max_length or DEFAULT_LENGTH
         self._whole = tokenizer.backend
-        self._cutting = type(self._whole).from_str(self._whole.to_str())
-        self._cutting.enable_truncation(self.max_length)
+        self._cutting = tokenizer.cutting_backend(self.max_length)
         self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
         self._stride = min(stride, self._room // 4)
 
     def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_Row]:
-        """Return the rows of all texts; if they are `learned`, warn of labels that are not."""
+        """Return the rows of all texts; if they are `learned`, warn of labels that are lost."""
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
-            labels, inside = self._numbers(text, learned)
+            labels, inside = self._class_numbers(text, learned)
             spans = np.array(text.words, np.int64).reshape(-1, 2)
-            owners = _encode(text.text, spans, self._whole)[2]
+            owners = _encode_words(text.text, spans, self._whole)[2]
             each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
-            for first, stop, begin, end in self._cut(each, text.labels or () if learned else ()):
-                ids, types, own = _encode(text.text, spans[begin:end], self._cutting)
-                own = np.where(own >= 0, own + begin, -1)
-                counted = (first <= own) & (own < stop)
-                heads = counted & np.append(True, own[1:] != own[:-1])
-                row = np.where(heads, labels[own], inside[own])
+            for first, stop, begin, end in self._split_into_rows(
+                each, text.labels or () if learned else ()
+            ):
+                ids, types, words = _encode_words(text.text, spans[begin:end], self._cutting)
+                words = np.where(words >= 0, words + begin, -1)
+                counted = (first <= words) & (words < stop)
+                heads = counted & np.append(True, words[1:] != words[:-1])
+                row = np.where(heads, labels[words], inside[words])
                 row[~(counted if self.label_all else heads)] = IGNORED
-                rows.append(_Row(number, ids, types, np.where(heads, own, -1), row))
+                rows.append(_Row(number, ids, types, np.where(heads, words, -1), row))
                 seen += int(heads.sum())
             long = len(owners) > self.max_length
             counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
@@ -174,16 +191,16 @@ class _Encoder:
             counts["words have no token of their own and are not learned"] += len(spans) - seen
             counts["entities begin or end in a word, which is labeled whole"] += text.misfits
         if learned and any(counts.values()):
-            said = "; ".join(f"{n} {what}" for what, n in counts.items() if n)
-            warnings.warn(f"of {len(texts)} texts: {said}", stacklevel=4)
+            listed = "; ".join(f"{n} {what}" for what, n in counts.items() if n)
+            warnings.warn(f"of {len(texts)} texts: {listed}", stacklevel=4)
         return rows
 
-    def _numbers(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the class of the first token of each word, and that of its other tokens."""
+    def _class_numbers(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each word the class of its first token, and the class of its other tokens."""
         names = text.labels if learned else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
         if names is None:
-            raise ValueError(f"{text.place} has no labels")
+            raise ValueError(f"{text.place} has no labels: add them, as 'tags' or 'entities'")
         if learned and (wrong := [name for name in names if name not in numbers]):
             raise ValueError(f"{text.place}: {wrong[0]!r} is not one of the classes {self.classes}")
         inside = [f"I-{name[2:]}" if name.startswith("B-") else name for name in names]
@@ -191,10 +208,14 @@ class _Encoder:
         rest = [numbers.get(*pair) for pair in zip(inside, first, strict=True)]
         return np.array(first, np.int64), np.array(rest, np.int64)
 
-    def _cut(self, each: np.ndarray, labels: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each row the words that it labels, first and stop, and those that it sees.
+    def _split_into_rows(
+        self, each: np.ndarray, labels: Sequence[str]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield for each row of a text (first, stop) of its labeled words, then of all its words.
 
-        `each` are the numbers of tokens of the words. A row stops in front of an entity.
+        Args:
+            each: number of tokens of each word.
+            labels: labels of the words; no row begins within an entity. Empty: no labels.
         """
         before, first = np.append(0, np.cumsum(each)), 0
         while first < len(each):
@@ -211,21 +232,27 @@ class _Encoder:
             first = stop
 
 
-def _encode(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, ...]:
-    """Return ids and types of the tokens of some words, and the number of the word of each."""
+def _encode_words(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, ...]:
+    """Return the ids, types and word numbers of the tokens of some words; -1 for special tokens."""
     start, end = (spans[0, 0], spans[-1, 1]) if len(spans) else (0, 0)
     found = tokenizer.encode(text[start:end])
     begins, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T + start
-    own = np.searchsorted(spans[:, 1], begins, side="right")  # the first that ends behind it
-    begun = np.append(spans[:, 0], len(text))[own] < ends
-    own[~begun | np.array(found.special_tokens_mask, bool)] = -1
-    return np.array(found.ids, np.int64), np.array(found.type_ids, np.int64), own
+    # the word of a token is the first word that ends behind the begin of the token
+    words = np.searchsorted(spans[:, 1], begins, side="right")
+    begun = np.append(spans[:, 0], len(text))[words] < ends
+    words[~begun | np.array(found.special_tokens_mask, bool)] = -1
+    return np.array(found.ids, np.int64), np.array(found.type_ids, np.int64), words
 
 
 class LabeledText(NamedTuple):
-    """A text, the characters (start, end) of its words, their labels if it has some; its place.
+    """A text whose words may have labels.
 
-    `misfits` counts the entities that begin or end within a word.
+    Attributes:
+        text: the text.
+        words: the characters (start, end) of each word.
+        labels: the label of each word, or None.
+        place: the place of the record, for messages.
+        misfits: number of entities that begin or end within a word.
     """
 
     text: str
@@ -235,27 +262,28 @@ class LabeledText(NamedTuple):
     misfits: int = 0
 
 
-def _read(source: Any, classes: Sequence[str]) -> Iterator[LabeledText]:
-    """Yield the texts of a CoNLL file, or of records."""
+def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[LabeledText]:
+    """Yield the texts of a CoNLL file, or of records; `classes` are the names of numbers."""
     is_path = isinstance(source, (str, os.PathLike))
     if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
         for name, record in records(source):
-            yield _of_record(record, name, classes)
+            yield _text_of_record(record, name, classes)
         return
     path, words, labels = Path(source), list[str](), list[str]()
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate([*lines, ""], 1):
         name, fields = f"{str(path)!r}, line {number}", line.split()
         if len(fields) == 1:
-            raise ValueError(f"{name}: {line!r} has no label after the word")
+            raise ValueError(f"{name}: {line!r} has a word without a label after it")
         if fields and fields[0] != "-DOCSTART-":
             words, labels = [*words, fields[0]], [*labels, fields[-1]]
         elif words and not fields:
-            yield _joined(words, labels, f"the sentence before {name}")
+            yield _join_words(words, labels, f"the sentence before {name}")
             words, labels = [], []
 
 
-def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledText:
+def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledText:
+    """Return the text of a record, with the labels of its words if it has some."""
     if not isinstance(record, Mapping):
         record = {"text" if isinstance(record, str) else "tokens": record}
     words, text = record.get("tokens"), record.get("text")
@@ -263,33 +291,36 @@ def _of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledText:
         spans = [match.span() for match in _WORD.finditer(text)]
         if (entities := record.get("entities")) is None:
             return LabeledText(text, spans, None, name)
-        return LabeledText(text, spans, *_labels_of(entities, spans, name))
+        return LabeledText(text, spans, *_word_labels(entities, spans, name))
     tags = next((record[key] for key in _TAGS if key in record), None)
     if not words or (tags is not None and len(tags) != len(words)):
-        raise ValueError(f"{name} has no 'text', nor 'tokens' with as many 'tags': {record}")
+        raise ValueError(f"{name} has neither 'text' nor 'tokens' with as many 'tags': {record}")
     numbers = [tag for tag in tags or () if not isinstance(tag, str)]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(classes):
-        raise ValueError(f"{name} has labels up to {max(numbers)}: name all with classes=")
+        raise ValueError(
+            f"{name} has labels up to {max(numbers)}: name all classes by {argument('classes')}"
+        )
     named = tags and [tag if isinstance(tag, str) else classes[tag] for tag in tags]
-    return _joined(words, named, name)
+    return _join_words(words, named, name)
 
 
-def _joined(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
+def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
+    """Return the text of words separated by spaces."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
     return LabeledText(" ".join(words), spans, None if labels is None else [*labels], name)
 
 
-def _labels_of(
+def _word_labels(
     entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
 ) -> tuple[list[str], str, int]:
-    """Return what follows the words in a `LabeledText`, from the characters of entities."""
+    """Return the fields `labels`, `place` and `misfits` of a `LabeledText` with entities."""
     labels, misfits = ["O"] * len(words), 0
     for entity in entities:
         start, end, label = entity["start"], entity["end"], entity["label"]
         inside = [i for i, (a, b) in enumerate(words) if a < end and start < b]
         if not inside or any(labels[i] != "O" for i in inside):
-            why = "overlaps another one" if inside else "holds no word of the text"
+            why = "overlaps another entity" if inside else "holds no word of the text"
             raise ValueError(f"{name}: the entity {dict(entity)} {why}")
         for i in inside:
             labels[i] = f"{'B' if i == inside[0] else 'I'}-{label}"
@@ -297,8 +328,8 @@ def _labels_of(
     return labels, name, misfits
 
 
-def _classes_of(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
-    """Return the labels of texts, both B and I of each kind; the `stored` ones if they suffice."""
+def _label_classes(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
+    """Return the classes of texts: `stored` if it has all labels, else B and I of each kind."""
     found = {label for text in texts for label in text.labels or ()}
     if found <= {*stored}:
         return [*stored]

@@ -1,6 +1,6 @@
-"""Options of a loss that are left to the graph, decided by the nodes that compute a prediction.
+"""The options of a loss that the nodes which compute a prediction decide.
 
-`axis=None` is the axis of the classes, as `class_axis` follows it. `from_logits=None` asks whether
+`axis=None` is the axis of the classes, found by `class_axis`. `from_logits=None` asks whether
 the prediction is a probability, which is between 0 and 1 whatever the weights and the data are, or
 a score. `soft_labels=None` is decided by the shape of the labels.
 """
@@ -36,14 +36,14 @@ from onnxgrad.losses.value_range import (
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import made_by, operator_of
-from onnxgrad.operators.shapes import Dims, dims, rank
+from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.reporting import logger
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
-    """Return the loss with options that are None decided by the graph that computes `prediction`.
+    """Return the loss with values for its options that are None, decided by the graph.
 
-    What is decided is reported by the logger "onnxgrad".
+    The logger "onnxgrad" reports the decisions.
 
     Args:
         spec: the loss.
@@ -61,8 +61,8 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         filled["axis"] = _checked_axis(spec, prediction, n, otherwise)
         if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
             raise ValueError(
-                f"{name!r} holds one score, and {spec.name!r} compares scores of several classes: "
-                "use 'binary_cross_entropy', or another loss of one score"
+                f"{name!r} holds one score for each row, and {spec.name!r} compares scores of "
+                "several classes: use 'binary_cross_entropy', or another loss of one score"
             )
     if options.get("soft_labels", False) is None:
         shape = dims(prediction)
@@ -71,14 +71,21 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
                 f"{name!r} has the shape {shape}, and {spec.name!r} compares scores (N, C, ...) of "
                 "several classes in each row: choose another output or loss"
             )
-        filled["soft_labels"] = _are_soft_labels(spec.label_shape, shape, filled.get("axis", 1))
+        labels, axis = spec.label_shape, filled.get("axis", 1)
+        # soft labels have the axis of the classes, class indices at most an axis of length 1
+        filled["soft_labels"] = (
+            labels is not None
+            and shape is not None
+            and len(labels) == len(shape)
+            and (labels[axis] != 1 or shape[axis] == 1)
+        )
         logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
     if options.get("from_logits") is None and "from_logits" in options:
         filled["from_logits"] = _is_score(spec, prediction)
         kind = "scores" if filled["from_logits"] else "probabilities"
         logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
         if filled["from_logits"]:
-            _warn_of_shares(prediction)
+            _warn_of_quotients_by_sums(prediction)
     elif options.get("from_logits") and is_probability(prediction):
         given = argument("loss_options.from_logits", True)
         logger.warning("%r holds probabilities, but %s takes them as scores", name, given)
@@ -91,14 +98,13 @@ def before_activation(
     """Return the loss of the logits, and the logits, if the prediction is a softmax or sigmoid.
 
     The loss is the same, but stable and without clipping. The activation may be written out, and
-    followed by nodes that move or cast its results; see `losses.logits`. Where `from_logits` is not
-    left to the graph, or the graph does not prove an activation, this returns `plain` and
-    `prediction`.
+    followed by nodes that move or cast its results; see `losses.logits`. If the user has set
+    `from_logits`, or the graph does not prove an activation, this returns `plain` and `prediction`.
 
     Args:
         op: emitter of the graph.
         spec: the loss with the options that the user set.
-        plain: the loss with all options, from `decide_options`.
+        plain: the loss with all options decided, by `decide_options`.
         prediction: the prediction.
     """
     if spec.activation is None or spec.all_options.get("from_logits") is not None:
@@ -120,24 +126,24 @@ def before_activation(
 
 
 def _warn_of_clipping(prediction: ir.Value) -> None:
-    """Warn if the prediction is a line in scores that are clipped, beyond which it has no slope."""
+    """Warn if the prediction is affine in clipped scores, whose gradient may be zero."""
     x: ir.Value | None = prediction
     while x is not None and (clip := made_by(x, "Clip", "HardSigmoid")) is None:
-        x = _operand_of_line(x)
+        x = _affine_operand(x)
     score = None if clip is None else clip.inputs[0]
     if clip is None or score is None:
         return
     if clip.op_type == "HardSigmoid" or value_range(score) == (-inf, inf):
         logger.warning(
             "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
-            "have no gradient and do not train. Train the scores in front, as %s",
+            "have no gradient and do not train. Train the scores before the clipping: %s",
             prediction.name, clip.op_type, clip.name, score.name,
             argument("loss", {score.name: "binary_cross_entropy"}),
         )  # fmt: skip
 
 
-def _operand_of_line(x: ir.Value) -> ir.Value | None:
-    """Return the value of which `x` is a line or a share, or whose elements it holds, else None."""
+def _affine_operand(x: ir.Value) -> ir.Value | None:
+    """Return the operand whose affine function, share or moved elements `x` holds, else None."""
     node = x.producer()
     if node is None or not (moved_operands(node) or "affine" in operator_of(node).traits):
         return None
@@ -150,15 +156,15 @@ def _operand_of_line(x: ir.Value) -> ir.Value | None:
     return varying[-1] if is_last else node.inputs[0]
 
 
-def _warn_of_shares(prediction: ir.Value) -> None:
-    """Warn if a prediction is taken for scores that is divided by its own sum."""
+def _warn_of_quotients_by_sums(prediction: ir.Value) -> None:
+    """Warn if a prediction that is taken for scores is a value divided by its sum."""
     node = before_casts(prediction).producer()
     share = None if node is None else quotient(node)
     if share is not None and node is not None and summed_axes(*share) is not None:
         logger.warning(
             "%r is %r divided by its sum, by %s (node %r), which the graph does not prove to be "
-            "positive: it is taken for scores. Say %s if it holds probabilities, or train the "
-            "scores in front, as %s",
+            "positive: it is taken for scores. Set %s if it holds probabilities, or train the "
+            "scores before the division: %s",
             prediction.name, share[0].name, node.op_type, node.name,
             argument("loss_options.from_logits", False),
             argument("loss", {share[0].name: "cross_entropy"}),
@@ -166,6 +172,7 @@ def _warn_of_shares(prediction: ir.Value) -> None:
 
 
 def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
+    """Return the axis of the classes of a prediction of rank `n`, counted from the first."""
     axis = spec.all_options["axis"]
     if axis is None:
         axis = class_axis(prediction, otherwise)
@@ -173,36 +180,32 @@ def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int |
             logger.info("the classes of %r are along axis %d", prediction.name, axis)
     elif isinstance(axis, bool) or int(axis) != axis or not -n <= axis < n:
         given = argument("loss_options.axis", axis)
-        raise ValueError(f"{given}: {prediction.name!r} has the shape {dims(prediction)}")
+        raise ValueError(
+            f"{given} is no axis of {prediction.name!r}, which has the shape {dims(prediction)}"
+        )
     return int(axis) % n
 
 
-def _are_soft_labels(labels: tuple[int, ...] | None, prediction: Dims | None, axis: int) -> bool:
-    """Return whether labels of this shape have the axis of the classes."""
-    if labels is None or prediction is None or len(labels) != len(prediction):
-        return False
-    return labels[axis] != 1 or prediction[axis] == 1
-
-
 def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
-    """Return whether a prediction is a score. A log-probability is, of its own softmax.
+    """Return whether a prediction is a score; log-probabilities are scores of their own softmax.
 
     Raises:
-        ValueError: the prediction is neither a score nor a probability as the loss needs it.
+        ValueError: the prediction is neither a score nor a probability of the kind that the loss
+            needs.
     """
     last = _element_operator(prediction)
     if last in ("Sigmoid", "HardSigmoid") and spec.activation == "Softmax":
         raise ValueError(
             f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
             f"classes, and {spec.name!r} needs scores or the results of a Softmax: use "
-            "binary_cross_entropy, or decide it by "
+            "binary_cross_entropy, or state the kind of the numbers by "
             f"{argument('loss_options.from_logits', False)} or True"
         )
     logarithm = last in ("Log", "LogSoftmax") and value_range(prediction)[1] <= 0
     if logarithm and spec.activation == "Sigmoid":
         raise ValueError(
             f"{prediction.name!r} holds log-probabilities, and {spec.name!r} needs scores or "
-            "probabilities: choose the output before the logarithm, or say "
+            "probabilities: choose the output before the logarithm, or set "
             f"{argument('loss_options.from_logits', True)}"
         )
     return not is_probability(prediction)
@@ -211,7 +214,7 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
 def are_probabilities(model: ModelLike, output: str) -> bool:
     """Return whether the graph of a model proves that an output holds numbers from 0 to 1.
 
-    That is so for any weights and data, as behind a Sigmoid or a Softmax, also in branches.
+    The proof holds for any weights and data, as behind a Sigmoid or a Softmax, also in branches.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -238,13 +241,13 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
 
 
 def is_probability(prediction: ir.Value) -> bool:
-    """Return whether the graph proves that all numbers are from 0 to 1; shapes are inferred."""
+    """Return whether the graph, whose shapes are inferred, proves that numbers are from 0 to 1."""
     low, high = value_range(prediction)
     return (low >= 0 and high <= 1) or _element_operator(prediction) == "Sigmoid"
 
 
 def _element_operator(x: ir.Value) -> str | None:
-    """Return the operator that computes the elements of `x`, behind what moves or clips them."""
+    """Return the operator that computes the elements of `x`, before nodes move or clip them."""
     while (node := x.producer()) is not None:
         sources = node.inputs[:1] if made_by(x, "Clip") else moved_operands(node)
         if len(sources) != 1 or sources[0] is None:

@@ -1,8 +1,8 @@
-"""The axis of the classes of a prediction: the axis that the last linear operator in front writes.
+"""The axis of the classes of a prediction: the feature axis of the last linear operator before it.
 
 MatMul, Gemm and recurrent operators write features along the last axis, Conv along axis 1, as the
 records of operators say. From there, the axis is followed to the prediction through operators that
-keep or move it, and refused where a Reshape is not proven to keep it, or where two branches
+keep or move it. There is no answer where a Reshape is not proven to keep it, or where two branches
 disagree.
 """
 
@@ -19,52 +19,46 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes, places
 from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
-# An axis; None if no linear operator precedes the value; or why it cannot be decided.
+# an axis; None if no linear operator precedes the value; or why the graph does not decide the axis
 Answer = int | str | None
 
 
 def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
     """Return the axis of the classes of `prediction`, counted from the first.
 
-    Of two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or else the
-    axis along which the last linear operator writes its features.
+    If there are two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or
+    else the axis along which the last linear operator writes its features.
 
     Args:
         prediction: a value of a graph whose shapes are inferred.
         otherwise: the answer if no linear operator precedes the prediction; None raises an error.
 
     Raises:
-        ValueError: the graph does not decide it.
+        ValueError: the graph does not decide the axis.
     """
-    n = rank(prediction)
+    n, shape = rank(prediction), printable(dims(prediction))
     if n is None or n < 2:
-        raise ValueError(
-            f"{prediction.name!r} has no axis of classes: its shape is {_shape_text(prediction)}"
-        )
+        raise ValueError(f"{prediction.name!r} has no axis of classes: its shape is {shape}")
     answer: Answer = 1 if n == 2 else _AxisSearch(prediction).answers.get(prediction)
     if answer is None:
         answer = "no linear operator precedes it" if otherwise is None else otherwise
     if isinstance(answer, str):
         raise ValueError(
-            f"cannot decide which axis of {prediction.name!r}, {_shape_text(prediction)}, holds "
-            f"the classes: {answer}; say it with {argument('loss_options.axis')}, as "
+            f"cannot decide which axis of {prediction.name!r}, of shape {shape}, holds the "
+            f"classes: {answer}; name it by {argument('loss_options.axis')}, as "
             f"{argument('loss_options.axis', 1)} or {argument('loss_options.axis', -1)}"
         )
     return answer
 
 
-def _shape_text(x: ir.Value) -> str:
-    return printable(dims(x))
-
-
 class _AxisSearch:
-    """The search for the axis of the classes in the values behind a prediction.
+    """The search for the axis of the classes in the values that a prediction depends on.
 
     Attributes:
-        data: values that depend on an input other than a weight, and not only on its shape. Weights
-            are inputs with an initial value.
-        linear: values behind an operator that may be linear in data.
-        answers: the axis of each result.
+        data: values that depend on the elements of an input that is no weight. Weights are inputs
+            with an initial value.
+        linear: values that depend on the result of an operator that may be linear in data.
+        answers: the axis of the classes in the result of each node.
     """
 
     def __init__(self, prediction: ir.Value) -> None:
@@ -81,6 +75,7 @@ class _AxisSearch:
                 self.answers[y] = self._axis_of_result(node, y)
 
     def _linear_results(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
+        """Yield the results of the operators that may be linear in data."""
         for node in nodes:
             operator = operator_of(node)
             is_product = operator.work is not None or operator.lookup_operand is not None
@@ -89,8 +84,8 @@ class _AxisSearch:
                 yield from node.outputs
 
     def _axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
-        """Return the axis of the result `x`, from the axes of operands, or by the operator."""
-        if operands := self._looks_through(node):
+        """Return the axis of the result `x`, from the axes of operands, or from the operator."""
+        if operands := self._passed_operands(node):
             axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
             moved = {
                 a if isinstance(a, str) else _axis_after(node, v, x, a) for v, a in axes.items()
@@ -100,11 +95,11 @@ class _AxisSearch:
                 return reasons[0] if reasons else None
             first, *others = sorted(a for a in moved if isinstance(a, int))
             return f"the operands of {node_text(node)} disagree" if others else first
-        own = self._written_axis(node, x)
-        return f"{node_text(node)} computes it" if own is None and x in self.linear else own
+        axis = self._written_axis(node, x)
+        return f"{node_text(node)} computes it" if axis is None and x in self.linear else axis
 
-    def _looks_through(self, node: ir.Node) -> list[ir.Value]:
-        """Return the operands of which the result of `node` may have the axis of the classes."""
+    def _passed_operands(self, node: ir.Node) -> list[ir.Value]:
+        """Return the operands whose axis of the classes the result of `node` may have."""
         operator, inputs = operator_of(node), [v for v in node.inputs if v is not None]
         is_table = operator.roles.startswith("t") and inputs[0] not in self.data
         if node.domain or operator.work or is_table or "distribution" in operator.traits:
@@ -112,7 +107,7 @@ class _AxisSearch:
         if node.op_type == "Where":
             return inputs[1:]
         if node.op_type == "Concat" or node.op_type in ELEMENTWISE - UNARY:
-            return [v for v in inputs if dims(v) != ()] or inputs  # a scale has no axis
+            return [v for v in inputs if dims(v) != ()] or inputs  # a scalar has no axis
         return inputs[:1] if operator.axes or "aligned" in operator.traits else []
 
     def _written_axis(self, node: ir.Node, x: ir.Value) -> Answer:
@@ -129,20 +124,20 @@ class _AxisSearch:
         if x not in self.data:
             return None
         if axis is not None:
-            # weights in front may mix positions instead of features
+            # if the second operand is no matrix of weights, the first may be: it mixes positions
             second = node.inputs[weights]
             if second in self.data or 1 in (rank(first), rank(second)):
                 return f"{node_text(node)} has no matrix of weights as its second operand"
             return n - 1
         if node.op_type == "Einsum":
             return self._new_axis(node)
-        if node.op_type == "Gather":  # an embedding: logits from a table
+        if node.op_type == "Gather":  # logits from the rows of a table
             is_matrix = rank(first) == 2 and int_attribute(node, "axis") == 0
             return n - 1 if is_matrix else f"{node_text(node)} computes it"
         return None
 
     def _new_axis(self, node: ir.Node) -> Answer:
-        """Return the axis of the only index that data do not have, of the output of an Einsum."""
+        """Return the axis of the output of an Einsum whose index is in no operand of data."""
         terms, output = einsum_terms(string_attribute(node, "equation"))
         operands = zip(terms, node.inputs, strict=True)
         of_data = "".join(term for term, v in operands if v in self.data)
@@ -162,9 +157,9 @@ def _axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
         return place
     traits, named = operator_of(node).traits, named_axes(node) or ()
     if len(before) == len(after) and not traits.isdisjoint(("aligned", "unary")):
-        return axis  # also where it mixes or selects classes
+        return axis  # also where the node mixes or selects classes
     if axis in named and (len(after) < len(before) or after[axis] == 1):
         return f"{node_text(node)} removes it"
     if "view" not in traits:
         return f"{node_text(node)} computes it"
-    return f"{node_text(node)} reshapes {_shape_text(x)} to {_shape_text(y)}"
+    return f"{node_text(node)} reshapes {printable(before)} to {printable(after)}"

@@ -1,4 +1,4 @@
-"""Cross-entropies: the losses of classes along an axis, and of two classes an element."""
+"""Cross-entropies: of classes along an axis, and of two classes in each element."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import named
-from onnxgrad.losses.formula_nodes import dims_of
+from onnxgrad.losses.formula_nodes import choose, class_numbers, dims_of, positions, softplus
 from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
 from onnxgrad.operators.shapes import rank
 
@@ -23,14 +23,13 @@ def cross_entropy_terms(
 ):  # fmt: skip
     """The terms: -log p_y for every label y, with the weight w_y, or 0 where y is ignored.
 
-    The mean equals that of `torch.nn.functional.cross_entropy`: with smoothing, a term is
-    (1 - s) w_y l_y + s / C sum_c w_c l_c, and the sum of terms is divided by that of w_y. With soft
-    labels it is divided by their number.
+    The weighted mean equals `torch.nn.functional.cross_entropy`: with smoothing, the loss of a
+    label is (1 - s) l_y + s / C sum_c w_c l_c / w_y. The terms of soft labels have no weights.
 
     A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
     trainers check labels before.
     """
-    classes, label = _classes(op, prediction, label, axis, shift)
+    classes, label = _find_classes(op, prediction, label, axis, shift)
     weighted = log_p = classes.log_p(from_logits, eps)
     axis = classes.axis
     if class_weight is not None:
@@ -51,10 +50,14 @@ def cross_entropy_terms(
     if label_smoothing:
         rest = op.ReduceMean(weighted, [axis], keepdims=0)
         if class_weight is not None:
-            _require_positive(class_weight)
+            if not weight_array(class_weight, None).all():
+                raise ValueError(
+                    f"{named('class_weight')} holds zeros, which label_smoothing cannot be "
+                    "combined with: name the class as ignore_index, or give it a small weight"
+                )
             rest = rest / weight
         loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss
+    # a masked class may have an infinite loss, and 0 times it is NaN
     loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
     return Terms(loss, weight)
 
@@ -79,26 +82,27 @@ def cross_entropy(
 
     Options:
         from_logits: whether the prediction is a score; otherwise it is a probability, clipped to at
-            least `eps`. None: decided by the graph, see `losses.applied_to`.
+            least `eps`. None: the graph decides, see `losses.applied_to`.
         soft_labels: whether labels are probabilities or one-hot, of the shape of the prediction.
         label_smoothing: s.
         ignore_index: the class index whose loss is zero.
-        axis: that of the classes. None: decided by the graph.
+        axis: axis of the classes. None: the graph decides.
         class_weight: w, as an array (C,) or {class: weight}, 1 for other classes.
         shift: the prediction at a position of axis 1 is compared with the label at the next one, as
             language models are trained. For predictions (N, T, V).
     """
-    classes, label = _classes(op, prediction, label, axis, shift)
+    classes, label = _find_classes(op, prediction, label, axis, shift)
     log_p = classes.log_p(from_logits, eps)
     share = label_smoothing / classes.length() if label_smoothing else 0.0
     if soft_labels:
         minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
     else:
         index = op.Unsqueeze(label, [classes.axis])
-        hit = op.Equal(index, classes.along(classes.indices()))
-        yes, no = (label_smoothing - 1.0) - share, -share
-        minus_t = op.Where(hit, *(op.const(v, log_p.dtype) for v in (yes, no)))
-        if label_smoothing or 0 <= ignore_index < (classes.count or _END):  # else t is 0
+        hit = op.Equal(index, class_numbers(op, classes.prediction, classes.axis))
+        minus_t = choose(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
+        if label_smoothing or 0 <= ignore_index < (
+            classes.count or _END
+        ):  # other ignored labels hit no class
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
         if classes.count is None:
             op.set_type_like(minus_t, classes.prediction)
@@ -122,25 +126,27 @@ def binary_cross_entropy(
     Smoothing: y <- (1 - s) y + s / 2.
 
     Options:
-        from_logits: whether the prediction is a score; None: decided by the graph, see
+        from_logits: whether the prediction is a score; None: the graph decides, see
             `losses.applied_to`.
         eps: bound of the probabilities.
         pos_weight: a, a number or an array that is broadcast to the prediction, as in PyTorch.
         label_smoothing: s.
         class_weight: weights of the labels 0 and 1, (2,) or {class: weight}. In the mean of a
-            training loss, unlike `pos_weight`, they are divided by their sum.
+            training loss, the sum of losses is divided by the sum of these weights, but not by
+            the sum of `pos_weight`.
     """
     weight = None
-    if class_weight is not None:  # that of a label between 0 and 1 is in between
+    if class_weight is not None:  # the weight of a label between 0 and 1 is in between
         zero, one = weight_array(class_weight, 2).tolist()
         weight = zero + (one - zero) * label
     if label_smoothing:
         label = (1.0 - label_smoothing) * label + 0.5 * label_smoothing
-    loss = _binary(op, prediction, label, from_logits, eps, pos_weight)
+    loss = _binary_losses(op, prediction, label, from_logits, eps, pos_weight)
     return loss if weight is None else Terms(loss, weight)
 
 
-def _binary(op, prediction, label, from_logits, eps, pos_weight):
+def _binary_losses(op, prediction, label, from_logits, eps, pos_weight):
+    """-a y log p - (1 - y) log(1 - p), a = `pos_weight`, or 1 for None."""
     if pos_weight is not None:
         pos_weight = op.const(np.asarray(pos_weight, prediction.dtype.numpy()))
     if from_logits:
@@ -153,24 +159,12 @@ def _binary(op, prediction, label, from_logits, eps, pos_weight):
     return (-positive) * op.Log(p) + (label - 1.0) * op.Log(q)
 
 
-def softplus(op, x):
-    """log(1 + e^x), smooth at 0, without overflow.
-
-    onnxruntime has a kernel of Softplus for float32 only. For other dtypes it expands the function
-    body of the opset, which overflows or fails. For float64: max(x, 0) - log sigmoid |x|.
-    """
-    if x.dtype != ir.DataType.DOUBLE:
-        return op.Cast(op.Softplus(op.Cast(x, to=ir.DataType.FLOAT)), to=x.dtype)
-    positive = op.Greater(x, 0.0)
-    return op.Where(positive, x, 0.0) - op.Log(op.Sigmoid(op.Where(positive, x, -x)))
-
-
 # -- classes along an axis -------------------------------------------------------------------------
 
 
 @dataclass
 class _Classes:
-    """The classes along an axis of a prediction, counted from the first."""
+    """The classes of a prediction, along an axis that is counted from the first."""
 
     op: Any
     prediction: ir.Value
@@ -178,23 +172,19 @@ class _Classes:
 
     @property
     def count(self) -> int | None:
-        """Their number, if it is static."""
+        """The number of classes, if it is static."""
         length = dims_of(self.prediction)[self.axis]
         return length if isinstance(length, int) else None
 
     def length(self) -> Any:
-        """Return their number, or write it as a scalar of the dtype of the prediction."""
+        """Return the number of classes, or write it as a scalar of the prediction's dtype."""
         length = self.op.dim(self.prediction, self.axis)
         if isinstance(length, int):
             return length
         return self.op.Cast(self.op.Squeeze(length, [0]), to=self.prediction.dtype)
 
-    def indices(self) -> ir.Value:
-        """Write 0, 1, ..., (C,)."""
-        return self.op.arange(self.op.dim(self.prediction, self.axis))
-
     def along(self, vector: ir.Value) -> ir.Value:
-        """Write a vector of one entry a class, so that it is broadcast along the other axes."""
+        """Write a vector (C,) in a shape that is broadcast to the prediction."""
         behind = len(dims_of(self.prediction)) - 1 - self.axis
         return self.op.Reshape(vector, [-1] + [1] * behind)
 
@@ -205,14 +195,17 @@ class _Classes:
         return self.op.Log(self.op.Clip(self.prediction, eps, 1.0))
 
     def weights(self, class_weight: Any, index: ir.Value | None = None) -> ir.Value:
-        """Write the weight of each class, (C,), or of each class in `index`."""
+        """Write the weight of each class, (C,), or of each class index in `index`."""
         op, array = self.op, weight_array(class_weight, self.count)
         dtype: Any = self.prediction.dtype
-        if self.count is None and isinstance(class_weight, Mapping):  # a chain of comparisons
-            weight, index = op.const(1.0, dtype), self.indices() if index is None else index
+        if self.count is None and isinstance(
+            class_weight, Mapping
+        ):  # comparisons, for there is no table
+            weight = op.const(1.0, dtype)
+            index = positions(op, self.prediction, self.axis) if index is None else index
             for c in class_weight:
-                own = op.const(float(array[int(c)]), dtype)
-                weight = op.Where(op.Equal(index, int(c)), own, weight)
+                chosen = op.const(float(array[int(c)]), dtype)
+                weight = op.Where(op.Equal(index, int(c)), chosen, weight)
             return weight
         weights = op.const(array.astype(dtype.numpy()))
         if index is None:
@@ -222,7 +215,7 @@ class _Classes:
         return chosen
 
 
-def _classes(op, prediction, label, axis, shift):
+def _find_classes(op, prediction, label, axis, shift):
     """Return the classes of a prediction, and its label; the axis None is 1, as in PyTorch.
 
     With `shift`, the prediction is without its last position, and the label without the first.
@@ -235,7 +228,7 @@ def _classes(op, prediction, label, axis, shift):
         return _Classes(op, prediction, axis), label
     if n != 3 or axis != 2:
         raise ValueError(
-            f"shift=True needs predictions (N, T, classes), not of shape {shape} with classes "
+            f"shift=True needs predictions (N, T, classes), but the shape is {shape}, with classes "
             f"along axis {axis}"
         )
     rows, t, count = shape
@@ -247,11 +240,11 @@ def _classes(op, prediction, label, axis, shift):
 
 
 def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
-    """Return the class weights as an array of `classes` entries, of any number for None.
+    """Return the class weights as an array of `classes` entries; None: of any number.
 
     Raises:
-        ValueError: another number of them, an entry for no class, or a weight that is negative or
-            not finite.
+        ValueError: another number of weights, a key that is no class index, or a weight that is
+            negative or not finite.
     """
     if isinstance(class_weight, Mapping):
         indices = [c for c in class_weight if not isinstance(c, str) and int(c) == c >= 0]
@@ -259,7 +252,7 @@ def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
         if outside:
             allowed = "0 and above" if classes is None else f"0 to {classes - 1}"
             raise ValueError(
-                f"{named('class_weight')} has {outside}: classes are numbered {allowed}"
+                f"{named('class_weight')} has the keys {outside}: classes are numbered {allowed}"
             )
         array = np.ones(classes or max(map(int, indices), default=0) + 1)
         for c in indices:
@@ -278,11 +271,3 @@ def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
     if classes is not None and not array.any():
         raise ValueError(f"{named('class_weight')} is 0 for all classes, so that no row counts")
     return array
-
-
-def _require_positive(class_weight: Any) -> None:
-    if not weight_array(class_weight, None).all():
-        raise ValueError(
-            f"{named('class_weight')} holds zeros, which label_smoothing cannot be combined with: "
-            "name the class as ignore_index, or give it a small weight"
-        )

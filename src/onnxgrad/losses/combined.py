@@ -23,16 +23,16 @@ def combined_loss(
 ) -> LossSpec:
     """sum_k f_k l_k over losses l_k of the same prediction and labels, with factors f_k.
 
-    Of losses of elements and of rows, such as `cross_entropy` and `softmax_dice`, those of a row
-    are added to each of its elements, and the mean is over the elements that are not ignored: a row
-    counts by their number. Where none is ignored, it is the sum of both means. Weights of elements,
-    as by `class_weight`, are those of the first loss of elements.
+    If some losses are of elements and others of rows, such as `cross_entropy` and `softmax_dice`,
+    the loss of a row is added to each of its elements, and the mean is over the elements that are
+    not ignored: a row counts by their number. Where none is ignored, it is the sum of both means.
+    The weights of elements, as by `class_weight`, come from the first loss of elements.
 
     Args:
         factors: `{name: factor}`, names of `LOSSES`: of classes (cross_entropy, softmax_focal,
             softmax_dice), or of scores of two classes (binary_cross_entropy, focal, dice).
-        options: options by name, `{"softmax_focal": {"gamma": 1.5}}`. What all have in common, as
-            `ignore_index`, are options of the result: `loss_options` of a `Trainer`.
+        options: options by name, `{"softmax_focal": {"gamma": 1.5}}`. Options that all losses have
+            in common, as `ignore_index`, are options of the result: `loss_options` of a `Trainer`.
 
     Raises:
         ValueError: an unknown loss or option, losses of both kinds, or none.
@@ -42,14 +42,14 @@ def combined_loss(
         >>> og.losses.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
         'cross_entropy + 0.5 softmax_dice'
     """
-    specs, two = _specs(factors, options or {})
+    specs, two = _select_losses(factors, options or {})
     if len(specs) == 1 and [*factors.values()] == [1]:
         return next(iter(specs.values()))
 
     def add(op: Any, prediction: Any, label: Any, **shared: Any) -> Terms:
         own = [spec.with_options({**spec.options, **shared}) for spec in specs.values()]
         terms = [spec.terms(op, prediction, label) for spec in own]
-        return _sum(op, terms, [*factors.values()])
+        return _add_terms(op, terms, [*factors.values()])
 
     def of_classes(op, prediction, label, from_logits=True, ignore_index=-100, axis=None):
         options = {"ignore_index": ignore_index, "axis": axis}
@@ -63,28 +63,33 @@ def combined_loss(
     return replace(base, formula=of_two if two else of_classes, name=title)
 
 
-def _specs(
+def _select_losses(
     factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, LossSpec], bool]:
-    """Return the losses, and whether they are those of scores of two classes."""
-    kinds = {name: _kind(spec) for name, spec in LOSSES.items() if _kind(spec)}
+    """Return the losses, and whether predictions are scores of one of two classes."""
+    kinds = {name: kind for name, spec in LOSSES.items() if (kind := _prediction_kind(spec))}
     for name, factor in factors.items():
         if name not in kinds:
             raise unknown("loss", name, kinds)
         if not isfinite(factor):
             raise ValueError(f"the factor of {name!r} must be a finite number, not {factor}")
     if other := {*options} - {*factors}:
-        raise ValueError(f"options of {sorted(other)}, but the losses are {[*factors]}")
+        raise ValueError(f"options are for {sorted(other)}, but the losses are {[*factors]}")
     if len({kinds[name] for name in factors}) != 1:
-        raise ValueError(f"{[*factors]}: add losses of classes, or of scores of two classes")
+        raise ValueError(
+            f"{[*factors]}: combine losses of classes, or losses of scores of two classes, not both"
+        )
     if shared := {*chain(*options.values())} & {*_SHARED}:
-        raise ValueError(f"{sorted(shared)} of all losses together: use loss_options of a Trainer")
+        raise ValueError(
+            f"{sorted(shared)} are options of all losses together: set them by loss_options of a "
+            "Trainer"
+        )
     specs = {name: LOSSES[name].with_options(options.get(name, {})) for name in factors}
     return specs, kinds[next(iter(factors))] == "two classes"
 
 
-def _sum(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
-    """Write the sum of the terms, those of rows for each of their elements."""
+def _add_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
+    """Write the sum of the terms; the term of a row is added to each of its elements."""
     ranks = [rank(one.losses) or 1 for one in terms]
     each = []
     for one, n, factor in zip(terms, ranks, factors, strict=True):
@@ -94,8 +99,8 @@ def _sum(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
     return replace(terms[ranks.index(max(ranks))], losses=reduce(operator.add, each))
 
 
-def _kind(spec: LossSpec) -> str | None:
-    """Return what a loss tells apart, None if it is none of those that can be added."""
+def _prediction_kind(spec: LossSpec) -> str | None:
+    """Return which predictions a loss takes, or None if it cannot be combined."""
     if spec.activation == "Sigmoid":
         return "two classes"
     by_class = "axis" in spec.all_options and spec.has_ignore_index

@@ -8,14 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import dims_of, positions, wide
+from onnxgrad.losses.formula_nodes import LOWEST, choose, dims_of, lowest, positions, wide
 from onnxgrad.losses.spec import LabelKind, register
 
-_LOWEST = -1e30  # log of zero, finite so that differences of logarithms are not NaN
 _INFINITE = 1e29  # a loss above it has no alignment
 
 
-def _axes(options: Any) -> tuple[int, int, int]:
+def _prediction_axes(options: Any) -> tuple[int, int, int]:
     """Return the axes of time steps, rows and classes in a prediction."""
     classes = options["axis"] % 3
     rest = [i for i in range(3) if i != classes]
@@ -23,9 +22,9 @@ def _axes(options: Any) -> tuple[int, int, int]:
     return time, rows, classes
 
 
-def _labels(options: Any) -> LabelKind:
-    """Return the labels for a prediction (N, T, C), or (T, N, C) with time_major."""
-    _, rows, classes = _axes(options)
+def _label_kind(options: Any) -> LabelKind:
+    """Return the kind of labels for a prediction (N, T, C), or (T, N, C) with time_major."""
+    _, rows, classes = _prediction_axes(options)
     return LabelKind(
         dtype=ir.DataType.INT64,
         shape=lambda f: (f[rows] if f else None, None),
@@ -36,7 +35,7 @@ def _labels(options: Any) -> LabelKind:
     )
 
 
-@register("ctc", labels=_labels, has_ignore_index=True, activation="Softmax", mixes=False)
+@register("ctc", labels=_label_kind, has_ignore_index=True, activation="Softmax", mixes=False)
 def ctc(
     op, prediction, label, blank=0, time_major=False, input_lengths=False, zero_infinity=False,
     ignore_index=-100, from_logits=True, eps=1e-7, axis=2,
@@ -47,14 +46,14 @@ def ctc(
     blanks removed. One loss for every row, not divided by the number of labels.
 
     The prediction holds scores (N, T, C), or (T, N, C) with time_major, with the classes along
-    `axis`; logarithms of probabilities are scores, too. They must be finite. Probabilities, with
+    `axis`; logarithms of probabilities are scores, too. Scores must be finite. Probabilities, with
     from_logits=False, are at least eps. Labels are int64 (N, S), padded at the end with
     ignore_index or the blank. With input_lengths, they are (N, 1 + S), and the first column is the
     number of time steps of the row. Where labels do not fit into the time steps, the loss is
     infinite, or zero with zero_infinity, and its gradient is zero.
     """
     dtype, prediction = prediction.dtype, wide(op, prediction)
-    order = _axes({"axis": axis, "time_major": time_major})
+    order = _prediction_axes({"axis": axis, "time_major": time_major})
     if order != (0, 1, 2):
         prediction = op.Transpose(prediction, perm=list(order))
     log_p = op.LogSoftmax(prediction, axis=2) if from_logits else op.Log(op.Clip(prediction, eps))
@@ -64,21 +63,20 @@ def ctc(
         label.shape = ir.Shape([dims_of(prediction)[1], None])
     kept = op.Not(op.Or(op.Equal(label, ignore_index), op.Equal(label, blank)))
     clean = op.Where(kept, label, np.int64(blank))
-    states = _between(op, clean, np.int64(blank))
-    alpha = _forward(op, log_p, states, _repeats(op, clean, log_p), lengths)
+    states = _interleave_filler(op, clean, np.int64(blank))
+    alpha = _scan_steps(op, log_p, states, _leap_penalties(op, clean, log_p), lengths)
     last = 2 * op.ReduceSum(op.Cast(kept, to=ir.DataType.INT64), [1], keepdims=1)
     at = op.Unsqueeze(positions(op, states, 1), [0])
     end = op.Or(op.Equal(at, last), op.Equal(at, last - 1))  # a blank, or the last label
-    low = op.const(_LOWEST, log_p.dtype)
-    loss = -op.ReduceLogSumExp(op.Where(end, alpha, low), [1], keepdims=0)
+    loss = -op.ReduceLogSumExp(op.Where(end, alpha, lowest(op, log_p)), [1], keepdims=0)
     infinite = op.const(0.0 if zero_infinity else np.inf, loss.dtype)
     return op.Cast(op.Where(op.Greater(loss, _INFINITE), infinite, loss), to=dtype)
 
 
-def _forward(
+def _scan_steps(
     op: Any, log_p: ir.Value, states: ir.Value, repeats: ir.Value, lengths: ir.Value | None
 ) -> ir.Value:
-    """Write the logarithms of the likelihoods of all paths to the states at the end, (N, 2S + 1).
+    """Write the log-likelihood of all paths to each state at the last time step, (N, 2S + 1).
 
     From a state, a path goes to itself, to the next one, or over a blank to another label.
     """
@@ -88,10 +86,14 @@ def _forward(
     shape = ir.Shape([n, dims_of(states)[1]])
     scores.shape = ir.Shape([time, *shape])
     first = op.Equal(positions(op, states, 1), np.int64(0))
-    zero, low = (op.const(v, log_p.dtype) for v in (0.0, _LOWEST))
-    start = op.Expand(op.Where(first, zero, low), op.shape_of(states))
+    low = lowest(op, log_p)
+    start = op.Expand(op.Where(first, op.const(0.0, log_p.dtype), low), op.shape_of(states))
     start.shape = shape
-    stacks = [scores] if lengths is None else [scores, _is_in_row(op, log_p, lengths)]
+    stacks = [scores]
+    if lengths is not None:  # whether a time step is within the length of the row, (T, N, 1)
+        steps = op.Unsqueeze(positions(op, log_p, 0), [1, 2])
+        stacks.append(op.Less(steps, op.Unsqueeze(lengths, [0])))
+        stacks[1].shape = ir.Shape([time, n, 1])
     body = ir.Graph([], [], nodes=[], name=op.name("ctc_step"))
     inner = Emit(body, outer=op)
     elements = [
@@ -114,8 +116,8 @@ def _forward(
     return end
 
 
-def _between(op: Any, x: ir.Value, filler: Any) -> ir.Value:
-    """Write (N, S) as filler, x_1, filler, x_2, ..., filler, (N, 2S + 1)."""
+def _interleave_filler(op: Any, x: ir.Value, filler: Any) -> ir.Value:
+    """Write filler, x_1, filler, x_2, ..., filler, (N, 2S + 1), for `x` (N, S)."""
     fillers = op.expand_to(op.const(filler, x.dtype), x)
     pairs = op.Concat(op.Unsqueeze(fillers, [2]), op.Unsqueeze(x, [2]), axis=2)
     y = op.Pad(op.Flatten(pairs, axis=1), [0, 0, 0, 1], op.const(filler, x.dtype))
@@ -124,18 +126,12 @@ def _between(op: Any, x: ir.Value, filler: Any) -> ir.Value:
     return y
 
 
-def _repeats(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
-    """Write 0 at labels that differ from the one before, to which paths may leap, else log of 0."""
+def _leap_penalties(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
+    """Write 0 at labels to which paths may leap over a blank, else log 0, (N, 2S + 1).
+
+    A path must not leap to a label that equals the label before.
+    """
     before = op.Slice(op.Pad(clean, [0, 1, 0, 0], np.int64(-1)), [0], [-1], [1])
-    zero, low = (op.const(v, like.dtype) for v in (0.0, _LOWEST))
-    leaps = op.Where(op.Equal(clean, before), low, zero)
+    leaps = choose(op, op.Equal(clean, before), LOWEST, 0.0, like)
     leaps.shape = clean.shape
-    return _between(op, leaps, _LOWEST)
-
-
-def _is_in_row(op: Any, log_p: ir.Value, lengths: ir.Value) -> ir.Value:
-    """Write whether a time step is within the length of the row, (T, N, 1)."""
-    steps = op.Unsqueeze(positions(op, log_p, 0), [1, 2])
-    y = op.Less(steps, op.Unsqueeze(lengths, [0]))
-    y.shape = ir.Shape([*dims_of(log_p)[:2], 1])
-    return y
+    return _interleave_filler(op, leaps, LOWEST)

@@ -3,8 +3,8 @@
 `triplet`, `contrastive` and `multiple_negatives` compare the rows of a batch by their class labels;
 `cosine_embedding` compares two embeddings in one row, `cosine_similarity` two consecutive rows;
 `arcface` and `cosface` take the cosines of the angles to the centers of classes, which
-`add_head(..., cosine=True)` computes. All are formulas as those of `formulas`. The functions
-without a label are for rows that hold what is compared: see `output_losses`.
+`add_head(..., cosine=True)` computes. The functions without a label compare the embeddings of one
+row: see `output_losses`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, class_indi
 def _label_of_row(
     needs: str, accepts: Callable[[Dims], bool], dtype: ir.DataType | None = ir.DataType.INT64
 ) -> LabelKind:
-    """Return one label for every row of a prediction of known rank."""
+    """Return the kind of labels (N,), for predictions of known rank."""
     return LabelKind(
         dtype, lambda f: (f[0] if f else None,), lambda f: f is not None and accepts(f), needs
     )
@@ -62,7 +62,7 @@ def cosine_similarity(op, prediction, label):
 
     One loss for every row, equal for both of a pair. Reimers and Gurevych 2019, arXiv:1908.10084.
     """
-    z = _unit(op, wide(op, prediction))
+    z = _unit_rows(op, wide(op, prediction))
     pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
     other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
     cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
@@ -115,23 +115,23 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     if mining not in ("all", "semi-hard", "hard"):
         raise unknown("mining", mining, ["all", "semi-hard", "hard"])
     difference = op.Unsqueeze(prediction, [1]) - op.Unsqueeze(prediction, [0])
-    far = _norm(op, difference, p, eps)
-    same, itself = _same(op, label), _diagonal(op, label)
+    far = _p_norms(op, difference, p, eps)
+    same, itself = _same_label(op, label), _same_row(op, label)
     positive, negative = op.And(same, op.Not(itself)), op.Not(same)
     low = lowest(op, prediction)
+    count = _count_pairs(op, positive, far) * _count_pairs(op, negative, far)
     if mining == "hard":
         b = op.ReduceMax(op.Where(positive, far, low), [1], keepdims=0)
         c = op.ReduceMin(op.Where(negative, far, -low), [1], keepdims=0)
-        has_both = op.Greater(_count(op, positive, far) * _count(op, negative, far), 0.0)
+        has_both = op.Greater(count, 0.0)
         loss = op.Relu(op.Where(has_both, b - c, 0.0) + margin)
         weight = op.Cast(has_both, to=far.dtype)
         return Terms(loss * weight, weight)
-    count = _count(op, positive, far) * _count(op, negative, far)
     if mining == "semi-hard":
         valid = op.And(positive, op.Greater(op.Unsqueeze(count, [1]), 0.0))
         c = _semi_hard(op, far, negative)
         losses = op.Where(valid, op.Relu(op.Where(valid, far - c, 0.0) + margin), 0.0)
-        count = _count(op, valid, far)
+        count = _count_pairs(op, valid, far)
         return Terms(op.ReduceSum(losses, [1], keepdims=0) / op.Max(count, 1.0), count)
     terms = op.Relu(op.Unsqueeze(far, [2]) - op.Unsqueeze(far, [1]) + margin)
     valid = op.And(op.Unsqueeze(positive, [2]), op.Unsqueeze(negative, [1]))
@@ -140,7 +140,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
 
 
 def _semi_hard(op, far, negative):
-    """Write for rows a, b the distance from a to the semi-hard negative, (N, N)."""
+    """Write the distance from a to the semi-hard negative of each pair of rows a, b, (N, N)."""
     low, negatives = lowest(op, far), op.Unsqueeze(negative, [1])  # (a, 1, c)
     to_c = op.Unsqueeze(far, [1])
     farther = op.And(negatives, op.Greater(to_c, op.Unsqueeze(far, [2])))
@@ -152,12 +152,12 @@ def _semi_hard(op, far, negative):
 def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False):
     """max(0, |a - b + eps|_p - |a - c + eps|_p + margin), each (N, D).  Balntas et al. 2016.
 
-    One loss for every row. With swap, the distance of b and c is taken if it is below that of a, c.
+    One loss for every row. With swap, |b - c + eps|_p replaces |a - c + eps|_p if it is smaller.
     """
-    near = _norm(op, anchor - positive, p, eps)
-    far = _norm(op, anchor - negative, p, eps)
+    near = _p_norms(op, anchor - positive, p, eps)
+    far = _p_norms(op, anchor - negative, p, eps)
     if swap:
-        far = op.Min(far, _norm(op, positive - negative, p, eps))
+        far = op.Min(far, _p_norms(op, positive - negative, p, eps))
     return op.Relu(near - far + margin)
 
 
@@ -165,20 +165,21 @@ def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, sw
 def contrastive(op, prediction, label, temperature=0.1, normalize=True):
     """-mean of log softmax_a(z . z_a / T) over the a of the class of z.  Khosla et al. 2020.
 
-    a are all other rows of the batch (arXiv:2004.11362, eq. 2). Embeddings (N, D), or (N, views, D)
-    where the views of a row have its label: with labels that are all different, the loss is NT-Xent
-    (Chen et al. 2020, arXiv:2002.05709). normalize divides embeddings by their lengths. One loss
-    for every row; the mean is over rows that have another one of their class.
+    The softmax is over all other rows a of the batch (arXiv:2004.11362, eq. 2). Embeddings are
+    (N, D), or (N, views, D) where the views of a row have its label: with labels that are all
+    different, the loss is NT-Xent (Chen et al. 2020, arXiv:2002.05709). normalize divides
+    embeddings by their lengths. One loss for every row; the mean is over rows that are not alone in
+    their class.
     """
     shape = dims_of(prediction)
     if len(shape) == 2:
-        return Terms(*_contrast(op, prediction, label, temperature, normalize))
+        return Terms(*_contrastive_losses(op, prediction, label, temperature, normalize))
     views = op.dim(prediction, 1)
     flat = op.Reshape(prediction, op.vector(-1, op.dim(prediction, 2)))
     repeated = op.Expand(op.Unsqueeze(label, [1]), op.vector(1, views))
     repeated.shape = ir.Shape(shape[:2])
     label = op.Reshape(repeated, [-1])
-    losses, weights = _contrast(op, flat, label, temperature, normalize)
+    losses, weights = _contrastive_losses(op, flat, label, temperature, normalize)
     back = op.vector(-1, views)  # the weights of the views of a row are equal
     means = [op.ReduceMean(op.Reshape(v, back), [1], keepdims=0) for v in (losses, weights)]
     for v in means:
@@ -191,17 +192,18 @@ def multiple_negatives(op, prediction, label, scale=20.0, symmetric=False):
     """-mean of log softmax_j(s cos(a, z_j)) over the rows j of the class of a.  1705.00652, eq. 9.
 
     Henderson et al. 2017, as in sentence-transformers. The first row of each class in the batch
-    that has another one is an anchor a. j are all rows that are no anchors: the others of its
-    class, its positives; those of other anchors; and rows that are alone in their class, hard
-    negatives. One loss for every row; the mean is over anchors. symmetric: the mean with
-    -log softmax_a(s cos(a, z_j)), over all anchors a for each positive j.
+    that has another one is an anchor a. The softmax is over all rows j that are no anchors: the
+    positives of a, which are the other rows of its class; the positives of other anchors; and rows
+    that are alone in their class, as hard negatives. One loss for every row; the mean is over
+    anchors. symmetric: the mean of this loss and -log softmax_a(s cos(a, z_j)), over all anchors a
+    for each positive j.
     """
-    dtype, z = prediction.dtype, _unit(op, wide(op, prediction))
-    same, place = _same(op, label), positions(op, label, 0)
-    others = op.And(same, op.Not(_diagonal(op, label)))
+    dtype, z = prediction.dtype, _unit_rows(op, wide(op, prediction))
+    same, place = _same_label(op, label), positions(op, label, 0)
+    others = op.And(same, op.Not(_same_row(op, label)))
     before = op.And(same, op.Less(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1])))
-    first = op.Equal(_count(op, before, z), 0.0)
-    anchor = op.And(first, op.Greater(_count(op, others, z), 0.0))
+    first = op.Equal(_count_pairs(op, before, z), 0.0)
+    anchor = op.And(first, op.Greater(_count_pairs(op, others, z), 0.0))
     row = op.Unsqueeze(anchor, [1])
     positive = op.And(others, row)
     scores, low = op.MatMul(z, op.Transpose(z, perm=[1, 0])) * scale, lowest(op, z)
@@ -209,20 +211,20 @@ def multiple_negatives(op, prediction, label, scale=20.0, symmetric=False):
     if symmetric:
         log_p = 0.5 * (log_p + op.LogSoftmax(op.Where(row, scores, low), axis=0))
     summed = op.ReduceSum(op.Where(positive, log_p, 0.0), [1], keepdims=0)
-    loss = -summed / op.Max(_count(op, positive, z), 1.0)
+    loss = -summed / op.Max(_count_pairs(op, positive, z), 1.0)
     return Terms(op.Cast(loss, to=dtype), op.Cast(anchor, to=dtype))
 
 
 def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True):
     """-log softmax_j(a_i . b_j / T) at j = i, each (N, D).  van den Oord et al. 2018, 1807.03748.
 
-    One loss for every row. symmetric: the mean with that of b_j over a_i (Radford et al. 2021,
-    arXiv:2103.00020).
+    One loss for every row. symmetric: the mean with -log softmax_i(a_i . b_j / T) at i = j
+    (Radford et al. 2021, arXiv:2103.00020).
     """
     dtype, a, b = first.dtype, wide(op, first), wide(op, second)
-    a, b = (_unit(op, x) if normalize else x for x in (a, b))
+    a, b = (_unit_rows(op, x) if normalize else x for x in (a, b))
     scores = op.MatMul(a, op.Transpose(b, perm=[1, 0])) / temperature
-    itself = _diagonal(op, first)
+    itself = _same_row(op, first)
     losses = [
         -op.ReduceSum(op.Where(itself, op.LogSoftmax(scores, axis=axis), 0.0), [axis], keepdims=0)
         for axis in ((1, 0) if symmetric else (1,))
@@ -231,34 +233,35 @@ def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True)
 
 
 def nt_xent(op, first, second, temperature=0.1, normalize=True):
-    """-log softmax_j(z_i . z_j / T) at the other z of its row, j over all 2N - 1 others.
+    """-log softmax_j(z_i . z_j / T) at the other z of its row, j over the 2N - 1 other embeddings.
 
-    Each (N, D); one loss for every row, the mean of both. Chen et al. 2020, arXiv:2002.05709.
+    Both are (N, D). One loss for every row, the mean over its two embeddings. Chen et al. 2020,
+    arXiv:2002.05709.
     """
     pairs = op.Concat(op.Unsqueeze(first, [1]), op.Unsqueeze(second, [1]), axis=1)
     return contrastive(op, pairs, positions(op, first, 0), temperature, normalize).losses
 
 
-def _contrast(op, z, label, temperature, normalize):
+def _contrastive_losses(op, z, label, temperature, normalize):
     """Write the losses and the weights of `contrastive` for embeddings (N, D)."""
     dtype, z = z.dtype, wide(op, z)
-    z = _unit(op, z) if normalize else z
-    itself = _diagonal(op, label)
+    z = _unit_rows(op, z) if normalize else z
+    itself = _same_row(op, label)
     scores = op.MatMul(z, op.Transpose(z, perm=[1, 0])) / temperature
     log_p = op.LogSoftmax(op.Where(itself, lowest(op, z), scores), axis=1)
-    positive = op.And(_same(op, label), op.Not(itself))
-    count = _count(op, positive, z)
+    positive = op.And(_same_label(op, label), op.Not(itself))
+    count = _count_pairs(op, positive, z)
     summed = op.ReduceSum(op.Where(positive, log_p, 0.0), [1], keepdims=0)
     loss = -summed / op.Max(count, 1.0)
     return op.Cast(loss, to=dtype), op.Cast(op.Greater(count, 0.0), to=dtype)
 
 
-def _unit(op, x):
+def _unit_rows(op, x):
     """Write the rows of `x` divided by their lengths, but by at least 1e-12 as in PyTorch."""
     return x / op.Max(op.ReduceL2(x, [1], keepdims=1), 1e-12)
 
 
-def _norm(op, x, p, eps):
+def _p_norms(op, x, p, eps):
     """Write the p-norms of x + eps over the last axis."""
     norms = {1: op.ReduceL1, 2: op.ReduceL2}
     if p not in norms:
@@ -266,16 +269,16 @@ def _norm(op, x, p, eps):
     return norms[p](x + eps, [-1], keepdims=0)
 
 
-def _diagonal(op: Any, x: ir.Value) -> ir.Value:
+def _same_row(op: Any, x: ir.Value) -> ir.Value:
     """Write whether two rows are the same one, (N, N)."""
-    return _same(op, positions(op, x, 0))
+    return _same_label(op, positions(op, x, 0))
 
 
-def _same(op: Any, label: ir.Value) -> ir.Value:
+def _same_label(op: Any, label: ir.Value) -> ir.Value:
     """Write whether two rows have the same label, (N, N)."""
     return op.Equal(op.Unsqueeze(label, [1]), op.Unsqueeze(label, [0]))
 
 
-def _count(op: Any, pairs: ir.Value, like: ir.Value) -> ir.Value:
+def _count_pairs(op: Any, pairs: ir.Value, like: ir.Value) -> ir.Value:
     """Write the number of pairs of every row, (N,), in the dtype of `like`."""
     return op.ReduceSum(op.Cast(pairs, to=like.dtype), [1], keepdims=0)

@@ -1,9 +1,8 @@
 """The formulas of the losses, and their registration.
 
 A formula is a function `(op, prediction, label, **options)` that writes the loss of every element
-or every row. The arguments of its decorator `_loss` are the other fields of its `LossSpec`, which
-are all that other modules have to know of a loss. Sample weights, reductions and penalties are the
-same for all losses.
+or every row. The arguments of its decorator `register` are fields of its `LossSpec`, by which other
+modules know the loss. Sample weights, reductions and penalties are the same for all losses.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from onnxgrad.errors import unknown
 from onnxgrad.losses.classification import (
     binary_cross_entropy as binary_cross_entropy,
     cross_entropy as cross_entropy,
-    softplus,
 )
-from onnxgrad.losses.formula_nodes import at_index, classes_second, dims_of
+from onnxgrad.losses.formula_nodes import at_index, choose, classes_second, dims_of, softplus
 from onnxgrad.losses.spec import (
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
@@ -75,12 +73,12 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def _require_range(loss: str, name: str, value: Any) -> None:
-    """Raise `ValueError` for an option that would turn the loss around, or make it undefined."""
+    """Raise `ValueError` for an option that reverses the sign of the loss, or has no meaning."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and name in _RANGES and (loss, name) != ("cosine_embedding", "margin"):
         fits, needs = _RANGES[name]
         if not fits(value):
-            raise ValueError(f"{name}={value!r}: {loss!r} needs a number {needs}")
+            raise ValueError(f"{name}={value!r}: the loss {loss!r} needs a number {needs}")
 
 
 @register("squared_error", "l2")
@@ -117,9 +115,11 @@ def _log_terms(op, prediction, label, eps=1e-6):
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
     if (shapes.dims(prediction) or (None,))[-1] is None:
-        prediction = op.Reshape(prediction, [0, 2])  # or a single column would be broadcast
+        prediction = op.Reshape(
+            prediction, [0, 2]
+        )  # fails for one column, which would be broadcast
     hit = op.Equal(label, op.const(np.arange(2)))
-    return _where(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
+    return choose(op, hit, -1.0, 0.0, prediction) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
 @register("huber")
@@ -136,7 +136,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
     if log_input:
         return op.Exp(prediction) + (-label) * prediction
     if prediction.dtype == ir.DataType.FLOAT16:
-        eps = max(eps, 1e-4)  # 1 / eps must be finite
+        eps = max(eps, 1e-4)  # 1 / eps must be finite in float16
     return prediction + (-label) * op.Log(prediction + eps)
 
 
@@ -147,7 +147,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
 )
 def hinge(op, prediction, label):
     """max(0, 1 - y f) for labels -1 and 1, or 0 and 1."""
-    return op.Relu(1.0 + _where(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
+    return op.Relu(1.0 + choose(op, op.Greater(label, 0.0), -1.0, 1.0, label) * prediction)
 
 
 @register(
@@ -159,8 +159,8 @@ def hinge(op, prediction, label):
 def kl_divergence(op, prediction, label, from_logits=True, eps=1e-7, axis=None):
     """sum t (log t - log p) over classes, t the probabilities that are the label, and 0 log 0 = 0.
 
-    One loss for every row, or every position of a prediction (N, C, d1, ...). From probabilities, p
-    is at least eps. axis: that of the classes; None is decided by the graph, or 1.
+    One loss for every row, or every position of a prediction (N, C, d1, ...). Probabilities p, with
+    from_logits=False, are at least eps. axis: axis of the classes; None: the graph decides, or 1.
     """
     prediction, label = (classes_second(op, x, axis) for x in (prediction, label))
     p = op.LogSoftmax(prediction, axis=1) if from_logits else op.Clip(prediction, eps)
@@ -181,7 +181,7 @@ def quantile(op, prediction, label, q=0.5):
     """
     numbers = np.asarray(q, dtype=float)
     if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
-        raise ValueError(f"q={q!r}: give numbers between 0 and 1")
+        raise ValueError(f"q={q!r}: quantiles are numbers between 0 and 1")
     if numbers.ndim:
         width = dims_of(prediction)[1]
         if isinstance(width, int) and width != len(numbers):
@@ -214,17 +214,14 @@ def gaussian_nll(op, prediction, label, full=False):
 
 
 def row_sums(op: Any, loss: ir.Value) -> ir.Value:
-    """Return the sums over all axes but the first, (N, 1)."""
+    """Write the sums of the losses over all axes but the first, (N, 1)."""
     shape = shapes.dims(loss)
     if shape is None:
         return op.ReduceSum(op.Reshape(loss, [0, -1]), [1], keepdims=1)
     if not shape:
-        raise ValueError("a loss must have one number per element or row, not one for all rows")
+        raise ValueError(
+            "a loss must have one number for every element or row, not one for all rows"
+        )
     if len(shape) > 1 and shape[1:] != (1,):
         loss = op.ReduceSum(loss, list(range(1, len(shape))), keepdims=1)
     return loss if len(shape) == 2 else op.Reshape(loss, [-1, 1])
-
-
-def _where(op, like, condition, yes, no):
-    """Write `yes` where `condition` is true, else `no`, in the dtype of `like`."""
-    return op.Where(condition, op.const(yes, like.dtype), op.const(no, like.dtype))

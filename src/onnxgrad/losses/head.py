@@ -1,4 +1,4 @@
-"""The last layers of a model over a large vocabulary, written again for some positions."""
+"""The last layers of a model over a large vocabulary, copied for chunks of positions or words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 
 class Head:
-    """The nodes that are as wide as the vocabulary, and compute each position alone.
+    """The nodes whose results are as wide as the vocabulary, and depend on one position each.
 
     Attributes:
-        leaves: what they read of positions, (rows, tokens, width), or the logits if no node is so.
-        shared: what they read beside, such as weights.
-        written: the nodes of `again`.
+        leaves: the features of positions that the nodes read, (rows, tokens, width); the logits
+            themselves if there is no such node.
+        shared: the other values that the nodes read, such as weights.
+        written: the nodes that `write_logits` has written.
     """
 
     def __init__(self, op: Emit, logits: ir.Value) -> None:
@@ -32,17 +33,20 @@ class Head:
         self.leaves: list[ir.Value] = []
         self.nodes: dict[ir.Value, ir.Node] = {}  # by their results, in topological order
         self.written: list[ir.Node] = []
-        self._visit(logits)
-        read = (x for n in self.nodes.values() for x in self._plain(n)[1] if x is not None)
+        self._collect_nodes(logits)
+        read = (
+            x for n in self.nodes.values() for x in self._without_transpose(n)[1] if x is not None
+        )
         self.shared = [x for x in dict.fromkeys(read) if x not in self._data]
 
-    def _visit(self, y: ir.Value) -> None:
+    def _collect_nodes(self, y: ir.Value) -> None:
+        """Add the node that computes `y`, and the nodes before it, or else `y` as a leaf."""
         if y in self.nodes or y in self.leaves:
             return
-        operands = self._positional(y)
+        operands = self._position_operands(y)
         for x in operands:
             if (dims(x) or (None,))[-1] == self.width:
-                self._visit(x)
+                self._collect_nodes(x)
             elif x not in self.leaves:
                 self.leaves.append(x)
         node = y.producer()
@@ -51,8 +55,8 @@ class Head:
         else:
             self.leaves.append(y)
 
-    def _positional(self, y: ir.Value) -> list[ir.Value]:
-        """Return the operands of positions of a node that computes each alone; [] of another."""
+    def _position_operands(self, y: ir.Value) -> list[ir.Value]:
+        """Return the operands that hold positions, if `y` depends on one position each, else []."""
         node, shape = y.producer(), dims(y)
         if node is None or node.graph is not self.op.graph or not shape or len(node.outputs) > 1:
             return []
@@ -63,30 +67,32 @@ class Head:
             kept = [x for x in data[:1] if (dims(x) or (None,))[-1] == shape[-1]]
             return [x for x in kept if len(data) == 1 and rank(x) in (2, 3)]
         if kind in ELEMENTWISE:
-            fits = all(_is_row(dims(x)) for x in rest)
+            # the other operands are broadcast along positions
+            fits = all((s := dims(x)) is not None and set(s[:-1]) <= {1} for x in rest)
         elif kind == "MatMul":
             fits = data == [node.inputs[0]] and rank(node.inputs[1]) == 2
         elif kind == "Gemm":
             fits = data == [node.inputs[0]] and not int_attribute(node, "transA")
         else:
             fits = node.op_type == "MatMulNBits" and data == [node.inputs[0]]
-        alike = all(_leads(dims(x), shape) and is_real(x) for x in data)
+        alike = all(_same_positions(dims(x), shape) and is_real(x) for x in data)
         return data if fits and alike else []
 
-    def again(
+    def write_logits(
         self,
         inner: Emit,
         given: Mapping[ir.Value, ir.Value],
         width: Any = None,
         gate: ir.Value | None = None,
     ) -> ir.Value:
-        """Write the nodes for some positions (size, width); return the logits.
+        """Write the nodes for a chunk of positions or words; return the logits (size, width).
 
         Args:
             inner: emitter of a body of the graph.
-            given: what stands for the leaves, and for shared values of which some words are taken.
-            width: the number of these words; None: all.
-            gate: where it is there, weights of few bits are unpacked, once and outside.
+            given: the values that replace the leaves, and shared values in blocks of words.
+            width: the number of words of the block; None: all.
+            gate: a value computed before weights of few bits are unpacked, once and outside of the
+                body; None: they are not unpacked.
         """
         new = dict(given)
         for y, node in self.nodes.items():
@@ -94,7 +100,7 @@ class Head:
             if not node.domain and node.op_type in VIEWS:
                 new[y] = new[first]  # type: ignore[index]
                 continue
-            kind, operands, attributes = self._plain(node)
+            kind, operands, attributes = self._without_transpose(node)
             inputs = [x if x is None else new.get(x, x) for x in operands]
             [z] = inner.emit_many(kind, inputs, attributes, 1, node.domain, fresh=True)
             some = next(new[x] for x in node.inputs if x in new and x not in self.shared)
@@ -109,10 +115,10 @@ class Head:
                     made.meta[marks.UNPACKED] = unpacked_weight(self.op, node, gate)
         return new[self.logits]
 
-    def sweep(
+    def write_gradients(
         self, inner: Emit, logits: ir.Value, dz: ir.Value, of: Sequence[ir.Value]
     ) -> list[ir.Value]:
-        """Write the gradients w.r.t. `of` from `dz`, that w.r.t. what `again` returned."""
+        """Write the gradients w.r.t. `of`, from the gradient `dz` w.r.t. the written logits."""
         seeds = {logits: inner.set_type_like(inner.Cast(dz, to=logits.dtype), logits)}
         found = sweep(inner, seeds, of, nodes=self.written) | seeds
         return [found[x] if x in found else inner.zeros_like(x) for x in of]
@@ -120,7 +126,7 @@ class Head:
     def vocabulary_axes(self) -> dict[ir.Value, int] | None:
         """Return the axis of the words of each shared value that has one.
 
-        None: the logits of some words cannot be computed alone.
+        None: the logits of a block of words cannot be computed without the other words.
         """
         axes: dict[ir.Value, int] = {}
         if any((dims(x) or (None,))[-1] == self.width for x in self.leaves):
@@ -130,7 +136,7 @@ class Head:
                 continue
             if node.domain or (self._is_product(node) and node.inputs[0] not in self.leaves):
                 return None
-            _, operands, attributes = self._plain(node)
+            _, operands, attributes = self._without_transpose(node)
             transposed = self._is_product(node) and attributes.get("transB", 0)
             for i, x in enumerate(operands):
                 if x is None or x not in self.shared:
@@ -149,14 +155,17 @@ class Head:
     def _is_product(node: ir.Node) -> bool:
         return not node.domain and node.op_type in ("MatMul", "Gemm")
 
-    def _plain(self, node: ir.Node) -> tuple[str, list[ir.Value | None], dict[str, Any]]:
+    def _without_transpose(
+        self, node: ir.Node
+    ) -> tuple[str, list[ir.Value | None], dict[str, Any]]:
         """Return operator, operands and attributes of a node.
 
-        A product with a transposed matrix reads that as it is, so that there is no copy of it.
+        A product with the result of a Transpose becomes a Gemm that reads the operand of the
+        Transpose, so that there is no copy of the matrix.
         """
         operands = list(node.inputs)
         attributes = {a.name: a.value for a in node.attributes.values()}
-        matrix = _transposed(operands[1]) if self._is_product(node) else None
+        matrix = _operand_of_transpose(operands[1]) if self._is_product(node) else None
         if matrix is None or matrix in self._data:
             return node.op_type, operands, attributes
         kept = {"transB": 1 - int(attributes.get("transB", 0))}
@@ -164,8 +173,8 @@ class Head:
         return "Gemm", operands, attributes | kept
 
 
-def _transposed(x: ir.Value | None) -> ir.Value | None:
-    """Return the matrix whose two axes a Transpose swaps, if that computes `x`."""
+def _operand_of_transpose(x: ir.Value | None) -> ir.Value | None:
+    """Return the matrix whose two axes a Transpose swaps to compute `x`, else None."""
     node = made_by(x, "Transpose")
     exact = x is not None and x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
     if node is None or not exact or rank(node.inputs[0]) != 2:
@@ -173,13 +182,8 @@ def _transposed(x: ir.Value | None) -> ir.Value | None:
     return node.inputs[0] if list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] else None
 
 
-def _is_row(shape: Dims | None) -> bool:
-    """Return whether a shape is broadcast along positions."""
-    return shape is not None and all(d == 1 for d in shape[:-1])
-
-
-def _leads(shape: Dims | None, other: Dims) -> bool:
-    """Return whether shapes are proven to have the same positions, and the last axis is known."""
+def _same_positions(shape: Dims | None, other: Dims) -> bool:
+    """Return whether shapes are proven to have equal positions, and the last axis is known."""
     if shape is None or not isinstance(shape[-1], int) or len(shape) not in (2, 3):
         return False
     return shape[:-1] == other[:-1] and None not in shape

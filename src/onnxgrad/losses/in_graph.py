@@ -1,4 +1,4 @@
-"""Losses written into the graph of a model."""
+"""Losses and penalties written into the graph of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from onnxgrad.graph.tidy import rename_unused_results, tidy
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
-from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
 from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
@@ -56,15 +55,15 @@ def add_loss_output(
         weight_name: name of an input of sample weights, (N,) or (N, 1); None for none.
         penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
         output_index: index or name of the output that is the prediction, or the name of any other
-            float tensor of the graph; None if there is one float output.
+            float tensor of the graph; None: the only float output.
         reduction: "sum" over the rows, or "mean", divided by the number of all rows, ignored and
             weighted ones included. Default: "sum", but "mean" for `log`.
         weight_per: "row", or "element": the weights have as many axes as the losses, and are
             broadcast to their shape.
         **kwargs: options of the loss: see the functions in `onnxgrad.losses.formulas`, and
             `ignore_nan=True`, which leaves out float labels that are NaN.
-            `cross_entropy` takes the axis of the classes as `axis`; None: that which the last
-            linear operator writes, 1 for Conv and the last one for MatMul, or 1 without any.
+            `cross_entropy` takes the axis of the classes as `axis`; None: the axis of the features
+            that the last linear operator writes, 1 for Conv and the last axis for MatMul; or 1.
 
     Raises:
         ValueError: an unknown loss, option, output or weight, an output that is no tensor, or a
@@ -83,33 +82,21 @@ def add_loss_output(
     if weight_per not in ("row", "element"):
         raise unknown("weight_per", weight_per, ["row", "element"])
     spec = loss_spec(score_name, reduction, kwargs)
-    names, each = (loss_name, label_name, weight_name), weight_per == "element"
-    return _with_loss(read(onx), output_index, spec, names, penalty or {}, each)
-
-
-def _with_loss(
-    proto: ModelProto,
-    output_index: int | str | None,
-    spec: LossSpec,
-    names: tuple[str, str, str | None],
-    penalties: Mapping[str, Any],
-    each: bool,
-) -> ModelProto:
-    """Return the model with a loss; `names` are of the loss, the labels and the sample weights."""
-    loss_name, label_name, weight_name = names
+    proto, penalties = read(onx), penalty or {}
     chosen = choose_output(proto, output_index, inside=True)
     _check_penalized(proto, penalties)
-    model, values = _with_outputs(proto, chosen, penalties)
+    model, values = _cut_to_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
-    rename_unused_results(graph, set(names))
+    rename_unused_results(graph, {loss_name, label_name, weight_name})
     op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
         losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
-            losses = _times_weights(op, model, losses, prediction, weight_name, each)
-        loss = _sum_or_mean(op, losses, spec, label)
+            by_element = weight_per == "element"
+            losses = _weight_losses(op, model, losses, prediction, weight_name, by_element)
+        loss = _reduce_losses(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
@@ -121,7 +108,7 @@ def _with_loss(
 
 
 def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
-    """Raise if a penalty is for a weight that is not a tensor of the main graph."""
+    """Raise `ValueError` for a penalty of a weight that is not a tensor of the main graph."""
     for ref in constant_refs(proto):
         attribute = ref.attribute or (ref.node and ref.node.domain == "ai.onnx.ml")
         if ref.name in penalties and (attribute or ref.graph is not proto.graph):
@@ -129,7 +116,7 @@ def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
             raise ValueError(f"{ref.name!r} {where}: a penalty needs a tensor of the main graph")
 
 
-def _with_outputs(
+def _cut_to_outputs(
     proto: ModelProto, prediction: str, penalized: Iterable[str]
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
     """Return the model reduced to the prediction and the penalized weights, and values by name."""
@@ -142,11 +129,11 @@ def _with_outputs(
     return model, values
 
 
-def _times_weights(
-    op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, each: bool
+def _weight_losses(
+    op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, by_element: bool
 ) -> ir.Value:
-    """Write the losses of the rows, or `each` loss, times a new input of sample weights."""
-    # without a shape, as (N,) and (N, 1) are both accepted
+    """Write losses times a new input of sample weights, of elements or else of rows."""
+    # the input has no shape, because (N,) and (N, 1) are both accepted
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
     if shapes.rank(losses) is None:
@@ -154,10 +141,10 @@ def _times_weights(
     shape = shapes.dims(losses)
     if not shape:
         raise ValueError(
-            "sample weights need one loss per row, of known rank; the loss of output "
+            "sample weights need one loss for each row, of known rank; the loss of output "
             f"{prediction.name!r} has the shape {printable(losses.shape)}"
         )
-    if each and len(shape) > 1:
+    if by_element and len(shape) > 1:
         weight.shape = ir.Shape([None] * len(shape))
         return losses * broadcast_weights(op, weight, op.Shape(losses), losses)
     ones = [1] * (len(shape) - 1)
@@ -168,7 +155,7 @@ def _times_weights(
     return losses * weight
 
 
-def _sum_or_mean(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
+def _reduce_losses(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
     """Write the sum or the mean of the losses, (1, 1)."""
     if shapes.rank(losses) == 2:
         loss = op.ReduceSum(losses, keepdims=1)
@@ -182,16 +169,57 @@ def _sum_or_mean(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> 
     return loss / op.Cast(rows, to=loss.dtype)
 
 
+def weight_penalty(
+    op: Emit, w: ir.Value, l1: float | None, l2: float | None, zeros: bool = False
+) -> ir.Value:
+    """Write the sum of `l1 |w| + l2 w^2`, (1, 1); `zeros`: also terms whose coefficient is 0."""
+    if not l1 and not l2:
+        raise ValueError(f"the penalty of {w.name!r} is zero: give l1 or l2 a value above 0")
+    flat = op.Reshape(w, [1, -1])
+    if flat.shape is None:
+        flat.shape = ir.Shape([1, f"elements of {w.name}"])
+    terms = []
+    for coefficient, v, total in ((l1, op.Abs(flat), op.ReduceSum), (l2, flat, op.ReduceSumSquare)):
+        if coefficient or (zeros and coefficient is not None):
+            summed = total(v, keepdims=1)
+            summed.shape = ir.Shape([1, 1])
+            terms.append(coefficient * summed)
+    return op.total(terms)
+
+
+def add_penalties(
+    op: Emit, loss: ir.Value, penalties: Mapping[str, Any], values: Mapping[str, ir.Value]
+) -> ir.Value:
+    """Write `loss` plus the penalties of the named `values`, `{name: b}` or `{name: {l1, l2}}`."""
+    floats = {n: v for n, v in values.items() if v.dtype and v.dtype.is_floating_point()}
+    for name, setting in penalties.items():
+        if name not in floats:
+            raise unknown("weight in penalty", name, floats)
+        term = weight_penalty(op, floats[name], **penalty_coefficients(name, setting))
+        loss = loss + op.Cast(term, to=loss.dtype)
+    return loss
+
+
+def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
+    """Return `{"l1": a, "l2": b}` for a mapping of them, or for a number b."""
+    given = dict(setting) if isinstance(setting, Mapping) else {"l2": setting}
+    for key in given:
+        if key not in ("l1", "l2"):
+            raise unknown(f"penalty of {name!r}", key, ["l1", "l2"])
+    return {"l1": 0.0, "l2": 0.0} | given
+
+
 def choose_output(
     proto: ModelProto, index: int | str | None, remedy: str = "", inside: bool = False
 ) -> str:
-    """Return the name of the float tensor that is the output of that index or name.
+    """Return the name of the float tensor that is an output, by its index or name.
 
-    With `inside`, None is the tensor of `scores_behind` where no output holds floats.
+    `index=None` is the only float output; with `inside`, also the tensor of `scores_behind` if no
+    output holds floats.
 
     Raises:
-        ValueError: there is none, or `index` is None and there are several; with `remedy`, which by
-            default is the index.
+        ValueError: there is no such tensor, or `index` is None and there are several. `remedy` is
+            the advice for the latter; by default, to give the index.
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
     behind = scores_behind(proto)
@@ -219,9 +247,10 @@ def choose_output(
 
 
 def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the tensors in outputs that are maps, else the scores whose largest ones are labels.
+    """Return the tensors inside a model that its outputs are made of, where these hold no floats.
 
-    Each is named once; none is an output.
+    They are the tensors in outputs that are maps, or else the scores of an ArgMax or TopK whose
+    indices become labels. Each is named once; none is an output.
     """
     makers = {y: node for node in proto.graph.node for y in node.output}
     found = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
@@ -239,7 +268,7 @@ def scores_behind(proto: ModelProto) -> list[str]:
 
 
 def float_outputs(proto: ModelProto) -> list[str]:
-    """Return the names of the outputs that are float tensors, each once."""
+    """Return the names of the outputs that are float tensors; each name once."""
     tensors = {o.name: o.type.tensor_type for o in proto.graph.output if not non_tensor(o)}
     return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
@@ -249,8 +278,8 @@ def label_input(
 ) -> ir.Value:
     """Return the label input of a loss, which is not yet an input of the graph.
 
-    A length of the prediction that no input has is unknown in the label: nothing compares it with
-    what users feed, and a label of length one would be broadcast.
+    A symbolic length of the prediction that no input has is unknown in the label: nothing would
+    compare it with the labels of users, and a label of length 1 would be broadcast.
 
     Raises:
         ValueError: the prediction does not hold floats, or not in a shape that the loss takes.

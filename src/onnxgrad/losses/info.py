@@ -1,4 +1,4 @@
-"""What trainers need to know of a loss, and its JSON in the metadata of a model."""
+"""The facts of a loss that trainers need, their JSON in a model, and nodes that check labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.spec import LabelBounds, LossSpec
 from onnxgrad.operators import shapes
@@ -17,16 +18,16 @@ METADATA = "onnxgrad.loss"  # key of the metadata entry
 
 @dataclass(frozen=True)
 class LossInfo:
-    """What trainers need to know of a loss; None where it does not apply or is unknown.
+    """The facts of a loss that trainers need; None where one does not apply or is unknown.
 
     Attributes:
         label: name of the label input.
         prediction: name of the output that the loss compares with the labels.
-        reduction: "sum" or "mean"; a mean is already divided by the rows of the batch, and must not
-            be divided again.
+        reduction: "sum" or "mean"; a mean is already divided by the number of rows, and must not be
+            divided again.
         classes: number of classes, or the symbol of that dimension, where labels are class indices.
         ignore_index: the label whose loss is zero.
-        loss: name of the loss in `onnxgrad.losses.LOSSES`, if that bounds the labels.
+        loss: name of the loss in `onnxgrad.losses.LOSSES`, if it has bounds of the labels.
         threshold: the prediction between two classes.
         axis: axis of the classes in the prediction; `add_loss_output` notes it if it is not 1.
         from_logits: whether the prediction holds scores, not probabilities; trainers set it.
@@ -80,7 +81,7 @@ class LossInfo:
 
     @property
     def bounds(self) -> LabelBounds | None:
-        """The values that labels may have; None for all that their dtype has."""
+        """The values that labels may have; None: all values of their dtype."""
         return LOSSES[self.loss].bounds if self.loss in LOSSES else None
 
     def to_metadata(self) -> str:
@@ -92,14 +93,49 @@ class LossInfo:
 
     @classmethod
     def from_metadata(cls, text: str) -> LossInfo:
-        """Return the facts of the JSON that a model keeps, without keys that are unknown here."""
+        """Return the facts in the JSON that a model keeps; unknown keys are left out."""
         entries = json.loads(text)
         return cls(**{f.name: entries.get(f.name) for f in fields(cls)})
 
 
 def loss_info(proto: ModelProto) -> LossInfo:
-    """Return what `add_loss_output` noted in a model; all None if it did not write the loss."""
+    """Return the facts that `add_loss_output` noted in a model; all None if there are none."""
     for entry in proto.metadata_props:
         if entry.key == METADATA:
             return LossInfo.from_metadata(entry.value)
     return LossInfo()
+
+
+def require_labels(op: Emit, label: ir.Value, info: LossInfo) -> None:
+    """Write nodes that fail for labels which the loss does not take, as trainers refuse them.
+
+    The node that fails is a Reshape to a shape with another number of elements, whose name tells
+    the valid labels: providers other than the CPU may not check the indices of a Gather, but all
+    check shapes.
+    """
+    users = list(label.uses())
+    if not users or (info.classes is None and info.bounds is None):
+        return
+    with op.at(next(iter(op.graph))):
+        if info.classes is not None:
+            right = op.GreaterOrEqual(label, 0)
+            text = "0 and above"
+            if isinstance(info.classes, int):
+                right = op.And(right, op.Less(label, info.classes))
+                text = f"0 to {info.classes - 1}"
+            if info.ignore_index is not None:
+                right = op.Or(right, op.Equal(label, info.ignore_index))
+                text = f"{text}, or {info.ignore_index}"
+        else:
+            assert info.bounds is not None
+            right, text = info.bounds.write(op, label), info.bounds.text
+            if info.ignore_nan:
+                right, text = op.Or(right, op.IsNaN(label)), f"{text}, or NaN"
+        number = op.ReduceMax(op.Cast(op.Not(right), to=ir.DataType.INT64), keepdims=0)
+        shape = op.Add(op.Shape(label), number)
+        checked = op.emit("Reshape", [label, shape], {"allowzero": 1}, fresh=True)
+        node = op.set_type_like(checked, label).producer()
+        assert node is not None
+        node.name = f"labels in {label.name!r} are {text}"
+    for consumer, i in users:
+        consumer.replace_input_with(i, checked)

@@ -2,17 +2,24 @@
 
 Files write probabilities in many forms: a Softmax that is cast or transposed, e^x / sum(e^x),
 e^(x - logsumexp(x)), 1 / (1 + e^-x), sigmoids divided by their sum, or the columns 1 - p and p. The
-logarithm of a share, up to a number of each row, is a logit: so the loss of each form can be
+logarithm of a share, up to a number for each row, is a logit: so the loss of each form can be
 computed without the form itself, whose gradient is zero or NaN where it saturates.
+
+The last functions find the scores of classifiers of pairs, which add votes to them, and of two
+classes with opposite scores, whose columns a lowering marks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.errors import named, node_text
+from onnxgrad.graph.traversal import dependents, nodes_behind, reads
 from onnxgrad.losses.value_range import (
     before_casts,
     behind_guard,
@@ -20,13 +27,15 @@ from onnxgrad.losses.value_range import (
     moved_operands,
     quotient,
     summed_axes,
+    value_range,
 )
-from onnxgrad.operators import SAME_ELEMENTS, made_by
+from onnxgrad.operators import OF_SHAPES, SAME_ELEMENTS, made_by, marks, operator_of
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import places
-from onnxgrad.operators.shapes import constant, dims, rank
+from onnxgrad.operators.shapes import constant, dims, is_real, rank
+from onnxgrad.reporting import logger
 
-_DEPTH = 24  # nodes in a row
+_DEPTH = 24  # nodes in a row that a search visits
 _ONE = (1.0, 1.0)  # the range of the number 1
 
 
@@ -39,7 +48,7 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
     if len(moved_operands(node)) == 1:
         before = _axis_before(node, x, axis)
         z = None if before is None else softmax_logits(op, inputs[0], before, depth - 1)
-        return None if z is None else _write_again(op, node, z)
+        return None if z is None else _write_like_node(op, node, z)
     if n is None:
         return None
     if node.op_type == "Softmax":
@@ -57,7 +66,7 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
 
 
 def _through_moves(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Callable[..., Any]:
-    """Let `find` look at the values, too, whose elements its argument moves and joins."""
+    """Return `find` that also looks behind nodes which move or join elements, as Concat does."""
 
     def found(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
         node = x.producer()
@@ -68,21 +77,21 @@ def _through_moves(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Cal
             return z
         parts = [found(op, v, depth - 1) for v in sources if v is not None]
         values = [z for z in parts if z is not None]
-        return _write_again(op, node, *values) if len(values) == len(parts) else None
+        return _write_like_node(op, node, *values) if len(values) == len(parts) else None
 
     return found
 
 
 @_through_moves
 def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Return z with sigmoid(z) = `x`, or None if the elements of `x` are not proven to be that."""
+    """Return z with sigmoid(z) = `x`, or None if the graph does not prove that there is one."""
     if (score := written_sigmoid(x)) is not None:
         s, negated = score
         return _in_dtype_of(op, op.Neg(s) if negated else s, x)
     if made_by(x, "Sub") and (p := _find_complement(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
         return None if z is None else _in_dtype_of(op, op.Neg(z), x)
-    if node := made_by(x, "Where"):  # a form for scores above zero, and one for those below
+    if node := made_by(x, "Where"):  # one form for scores above zero, one for scores below
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
@@ -90,7 +99,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
 
 @_through_moves
 def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Return log(`x`), from the scores that `x` is computed from; None for other values."""
+    """Write log(`x`) from the scores behind a sigmoid, softmax or exponential `x`, else None."""
     if (z := sigmoid_logits(op, x, depth)) is not None:
         return op.Neg(op.Softplus(op.Neg(z)))
     if node := made_by(x, "Exp"):
@@ -103,7 +112,7 @@ def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
 def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
     """Return (s, negated) if a node computes `x` as the sigmoid of s, or of -s if it is negated.
 
-    These are Sigmoid, 1 / (1 + e^s) and e^s / (1 + e^s).
+    The forms are Sigmoid, 1 / (1 + e^s) and e^s / (1 + e^s).
     """
     node = x.producer()
     if node is None or node.domain or not node.inputs or node.inputs[0] is None:
@@ -148,7 +157,7 @@ def _scores_of_log_softmax(x: ir.Value, axis: int, n: int) -> ir.Value | None:
 
 
 def log_softmax_logits(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
-    """Return the logits if `x` is the logarithm of a softmax of them along `axis`."""
+    """Return z if `x` is log(softmax(z)) along `axis`, else None."""
     n, node = rank(x), made_by(before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
@@ -163,9 +172,9 @@ def _find_complement(x: ir.Value) -> ir.Value | None:
 
 
 def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
-    """Return the axis of the operand that is `axis` of `x`, if the node keeps all of it.
+    """Return the axis of the first operand that is `axis` of the result `x`, if it is kept whole.
 
-    The elements along it stay together: no other operand says for each one where it goes.
+    None: the node drops elements along the axis, or another operand chooses them one by one.
     """
     before, after = dims(node.inputs[0]), dims(x)
     if before is None or after is None:
@@ -176,7 +185,9 @@ def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
     if len(axes) == 1:
         n, others = before[axes[0]], range(1, len(node.inputs))
         is_whole = node.op_type in SAME_ELEMENTS or (n is not None and n == after[axis])
-        is_chosen = any(_has_axis_at(node, i, axis) for i in others)
+        is_chosen = any(
+            places(node, i, a) == [axis] for i in others for a in range(rank(node.inputs[i]) or 0)
+        )
         return axes[0] if is_whole and not is_chosen else None
     n = before[axis] if len(before) == len(after) else None
     if not isinstance(n, int):
@@ -189,14 +200,8 @@ def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
     return axis if sorted(int(i) % n for i in indices.ravel()) == list(range(n)) else None
 
 
-def _has_axis_at(node: ir.Node, operand: int, axis: int) -> bool:
-    """Return whether an axis of an operand stands at `axis` of the result."""
-    n = rank(node.inputs[operand]) or 0
-    return any(places(node, operand, a) == [axis] for a in range(n))
-
-
-def _write_again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
-    """Return the output of a node like `node` whose first operands are `values`."""
+def _write_like_node(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
+    """Write a node like `node` whose first operands are `values`, and return its output."""
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
     attributes = {a.name: a.value for a in node.attributes.values()}
@@ -217,3 +222,152 @@ def _give_shape(z: ir.Value, x: ir.Value) -> ir.Value:
     """Return `z`, with the shape of `x` if it has none."""
     z.shape = x.shape if z.shape is None else z.shape
     return z
+
+
+# -- votes, and opposite columns ------------------------------------------------------------------
+
+
+def refuse_other_columns(prediction: ir.Value) -> None:
+    """Raise `ValueError` if a lowering says that the columns are no scores of classes."""
+    x: ir.Value | None = prediction
+    while x is not None:
+        if marks.NOT_CLASSES in x.meta:
+            raise ValueError(f"{prediction.name!r} {x.meta[marks.NOT_CLASSES]}")
+        x = node.inputs[0] if (node := made_by(x, "Identity", "Cast")) else None
+
+
+def scores_of_votes(prediction: ir.Value) -> ir.Value:
+    """Return the scores s of a prediction votes + s / (3 (|s| + 1)); else the prediction.
+
+    skl2onnx writes classifiers of pairs of classes so: s are the sums of the scores of the pairs.
+    Votes are steps without a gradient, and the second term is less than 1 / 3. So the loss is
+    computed from s, which orders the classes as the votes do, except for ties.
+
+    Raises:
+        ValueError: the scores are probabilities, whose sums do not order the classes.
+    """
+    node = made_by(before_casts(prediction), "Add", "Sum")
+    operands = [] if node is None else [v for v in node.inputs if v is not None]
+    if node is None or len(operands) != 2:
+        return prediction
+    votes = _step_operands(node, operands)
+    if len(votes) != 1:
+        return prediction
+    scores = _before_squashing(next(v for v in operands if v is not votes[0]))
+    low, high = value_range(scores)
+    where = node_text(node)
+    if low > -inf and high < inf:
+        raise ValueError(
+            f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
+            "votes, steps without a gradient, and the scores are bounded, so that their sums may "
+            "order the classes otherwise. Train the classifiers of the pairs one by one, by "
+            f"{named('loss={tensor: loss}')} with the scores of each, or give the model a new "
+            f"head, by {named('onnxgrad.replace_head')}"
+        )
+    logger.warning(
+        "%s adds votes, which have no gradient, to the scores of %r: the loss is computed from %r, "
+        "the sums of the scores",
+        where, prediction.name, scores.name,
+    )  # fmt: skip
+    if scores.shape is None:
+        scores.shape = prediction.shape
+    return scores
+
+
+def _step_operands(node: ir.Node, operands: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the operands that depend on data through step functions only, such as comparisons.
+
+    Return none if every operand depends on data so.
+    """
+    behind = nodes_behind(node.outputs)
+    nodes = [n for n in node.graph or () if n in behind and n.op_type not in OF_SHAPES]
+    read = (x for n in nodes for x in reads(n))
+    inputs = {x for x in read if x.producer() is None and x.const_value is None}
+    data = dependents(nodes, inputs)
+    with_slope = dependents([n for n in nodes if not _is_step_function(n, data)], inputs)
+    if with_slope.isdisjoint(operands):
+        return []
+    return [v for v in operands if v in data and v not in with_slope]
+
+
+def _is_step_function(node: ir.Node, data: Collection[ir.Value]) -> bool:
+    """Return whether the results of a node are constant between jumps, as functions of data.
+
+    Operators with a straight-through gradient are not: their integers stand for floats. Nor are
+    operators of other domains: trees compute scores, no votes.
+    """
+    operator = operator_of(node)
+    is_trained = operator.straight_through is not None or "random" in operator.traits
+    if node.domain or is_trained:
+        return False
+    varying = [x for x in reads(node) if x in data]
+    of_integers = not any(is_real(x) or x.producer() is None for x in varying)
+    return bool(operator.no_gradient) or of_integers
+
+
+def _before_squashing(x: ir.Value) -> ir.Value:
+    """Return s if `x` is s / (c (|s| + 1)), else `x`."""
+    node = made_by(before_casts(x), "Div")
+    if node is None or node.inputs[0] is None:
+        return x
+    s, waiting = node.inputs[0], [node.inputs[1]]
+    for v in waiting:  # the loop appends to it
+        if (size := made_by(v, "Abs")) and size.inputs[0] is s:
+            return s
+        if (inner := made_by(v, "Add", "Mul", "Sum")) and len(waiting) < 32:
+            waiting.extend(inner.inputs)
+    return x
+
+
+def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+    """Keep columns -z and z, the scores of two classes in a file, opposite during training.
+
+    Labels are computed from both columns, and outputs perhaps from one: trained apart, they would
+    disagree. So the columns become -z and z, z half of their difference, and their weights have
+    opposite gradients.
+
+    Args:
+        op: emitter of the graph.
+        predictions: values of the graph by name.
+
+    Returns:
+        The predictions, with the new columns in the place of the old ones.
+    """
+    replaced: dict[ir.Value, ir.Value] = {}
+    for node, next_node in pairwise([*op.graph, None]):
+        columns = node.outputs[0] if node.outputs else None
+        if columns is None or marks.OPPOSITE not in columns.meta:
+            continue
+        uses = list(columns.uses())
+        with op.at(next_node):
+            z = _half_difference(op, columns)
+            both = op.set_type_like(op.Concat(op.Neg(z), z, axis=1), columns)
+        both.meta[marks.OPPOSITE] = columns.meta.pop(marks.OPPOSITE)
+        for user, index in uses:
+            user.replace_input_with(index, both)
+        replaced[columns] = both
+    return {name: replaced.get(value, value) for name, value in predictions.items()}
+
+
+def logits_of_two(op: Any, prediction: ir.Value) -> ir.Value | None:
+    """Return logits whose softmax is `prediction`, if it is the sigmoid of opposite scores (-z, z).
+
+    scikit-learn's classifiers of two classes are exported with the coefficients of both classes,
+    which are opposite numbers. The softmax of (-d, d) / 4, d the difference of the scores, gives
+    them opposite gradients, which the loss of each sigmoid alone would not.
+    """
+    node = made_by(before_casts(prediction), "Sigmoid")
+    scores = None if node is None else node.inputs[0]
+    if scores is None or marks.OPPOSITE not in scores.meta:
+        return None
+    z = _half_difference(op, scores)
+    logits = op.set_type_like(op.Concat(z * -0.5, z * 0.5, axis=1), prediction)
+    logits.name = op.name(f"{prediction.name}_logits")
+    logger.info("%r holds the probabilities of two classes with opposite scores", prediction.name)
+    return logits
+
+
+def _half_difference(op: Any, columns: ir.Value) -> ir.Value:
+    """Write (z_2 - z_1) / 2 for columns z_1 and z_2."""
+    first, second = op.emit_many("Split", [columns], {"axis": 1, "num_outputs": 2}, outputs=2)
+    return (second - first) * 0.5

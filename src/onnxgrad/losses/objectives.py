@@ -1,4 +1,4 @@
-"""What a trainer minimizes: losses of outputs, each the weighted mean of the terms of a batch."""
+"""The loss that a trainer minimizes: for each output, the weighted mean of the terms of a batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, write_causal
-from onnxgrad.losses.class_columns import keep_opposite
 from onnxgrad.losses.formulas import LOSSES, loss_spec
-from onnxgrad.losses.in_graph import choose_output, label_input
+from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.mixed_rows import MixedRows, check_mixable
-from onnxgrad.losses.output_terms import OutputTerms, formula_terms
+from onnxgrad.losses.logits import keep_opposite
+from onnxgrad.losses.output_terms import MixedRows, OutputTerms, check_mixable, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
-from onnxgrad.losses.sums import scaled_rows, sum_and_count, totals
-from onnxgrad.losses.vocabulary import OwnGradients, in_chunks, scaled
+from onnxgrad.losses.sums import scaled_rows, sum_and_count, sum_without_label
+from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients, write_in_chunks
 from onnxgrad.operators.shapes import dims, rank
 
 ALIASES = {
@@ -38,14 +36,11 @@ Values = Mapping[str, ir.Value]
 
 
 class LossObject(Protocol):
-    """A loss of one output that is no formula of `LOSSES`: an object, or a class that has options.
-
-    A `BaseLearningLoss` is one.
-    """
+    """A loss of one output that is no formula of `LOSSES`, such as a `BaseLearningLoss`."""
 
     @staticmethod
     def select(loss: Any, **options: Any) -> LossObject:
-        """Return the object for itself, or for its class and options."""
+        """Return `loss`, or an object of the class `loss` with these options."""
 
     def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
         """Write the terms for a prediction; the label is not yet an input of the graph."""
@@ -55,7 +50,7 @@ Loss = LossSpec | LossObject
 
 
 @dataclass
-class Written:
+class WrittenLoss:
     """The losses of a batch, as nodes in a graph: total = sum_k factors_k sums_k / counts_k.
 
     Attributes:
@@ -65,15 +60,15 @@ class Written:
             labels and sample weights only. It is 0 if all labels of the batch are ignored.
         factors: for each output, its weight in the total.
         labels: new inputs, not yet inputs of the graph.
-        infos: for each label, by the name of its input, what limits it, and its prediction.
+        infos: for each label, by the name of its input, the facts that limit it.
         weight: the new input of sample weights, or None. They multiply the weights of the terms:
-            (N,), those of a row; or with as many axes as the losses, to whose shape they are
+            one for each row, (N,); or with as many axes as the losses, to whose shape they are
             broadcast.
-        gradients: for each output, what writes gradients of the scaled sum, where the loss writes
-            these itself; else None.
-        needs_no_label: whether it is known that no input is a label.
-        batch_loss: a loss that a model computes as one number of a batch, whose product with the
-            number of rows is the only sum; None where rows or elements have losses of their own.
+        gradients: for each output, the function that writes gradients of the scaled sum, where the
+            loss writes them itself; else None.
+        needs_no_label: whether the graph computes the labels, from tokens.
+        batch_loss: a loss that a model computes as one number for a batch, whose product with the
+            number of rows is the only sum; None where rows or elements have losses.
     """
 
     sums: list[ir.Value] = field(default_factory=list)
@@ -100,12 +95,12 @@ class Written:
         self.gradients.append(own)
 
     def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
-        """Add losses of rows or elements that are not those of one label, of known rank."""
-        total, count = totals(op, losses, self.weight, self.labels)
+        """Add losses of rows or elements, of known rank, that do not come from one label."""
+        total, count = sum_without_label(op, losses, self.weight, self.labels)
         self.add(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
-        """Add a label, and what limits it; the reduction of all losses is the mean."""
+        """Add a label, and the facts that limit it; the reduction of all losses is the mean."""
         name = str(label.name)
         self.labels.append(label)
         self.infos[name] = replace(info, label=name, prediction=prediction, reduction="mean")
@@ -131,14 +126,14 @@ class TrainingLoss:
 
     Attributes:
         losses: the loss of each output by its name; the name None stands for the only float output.
-        factors: weights of the outputs in the total, 1 for those that are missing.
+        factors: weights of the outputs in the total; 1 for an output without one.
         label_shapes: shapes of the labels by the name of the output, or of the label input.
-        weight_shape: shape of the sample weights: (N,), (N, 1), or that of the losses, for one
-            weight for each; axes of unknown length may have length 1.
-        labeled: whether there are labels; without, a language model has its own tokens.
-        in_chunks: whether the loss of a language model may be a Scan that depends on weights.
-        wrt: the values with respect to which the graph will be differentiated; None: not known,
-            so that nothing is written in chunks.
+        weight_shape: shape of the sample weights: (N,), (N, 1), or the shape of the losses, for one
+            weight for each loss; axes of unknown length may have length 1.
+        labeled: whether there are labels; a language model without has the tokens of its input.
+        in_chunks: whether a loss over a large vocabulary may be a Scan that depends on weights.
+        wrt: the values w.r.t. which the graph will be differentiated; None: not known, so that
+            nothing is written in chunks.
         mixed: how rows are mixed; None: they are not.
     """
 
@@ -154,7 +149,7 @@ class TrainingLoss:
     def differentiated(
         self, wrt: Sequence[ir.Value], mixed: MixedRows | None = None
     ) -> TrainingLoss:
-        """Return the loss of a graph that will be differentiated with respect to these values.
+        """Return the loss of a graph that will be differentiated w.r.t. these values.
 
         Raises:
             ValueError: rows are `mixed`, and a loss has no meaning for a mixture of them.
@@ -174,11 +169,11 @@ class TrainingLoss:
         remedy = f"name it, as {named('loss={output: loss}')}"
         return [choose_output(proto, None, remedy, inside=True)]
 
-    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Emit, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
-        called "label", that of each of several "label_<output>"; sample weights are called
+        called "label", the labels of several outputs "label_<output>"; sample weights are called
         "weight". A name that the graph has already gets a numeric suffix.
 
         Args:
@@ -190,7 +185,7 @@ class TrainingLoss:
             ValueError: a prediction that its loss does not take, or an option that the graph does
                 not decide.
         """
-        written, predictions = Written(), keep_opposite(op, predictions)
+        written, predictions = WrittenLoss(), keep_opposite(op, predictions)
         labels = {
             name: LABEL if len(predictions) == 1 else f"{LABEL}_{name}" for name in predictions
         }
@@ -198,87 +193,49 @@ class TrainingLoss:
             if name not in (*labels, *labels.values()):
                 raise unknown("label", name, [*labels, *labels.values()])
         with op:
-            found = {
-                name: self._terms(op, x, name, labels[name])
-                for name, x in predictions.items()
-                if self._causal(name) is None
-            }
+            found: dict[str, OutputTerms] = {}
+            for name, x in predictions.items():
+                loss, label = self.losses[name if name in self.losses else None], labels[name]
+                if isinstance(loss, LossSpec):
+                    shape = self.label_shapes.get(name, self.label_shapes.get(label))
+                    found[name] = formula_terms(op, loss, x, label, shape, self.mixed, self.labeled)
+                else:
+                    found[name] = loss.output_terms(op, x, label)
             if weighted and all(dims(x) != () for x in predictions.values()):
-                ranks = [rank(one.terms.losses) for one in found.values()]
-                ranks += [2] * (len(predictions) - len(found))
                 shape = tuple(self.weight_shape or ())
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
-                axes = 1 if by_row or len(ranks) > 1 else ranks[0]
-                first = next((one.label for one in found.values()), None)
-                written.weight = sample_weight(op, predictions.values(), axes or 1, first)
+                first, *others = found.values()
+                axes = 1 if by_row or others else rank(first.terms.losses) or 1
+                written.weight = sample_weight(op, predictions.values(), axes, first.label)
             for name, one in found.items():
                 self._add_terms(op, written, name, one)
-            for name, x in predictions.items():
-                if (spec := self._causal(name)) is not None:
-                    self._add_causal(op, written, spec, (name, x), labels[name])
         return written
 
-    def _add_terms(self, op: Emit, written: Written, name: str, one: OutputTerms) -> None:
-        """Write the sum of the terms of one output, and add it to what is written."""
-        weight, own = written.weight, one.gradient
-        mine: OwnGradients | None = None
-        if one.info.shift and weight is not None and rank(weight) == 2:  # as the labels
+    def _add_terms(self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms) -> None:
+        """Write the sum of the terms of one output, and add it to `written`."""
+        weight, own = written.weight, None
+        wrt = self.wrt if self.in_chunks and self.mixed is None else None
+        if one.info.shift and weight is not None and rank(weight) == 2:  # shifted as the labels
             every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
             weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
         total, count = sum_and_count(op, one.terms, one.label, weight)
-        if self.mixed is not None and one.of_partners is not None:  # of an equal count
+        if self.mixed is not None and one.of_partners is not None:  # both labels have one count
             label, terms = one.of_partners
-            other = None if weight is None else self.mixed.of_partners(op, weight)
-            theirs, _ = sum_and_count(op, terms, label, other)
-            total = self.mixed.blend(op, total, theirs)
-        if own is not None and weight is not None:
-            own = own[0], scaled_rows(op, own[1], weight)
-        if own is not None:
-            mine = scaled([own])
-        elif one.of_words is not None and self._divided is not None and self.mixed is None:
+            other = None if weight is None else self.mixed.take_partners(op, weight)
+            partners_total, _ = sum_and_count(op, terms, label, other)
+            total = self.mixed.blend(op, total, partners_total)
+        if one.gradient is not None:
+            value, g = one.gradient
+            own = scale_gradients([(value, g if weight is None else scaled_rows(op, g, weight))])
+        elif one.of_words is not None and wrt is not None:
             logits, words = one.of_words
             words = replace(words, weight=written.weight)
-            total, count, mine = in_chunks(op, logits, words, self._divided, (total, count))
-        written.add(total, count, float(self.factors.get(name, 1.0)), mine)
-        written.add_label(one.label, name, one.info)
-
-    @property
-    def _divided(self) -> Sequence[ir.Value] | None:
-        """What gradients of losses in chunks are with respect to; None: write the plain form."""
-        return self.wrt if self.in_chunks else None
-
-    def _causal(self, name: str) -> LossSpec | None:
-        """Return the loss of an output if it is that of a language model."""
-        loss = self.losses[name if name in self.losses else None]
-        return loss if isinstance(loss, LossSpec) and loss.name == CAUSAL else None
-
-    def _add_causal(
-        self,
-        op: Emit,
-        written: Written,
-        spec: LossSpec,
-        output: tuple[str, ir.Value],
-        label_name: str,
-    ) -> None:
-        """Write the loss of a language model, and add it to what is written."""
-        name, logits = output
-        ignored = int(spec.all_options["ignore_index"])
-        label = label_input(op, logits, spec.label_kind, spec.name, label_name)
-        if not self.labeled:
-            label, written.needs_no_label = labels_of_tokens(op, ignored), True
-        else:
-            info = replace(LossInfo.of(spec, logits), axis=2, from_logits=True, shift=True)
-            written.add_label(label, name, info)
-        of = written.weight, ignored, self._divided
-        total, count, own = write_causal(op, logits, label, *of)
+            total, count, own = write_in_chunks(op, logits, words, wrt, (total, count))
         written.add(total, count, float(self.factors.get(name, 1.0)), own)
-
-    def _terms(self, op: Emit, prediction: ir.Value, name: str, label_name: str) -> OutputTerms:
-        """Write the terms of one output."""
-        if not isinstance(loss := self.losses[name if name in self.losses else None], LossSpec):
-            return loss.output_terms(op, prediction, label_name)
-        shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        return formula_terms(op, loss, prediction, label_name, shape, self.mixed)
+        if one.label.producer() is None and one.label not in op.graph.inputs:
+            written.add_label(one.label, name, one.info)
+        else:  # tokens of the graph
+            written.needs_no_label = True
 
 
 def sample_weight(
@@ -286,8 +243,8 @@ def sample_weight(
 ) -> ir.Value:
     """Return an input of sample weights, in the widest dtype of the sums.
 
-    It has the shape (N,), or so many axes, and is not yet an input of the graph. N is the length of
-    `label`, or without one, of the first prediction.
+    Its shape is (N,), or has this number of axes; it is not yet an input of the graph. N is the
+    number of rows of `label`, or without one, of the first prediction.
     """
     values = list(predictions)
     double = any(x.dtype == ir.DataType.DOUBLE for x in values)
@@ -307,10 +264,10 @@ def training_loss(
     labeled: bool = True,
     in_chunks: bool = True,
 ) -> TrainingLoss:
-    """Return what a trainer minimizes: the mean over the terms of a batch, for one or more outputs.
+    """Return the loss of a trainer: the mean over the terms of a batch, for one or more outputs.
 
-    Options that are not set are decided by the graph and the labels: `from_logits`, `axis` and
-    `soft_labels`. Where a Softmax or Sigmoid computes the prediction, the loss is computed from the
+    The graph and the labels decide the options `from_logits`, `axis` and `soft_labels` that are not
+    set. Where a Softmax or Sigmoid computes the prediction, the loss is computed from the
     logits before it. See `losses.applied_to`.
 
     Args:
@@ -325,7 +282,7 @@ def training_loss(
             tell one-hot labels from class indices.
         weight_shape: shape of the sample weights, if they are not (N,): (N, 1), or one weight for
             each loss, whose axes but the first may have length 1.
-        labeled, in_chunks: as those of `TrainingLoss`.
+        labeled, in_chunks: as in `TrainingLoss`.
 
     Raises:
         ValueError: an unknown loss, option or output, or a factor that is not a finite number.
@@ -335,12 +292,13 @@ def training_loss(
         _check_by_output(loss, by_output)
     elif loss_weights:
         raise ValueError(
-            f"{named('loss_weights')} needs the losses by output, as {named('loss={output: loss}')}"
+            f"{named('loss_weights')} needs one loss for each output: "
+            f"{named('loss={output: loss}')}"
         )
     else:
         loss, options, class_weight = {None: loss}, {None: options}, {None: class_weight}
     losses: dict[str | None, Loss] = {
-        name: _one(one, (options or {}).get(name), (class_weight or {}).get(name))
+        name: _loss_of_output(one, (options or {}).get(name), (class_weight or {}).get(name))
         for name, one in loss.items()
     }
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
@@ -349,13 +307,16 @@ def training_loss(
 
 
 def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an argument that is not by output, or names one without a loss."""
+    """Raise `ValueError` for an argument that is not `{output: ...}` with the outputs of losses."""
     if not losses:
         raise ValueError("loss has no output: give {output: loss}")
     for name, values in arguments.items():
         given = named(name)
         if values is not None and not isinstance(values, Mapping):
-            raise ValueError(f"{given} must be by output, as the losses are: {list(losses)}")
+            raise ValueError(
+                f"{given} must be {{output: ...}} for several losses; their outputs are "
+                f"{list(losses)}"
+            )
         for output in values or ():
             if output not in losses:
                 raise unknown(f"output in {given}", output, losses)
@@ -372,8 +333,8 @@ def takes_class_weight(loss: Any) -> bool:
     return isinstance(spec, LossSpec) and "class_weight" in spec.all_options
 
 
-def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
-    """Return the loss of one output; options of a formula that are not set are None."""
+def _loss_of_output(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
+    """Return the loss of one output, with None for options that the graph will decide."""
     chosen = dict(options or {})
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:

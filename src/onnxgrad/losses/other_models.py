@@ -1,38 +1,44 @@
-"""Losses that other models compute."""
+"""Losses that other models compute, and distillation: a model learns the logits of another one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import named, unknown
+from onnxgrad.checks import check_positive, check_share
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Values, Written, sample_weight
-from onnxgrad.losses.second_model import read_output, write_model
-from onnxgrad.losses.sums import number_of
+from onnxgrad.losses.objectives import Values, WrittenLoss, sample_weight, training_loss
+from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
+from onnxgrad.losses.sums import element_count
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims, static
+
+TEACHER = "teacher_logits"  # name of the label input
 
 
 class LossModel:
     """A second ONNX model as the loss: its output is to be minimal.
 
     Each of its inputs is the tensor of the trained model of the same name: an output, any other
-    result, or an input. An input without such a tensor is a label. Its weights are constants, and
-    dropouts and normalizations in it are those of the file.
+    result, or an input. An input without such a tensor is a label. The weights of the loss model
+    are constants, and its dropouts and normalizations compute as its file says.
 
     Args:
         model: model, serialized model or path; never modified.
-        output: its output, or the name of any other float tensor, that is the loss: one number, or
-            losses of rows or elements, (N, ...), whose mean is the loss. None: its only float
+        output: the name of its output, or of any other float tensor, that is the loss: one number,
+            or losses of rows or elements, (N, ...), whose mean is the loss. None: its only float
             output. One number counts for as many rows as its batch has, or its micro-batch with
-            `accumulate`: the loss of an epoch is the mean by these. It takes no sample weights.
+            `accumulate`: the loss of an epoch is the mean over these rows. One number takes no
+            sample weights.
         inputs: `{input of the loss model: tensor of the trained model}`, where names differ.
         reduction: how one number was computed from the rows: "mean" or "sum".
 
@@ -42,7 +48,7 @@ class LossModel:
 
     Examples:
         >>> import onnx, onnxgrad as og
-        >>> from onnxgrad.losses.other_models import LossModel
+        >>> from onnxgrad.losses import LossModel
         >>> squares = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] y, float[N,2] target) => (float[N] loss) <int64[1] axis = {1}> {
@@ -76,7 +82,7 @@ class LossModel:
         """Return the results of the trained model that the loss model reads.
 
         Raises:
-            ValueError: there is none, or `inputs` names no tensor of the trained model.
+            ValueError: it reads none, or `inputs` names no tensor of the trained model.
         """
         results = [y for node in proto.graph.node for y in node.output if y]
         own = [x.name for x in proto.graph.input]
@@ -93,11 +99,12 @@ class LossModel:
             )
         return list(dict.fromkeys(joined))
 
-    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the loss model into the graph.
 
         Raises:
-            ValueError: tensors that do not fit, or a loss of unknown rank.
+            ValueError: tensors that do not fit the inputs of the loss model, or a loss of unknown
+                rank.
             ModelError: the loss model cannot be written in the opset of the graph.
         """
         tensors = {str(x.name): x for x in op.graph.inputs} | dict(predictions)
@@ -111,7 +118,7 @@ class LossModel:
                 "of the loss model"
             )
         size = static(shape)
-        written = Written(weight=row_weight(op, rows, loss) if weighted else None)
+        written = WrittenLoss(weight=row_weight(op, rows, loss) if weighted else None)
         for label in labels:
             written.add_label(label, None, LossInfo())
         with op:
@@ -119,7 +126,7 @@ class LossModel:
                 written.add_losses(op, loss)
             else:
                 loss = wide(op, op.Reshape(loss, []))
-                count = number_of(op, rows, [0], loss, labels)
+                count = element_count(op, rows, [0], loss, labels)
                 mean = self.reduction == "mean"
                 written.add(loss * count if mean else loss, count)
                 written.batch_loss = loss if mean else None
@@ -131,3 +138,153 @@ def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
     first = (dims(rows) or (None,))[0]
     own = first is not None and (dims(losses) or ())[:1] == (first,)
     return sample_weight(op, [rows]) if own else None
+
+
+@dataclass(eq=False, repr=False)
+class Distillation:
+    """A share of the divergence from a teacher, and a share of a hard loss: see `distillation`."""
+
+    teacher: ModelProto | None
+    hard: Any
+    temperature: float
+    alpha: float
+    output: str | None
+    axis: int | None
+    inputs: Mapping[str, str]
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the logits of the student, and of the outputs for the hard loss.
+
+        Raises:
+            ValueError: unknown names, several outputs, or an input of the teacher that the student
+                does not have.
+        """
+        if self.teacher is not None:
+            own = [x.name for x in proto.graph.input]
+            for name in names_without_default(self.teacher):
+                if self.inputs.get(name, name) not in own:
+                    raise ValueError(
+                        f"the teacher has the input {name!r}, and the student the inputs {own}: "
+                        "pass inputs={input of the teacher: input of the student}"
+                    )
+        if self.hard is None:
+            return [choose_output(proto, self.output, f"say which one with {argument('output')}")]
+        names = self.hard.outputs(proto)
+        if (len(names) > 1 and self.output is None) or self.output not in (None, *names):
+            raise ValueError(
+                f"the hard loss reads the outputs {names}: name the one with the logits by output="
+            )
+        return names
+
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
+        """Write the loss, and the teacher, into the graph.
+
+        Raises:
+            ValueError: logits of the teacher and the student of different shapes, or an unknown
+                axis of the classes.
+            ModelError: the teacher cannot be written in the opset of the graph.
+        """
+        written = WrittenLoss() if self.hard is None else self.hard.write(op, predictions, weighted)
+        written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
+        [student] = [predictions[self.output]] if self.output else predictions.values()
+        if weighted and written.weight is None:
+            written.weight = sample_weight(op, [student])
+        teacher = self._teacher_logits(op, written, student)
+        axis = _student_axis(self.axis, student)
+        with op:
+            log_p, log_q = (
+                op.LogSoftmax(x / self.temperature, axis=axis) for x in (student, teacher)
+            )
+            losses = op.ReduceSum(op.Exp(log_q) * (log_q - log_p), [axis], keepdims=0)
+            written.add_losses(op, losses, self.alpha * self.temperature**2)
+        return written
+
+    def _teacher_logits(self, op: Any, written: WrittenLoss, student: ir.Value) -> ir.Value:
+        """Return the logits of the teacher: the output of its model, or a new label."""
+        if self.teacher is None:
+            label = ir.Value(name=op.name(TEACHER), type=student.type, shape=student.shape)
+            written.add_label(label, student.name, LossInfo())
+            return label
+        own = {str(x.name): x for x in op.graph.inputs}
+        values = {
+            name: own[self.inputs.get(name, name)] for name in names_without_default(self.teacher)
+        }
+        logits, _ = write_model(op, self.teacher, values, "the teacher")
+        logits = op.Cast(logits, to=student.dtype)
+        if not may_be_equal(dims(logits), dims(student)):
+            raise ValueError(
+                f"the logits of the teacher have the shape {dims(logits)}, and the logits of the "
+                f"student {dims(student)}"
+            )
+        return logits
+
+
+def distillation(
+    teacher: ModelLike | None,
+    loss: Any = None,
+    temperature: float = 2.0,
+    alpha: float = 0.5,
+    output: str | None = None,
+    teacher_output: str | None = None,
+    axis: int | None = None,
+    inputs: Mapping[str, str] | None = None,
+) -> Distillation:
+    """Return alpha T^2 KL(softmax(teacher / T), softmax(student / T)) + (1 - alpha) hard loss.
+
+    Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", arXiv:1503.02531. The mean
+    of the divergence is over all rows, or all positions of logits (N, C, d1, ...), also where the
+    hard loss ignores the label.
+
+    Args:
+        teacher: model, serialized model or path, whose nodes are copied into the trained graph. It
+            is fed with the inputs of the student, and not trained. None: its logits are a label,
+            `teacher_logits`, of the shape of the logits of the student.
+        loss: the hard loss, a name or a loss of the trainer; None is "cross_entropy". It is left
+            out if alpha is 1.
+        temperature: T, above 0.
+        alpha: share of the divergence, 0 to 1.
+        output: the logits of the student, an output or another float tensor; None: the only one.
+        teacher_output: the logits of the teacher, likewise.
+        axis: axis of the classes; None: the last of two axes.
+        inputs: `{input of the teacher: input of the student}`, where names differ.
+
+    Raises:
+        ValueError: a temperature or alpha out of range, or an unknown name.
+        ModelError: `teacher` cannot be read.
+
+    Examples:
+        >>> from onnxgrad.losses import distillation
+        >>> loss = distillation(None, temperature=4.0, alpha=0.9)
+        >>> loss.teacher is None, loss.temperature
+        (True, 4.0)
+    """
+    check_positive("temperature", temperature)
+    check_share("alpha", alpha)
+    proto = None
+    if teacher is not None:
+        proto = read_output(teacher, teacher_output, "teacher_output")
+    elif teacher_output is not None or inputs:
+        raise ValueError(
+            "teacher_output= and inputs= need a teacher that is a model: leave out both"
+        )
+    hard = None
+    if alpha != 1:
+        hard = "cross_entropy" if loss is None else loss
+        if not hasattr(hard, "write"):
+            hard = training_loss(hard if output is None else {output: hard})
+    return Distillation(proto, hard, temperature, alpha, output, axis, inputs or {})
+
+
+def _student_axis(axis: int | None, student: ir.Value) -> int:
+    """Return the axis of the classes of the logits of the student, counted from the first."""
+    shape = dims(student)
+    if shape is None or len(shape) < 2 or (axis is None and len(shape) > 2):
+        raise ValueError(
+            f"the logits {student.name!r} have the shape {shape}: name the axis of the classes, "
+            "axis="
+        )
+    if axis is None:
+        return 1
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis={axis}: the logits {student.name!r} have the shape {shape}")
+    return axis % len(shape)

@@ -1,4 +1,4 @@
-"""Losses of the outputs of a model alone, without labels."""
+"""Losses computed from the outputs of a model, without labels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
 from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
-from onnxgrad.losses.objectives import Values, Written
+from onnxgrad.losses.objectives import Values, WrittenLoss
 from onnxgrad.losses.other_models import row_weight
 from onnxgrad.operators.shapes import dims, rank
 
-# name -> formula, and the number of embeddings in a row
+# by name: the formula, and the number of embeddings in a row
 _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
     "triplet_margin": (triplet_margin, 3),
     "info_nce": (info_nce, 2),
@@ -26,21 +26,21 @@ _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
 
 
 class OutputLoss:
-    """The mean of a loss of rows, or of elements, that is computed from outputs alone.
+    """The mean of losses of rows, or of elements, that are computed from outputs alone.
 
     Args:
         loss: "triplet_margin", "info_nce" or "nt_xent", see `losses.embeddings`; or a function
             `(op, *outputs) -> losses`, one for every row or element, that writes nodes with `op`.
-        outputs: names of the outputs, or of other float tensors, that it takes. None: the only
-            float output. For a loss by name, these are embeddings (N, D): anchor, positive and
-            negative, or both views; or one tensor (N, 3, D) or (N, 2, D) of all.
+        outputs: names of the outputs, or of other float tensors, that the loss takes. None: the
+            only float output. A loss by name takes embeddings (N, D): anchor, positive and
+            negative, or both views; or one tensor (N, 3, D) or (N, 2, D) of all embeddings.
         **options: options of the loss.
 
     Raises:
         ValueError: an unknown loss or option, or another number of outputs.
 
     Examples:
-        >>> from onnxgrad.losses.output_losses import OutputLoss
+        >>> from onnxgrad.losses import OutputLoss
         >>> OutputLoss("info_nce", ["image", "text"], temperature=0.07).names
         ['image', 'text']
     """
@@ -62,7 +62,10 @@ class OutputLoss:
         self._formula, self._parts = _FORMULAS[loss]
         check_options(f"option of loss {loss!r}", options, self._formula, skip=1 + self._parts)
         if self.names is not None and len(self.names) not in (1, self._parts):
-            raise ValueError(f"{loss!r} takes {self._parts} outputs, or one of all: not {outputs}")
+            raise ValueError(
+                f"outputs={outputs}: {loss!r} takes {self._parts} outputs, or one that holds all "
+                "embeddings"
+            )
 
     def outputs(self, proto: ModelProto) -> list[str]:
         """Return the names of the tensors that the loss takes.
@@ -74,18 +77,18 @@ class OutputLoss:
             return [choose_output(proto, None, "name them by outputs=")]
         return [choose_output(proto, name) for name in self.names]
 
-    def write(self, op: Any, predictions: Values, weighted: bool = False) -> Written:
+    def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
         """Write the loss into the graph.
 
         Raises:
-            ValueError: an output that is not of the shape that the loss takes, or a loss that is
-                not one for each row or element.
+            ValueError: an output whose shape the loss does not take, or a loss that is one number
+                for all rows.
         """
         values = list(predictions.values())
         if self.names is not None:
             values = [predictions[name] for name in self.names]
         with op:
-            losses = self._formula(op, *self._embeddings(op, values), **self.options)
+            losses = self._formula(op, *self._split_embeddings(op, values), **self.options)
             if losses.shape is None:
                 infer(ir.Model(op.graph, ir_version=8))
             if not dims(losses):
@@ -93,12 +96,12 @@ class OutputLoss:
                     f"the loss has the shape {dims(losses)}: it must have one number for every row "
                     "or element"
                 )
-            written = Written(weight=row_weight(op, values[0], losses) if weighted else None)
+            written = WrittenLoss(weight=row_weight(op, values[0], losses) if weighted else None)
             written.add_losses(op, losses)
         return written
 
-    def _embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
-        """Return the embeddings (N, D) that a loss by name takes."""
+    def _split_embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
+        """Return the embeddings (N, D) that a loss by name takes; for a function, the outputs."""
         if self._parts is None:
             return values
         if len(values) == 1:

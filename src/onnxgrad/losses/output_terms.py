@@ -2,33 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.losses.applied_to import before_activation, decide_options
-from onnxgrad.losses.class_columns import logits_of_two, refuse_other_columns, scores_of_votes
+from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, refuse_last_position
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.mixed_rows import MixedRows
-from onnxgrad.losses.positions import Labels
+from onnxgrad.losses.logits import logits_of_two, refuse_other_columns, scores_of_votes
+from onnxgrad.losses.positions import WeightedLabels
 from onnxgrad.losses.spec import LossSpec, Terms
 from onnxgrad.losses.vocabulary import labels_of_words
+from onnxgrad.operators.shapes import dims, rank
 
 Shape = Sequence[int]
 OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 
 
 @dataclass(frozen=True)
-class OutputTerms:
-    """The loss of one output in a graph: the label, the terms, and what limits the label.
+class MixedRows:
+    """Rows of a batch, each mixed with a partner: `share` x_i + (1 - `share`) x_partners[i].
 
-    `gradient`: a value, and the gradient of the sum of the terms with respect to it, where the loss
-    writes that itself. `of_partners`: the label of the row that each is mixed with, and its terms.
-    `of_words`: logits of so many classes that they are better computed in chunks, and the labels.
+    - `partners`: a permutation of the rows, int64 (N,).
+    - `share`: the share of the row itself, a scalar of any float dtype.
+    - `of_parts`: whether some elements of a row are replaced by elements of its partner, so that
+      only one label for a whole row can be mixed.
+    """
+
+    partners: ir.Value
+    share: ir.Value
+    of_parts: bool = False
+
+    def label_of_partners(self, op: Any, label: ir.Value) -> ir.Value:
+        """Write the labels of the partners.
+
+        Raises:
+            ValueError: labels of elements, where elements are replaced.
+        """
+        if self.of_parts and (rank(label) or 0) > 2:
+            raise ValueError(
+                f"cutmix mixes one label of a row, and {label.name!r} has the shape "
+                f"{list(dims(label) or ())}: use mixup, which mixes labels of pixels"
+            )
+        return self.take_partners(op, label)
+
+    def take_partners(self, op: Any, x: ir.Value) -> ir.Value:
+        """Write the partner of each row of `x`, along the first axis."""
+        rows = op.Gather(x, self.partners, axis=0)
+        if (dims(x) or (None,))[0] != (dims(self.partners) or ())[0]:
+            rows = op.Reshape(rows, op.Shape(x))  # which fails if `x` has another number of rows
+        return op.set_type_like(rows, x)
+
+    def blend(self, op: Any, own: ir.Value, other: ir.Value) -> ir.Value:
+        """Write `share` own + (1 - `share`) other, in the dtype of `own`."""
+        share = op.Cast(self.share, to=own.dtype)
+        rest = op.Sub(op.const(1.0, own.dtype), share)
+        return op.set_type_like(op.Add(op.Mul(own, share), op.Mul(other, rest)), own)
+
+
+def check_mixable(losses: Mapping[str | None, Any]) -> None:
+    """Raise `ValueError` for a loss that is not a mean over rows with a label each."""
+    for loss in losses.values():
+        if not isinstance(loss, LossSpec):
+            raise ValueError(
+                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave it "
+                "out"
+            )
+        if not loss.mixes:
+            raise ValueError(
+                f"mix does not take the loss {loss.name!r}, whose rows are sequences, or are "
+                "compared with each other: leave out mix"
+            )
+
+
+@dataclass(frozen=True)
+class OutputTerms:
+    """The terms of the loss of one output, in a graph.
+
+    - `label`: the label, which is not yet an input of the graph; or a value that the graph computes
+      from its inputs.
+    - `terms`: the terms.
+    - `info`: the facts that limit the label.
+    - `gradient`: a value, and the gradient of the sum of the terms w.r.t. it, where the loss writes
+      that itself.
+    - `of_partners`: for mixed rows, the label of each row's partner, and the terms with it.
+    - `of_words`: logits of so many classes that they are better computed in chunks, and the labels.
     """
 
     label: ir.Value
@@ -36,7 +98,7 @@ class OutputTerms:
     info: LossInfo
     gradient: OwnGradient = None
     of_partners: tuple[ir.Value, Terms] | None = None
-    of_words: tuple[ir.Value, Labels] | None = None
+    of_words: tuple[ir.Value, WeightedLabels] | None = None
 
 
 def formula_terms(
@@ -46,28 +108,50 @@ def formula_terms(
     label_name: str,
     shape: Shape | None = None,
     mixed: MixedRows | None = None,
+    labeled: bool = True,
 ) -> OutputTerms:
-    """Write the terms of a formula; `shape` is that of the labels, None if it is unknown."""
+    """Write the terms of a formula, applied to the logits behind a prediction if there are some.
+
+    Args:
+        op: emitter of the graph.
+        spec: the loss, with the options that the user set.
+        prediction: the prediction.
+        label_name: name of the label input.
+        shape: shape of the labels; None: unknown.
+        mixed: how rows are mixed; None: they are not.
+        labeled: whether there are labels; a language model without has the tokens of its input.
+
+    Raises:
+        ValueError: a prediction that the loss does not take, or an option that the graph does not
+            decide.
+    """
     if shape is not None:
         spec = spec.for_labels(shape)
-    refuse_other_columns(spec, prediction)
-    prediction = scores_of_votes(spec, prediction)
-    logits = logits_of_two(op, spec, prediction)
-    if logits is not None:
-        spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
+    if spec.all_options.get("from_logits") is None:  # else, the user has decided about the columns
+        if spec.activation == "Softmax" or spec.label_kind.dtype is not None:
+            refuse_other_columns(prediction)
+        if spec.activation == "Softmax":
+            prediction = scores_of_votes(prediction)
+            if (logits := logits_of_two(op, prediction)) is not None:
+                prediction = logits
+                spec = spec.with_options({**spec.options, "from_logits": True})
     plain = decide_options(spec, prediction)
-    applied, value = before_activation(op, spec, plain, prediction)
-    logits, value = value, wide(op, value)
+    applied, logits = before_activation(op, spec, plain, prediction)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
     widen_label(label)
     options = plain.all_options
+    if plain.name == CAUSAL:
+        refuse_last_position(op, logits)
+        options = options | {"axis": 2, "from_logits": True, "shift": True}
+        label = label if labeled else labels_of_tokens(op, int(options["ignore_index"]))
     info = replace(
         LossInfo.of(plain, prediction),
         axis=options.get("axis"),
         from_logits=options.get("from_logits"),
         shift=options.get("shift") or None,
     )
-    terms, of_partners = applied.terms(op, value, label), None
+    value, of_partners = wide(op, logits), None
+    terms = applied.terms(op, value, label)
     if mixed is not None:
         other = mixed.label_of_partners(op, label)
         of_partners = other, applied.terms(op, value, other)

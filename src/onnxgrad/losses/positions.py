@@ -16,11 +16,11 @@ _END = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Labels:
-    """What the logits are compared with.
+class WeightedLabels:
+    """The labels and weights of a cross entropy over a large vocabulary.
 
     - `label`: class indices, of the shape of the logits without the last axis.
-    - `weight`: of rows, or of labels; None: 1.
+    - `weight`: sample weights of rows or of labels; None: 1.
     - `ignore_index`: the label that has no loss.
     - `shift`: the logits at a position of axis 1 are compared with the label at the next one.
     - `smoothing`, `class_weight`: as `label_smoothing` and `class_weight` of `cross_entropy`, one
@@ -35,18 +35,18 @@ class Labels:
     class_weight: Any = None
 
 
-class Positions:
-    """The positions whose logits a label reads, in chunks; what lacks has the weight 0.
+class LabelPositions:
+    """The positions whose labels have a loss, in chunks that are filled up with weights of 0.
 
-    Without `most`, the positions of a chunk, they are one.
+    A chunk has at most `most` positions; None: all positions are one chunk.
 
     Attributes:
         total: the sum of the weights, computed from labels and weights only.
-        target, weights: the label that is compared, and its weight, (count, size).
+        target, weights: the label at each position, and its weight, (count, size).
     """
 
     def __init__(
-        self, op: Emit, labels: Labels, words: Any, dtype: ir.DataType, most: int | None
+        self, op: Emit, labels: WeightedLabels, words: Any, dtype: ir.DataType, most: int | None
     ) -> None:
         self.op, label, last = op, labels.label, None
         ignored = np.int64(labels.ignore_index)
@@ -59,7 +59,7 @@ class Positions:
         kept = op.Not(op.Equal(target, ignored))
         weights = op.Cast(kept, to=dtype)
         if labels.weight is not None:
-            weights = weights * self._weights(op.Cast(labels.weight, to=dtype), label, last)
+            weights = weights * self._flatten_weights(op.Cast(labels.weight, to=dtype), label, last)
         at = op.Squeeze(op.NonZero(kept), [0])
         if labels.class_weight is not None:
             table = weight_array(labels.class_weight, words).astype(dtype.numpy())
@@ -75,11 +75,11 @@ class Positions:
         pads = op.Concat([0], op.Reshape(count * size - number, [1]), axis=0)
         self.at = op.Pad(at, pads)
         self.target, self.weights = (
-            self._chunks(op.Pad(op.Gather(v, at), pads)) for v in (target, weights)
+            self._split_chunks(op.Pad(op.Gather(v, at), pads)) for v in (target, weights)
         )
 
-    def _weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
-        """Return the weights of all positions, in one axis."""
+    def _flatten_weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
+        """Write the weights of all positions along one axis; `last` is the shape of a column."""
         op = self.op
         if rank(weight) == 1:
             weight = op.Reshape(weight, [-1] + [1] * ((rank(label) or 1) - 1))
@@ -89,23 +89,24 @@ class Positions:
             every = op.Concat(op.Slice(every, [1], [_END], [1]), zero, axis=1)
         return op.Reshape(every, [-1])
 
-    def _chunks(self, x: ir.Value, *width: int) -> ir.Value:
+    def _split_chunks(self, x: ir.Value, *width: int) -> ir.Value:
+        """Write `x` (positions, *width) in chunks, (count, size, *width)."""
         y = self.op.Reshape(x, self.op.vector(*self.lengths, *width))
         y.type, y.shape = x.type, ir.Shape([None, None, *width])
         return y
 
-    def gathered(self, x: ir.Value) -> ir.Value:
-        """Return (count, size, width) of `x`, (rows, tokens, width) or with all rows as one."""
+    def gather_chunks(self, x: ir.Value) -> ir.Value:
+        """Write the positions of `x`, (rows, tokens, width) or (rows, width), in chunks."""
         width = (dims(x) or (None,))[-1]
         assert isinstance(width, int)
         flat = x if rank(x) == 2 else self.op.Reshape(x, [-1, width])
         rows = self.op.Gather(flat, self.at, axis=0)
         rows.type = x.type
-        return self._chunks(rows, width)
+        return self._split_chunks(rows, width)
 
 
 def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
-    """Return the weighted sum; a value whose weight is 0 may be infinite."""
+    """Write the weighted sum; a value whose weight is 0 may be infinite."""
     zero = op.const(0.0, weights.dtype)
     total = op.ReduceSum(op.Where(op.Equal(weights, zero), zero, values * weights), keepdims=0)
     total.shape = ir.Shape([])
@@ -115,7 +116,7 @@ def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
 def logit_gradient(
     op: Emit, p: ir.Value, hits: tuple[ir.Value, ir.Value], weights: ir.Value, share: float
 ) -> ir.Value:
-    """Return dz = w (p - t), from minus t at some indices, and beside this `share`."""
+    """Write dz = w (p - t): t is `share`, and larger by -minus_t at the indices, (i, minus_t)."""
     index, minus_t = hits
     dz = op.ScatterElements(p, index, minus_t, axis=1, reduction="add")
     return (dz - share if share else dz) * weights

@@ -1,8 +1,8 @@
-"""The losses of the rows, extracted from a graph that reduces them to one number."""
+"""The losses of the rows, found in a graph that reduces them to one number."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import onnx_ir as ir
@@ -20,17 +20,18 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 
 
-class _NoSum(ValueError):
+class _NotASum(ValueError):
     """An output is not recognized as the sum or the mean of losses of the rows."""
 
 
 def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProto:
     """Return the model whose only output is the loss of every row, before the reduction.
 
-    `onx` is a model of `add_loss_output`, or any other with an output that is the sum or the mean
-    of losses of the rows. Terms that do not depend on the rows (penalties) are dropped, constant
-    factors are kept, and a division by a value that depends on the rows (their number, the sum of
-    their weights) is taken as the division of a mean. The inputs stay, sample weights included.
+    `onx` is a model of `add_loss_output`, or any other model with an output that is the sum or the
+    mean of losses of the rows. Terms that do not depend on the rows (penalties) are dropped,
+    constant factors are kept, and a division by a value that depends on the rows (their number, the
+    sum of their weights) counts as the division of a mean. The inputs stay, sample weights
+    included.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -42,7 +43,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
         of the output over the rows is the loss without penalties.
 
     Raises:
-        ValueError: no output is such a sum or mean; the message names the node that is not covered.
+        ValueError: no output is such a sum or mean; the message names the node that is none.
         ModelError: `onx` cannot be read.
 
     Examples:
@@ -63,25 +64,19 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     label = loss_info(proto).label
     data = [x for x in graph.inputs if x.name not in graph.initializers]
     depends = dependents(graph, [x for x in data if x.name == label] or data)
-    with op:
-        score = _first_row_losses(op, graph.outputs, depends, data)
-        score = op.name_output(score, output_name, score, set(graph.inputs))
-        graph.outputs[:] = [score]
-    model.metadata_props.pop(METADATA, None)
-    tidy(model)
-    return to_proto(model)
-
-
-def _first_row_losses(
-    op: Any, outputs: Iterable[ir.Value], depends: Collection[ir.Value], data: list[ir.Value]
-) -> ir.Value:
-    """Write the losses of the rows of the first output that is their sum or mean."""
     refusals: list[str] = []
-    for output in outputs:
+    for output in graph.outputs:
         try:
-            return op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
-        except _NoSum as e:
+            with op:
+                score = op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
+                score = op.name_output(score, output_name, score, set(graph.inputs))
+        except _NotASum as e:
             refusals.append(f"{output.name!r}: {e}")
+            continue
+        graph.outputs[:] = [score]
+        model.metadata_props.pop(METADATA, None)
+        tidy(model)
+        return to_proto(model)
     raise ValueError(
         f"no output is the sum or the mean of losses of the rows ({'; '.join(refusals)}); "
         "cut the model where the losses are: "
@@ -92,11 +87,11 @@ def _first_row_losses(
 def _row_losses(
     op: Any, total: ir.Value | None, depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
-    """Write the losses of the rows of which `total` is the sum or the mean, times numbers."""
+    """Write the losses of the rows whose sum or mean is `total`, times constant factors."""
     node = None if total is None else total.producer()
     if total is None or node is None or node.domain or total is not node.outputs[0]:
         name = None if total is None else total.name
-        raise _NoSum(f"{name!r} is not the first output of a standard operator")
+        raise _NotASum(f"{name!r} is not the first output of a standard operator")
     op_type, operands = node.op_type, node.inputs
     if op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
         return _losses_of_operator(op, node)
@@ -114,33 +109,33 @@ def _row_losses(
         if set(shapes.dims(factor) or ()) <= {1}:
             number = op.Reshape(factor, [])
             return op.emit(op_type, [_row_losses(op, varying[0], depends, data), number], {})
-    raise _NoSum(f"it is computed by {node_text(node)}, not by a sum or a mean")
+    raise _NotASum(f"it is computed by {node_text(node)}, not by a sum or a mean")
 
 
 def _losses_of_operator(op: Any, node: Any) -> ir.Value:
-    """Write the losses of the rows of a loss operator of ONNX that reduces them."""
+    """Write the losses of the rows of a loss operator of ONNX, without its reduction."""
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
-        raise _NoSum(f"{node_text(node)} does not reduce: its reduction is 'none'")
+        raise _NotASum(f"{node_text(node)} does not reduce: its reduction is 'none'")
     losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
-    losses.shape = node.inputs[1].shape  # of the labels
-    return _one_column(op, losses, reduction == "mean")
+    losses.shape = node.inputs[1].shape  # the shape of the labels
+    return _sum_columns(op, losses, reduction == "mean")
 
 
 def _losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
-    """Write the terms of a reduction to one number, added or averaged row by row."""
+    """Write the terms of a reduction to one number, added or averaged for each row."""
     x, reduced, write_terms = node.inputs[0], shapes.dims(node.outputs[0]), operator_of(node).terms
     assert x is not None
     assert write_terms is not None
     shape = shapes.dims(x)
     if set(reduced or ()) - {1} or (reduced is None and len(node.inputs) > 1):
         shown = reduced or "unknown"
-        raise _NoSum(f"{node_text(node)} does not reduce to one number: its shape is {shown}")
+        raise _NotASum(f"{node_text(node)} does not reduce to one number: its shape is {shown}")
     first = shape[0] if shape else None
     if shape == () or (isinstance(first, int) and not _may_be_rows(first, data)):
-        raise _NoSum(f"{node_text(node)} reduces the shape {shape}, which has no axis of rows")
-    return _one_column(op, write_terms(op, x), node.op_type == "ReduceMean")
+        raise _NotASum(f"{node_text(node)} reduces the shape {shape}, which has no axis of rows")
+    return _sum_columns(op, write_terms(op, x), node.op_type == "ReduceMean")
 
 
 def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
@@ -149,8 +144,8 @@ def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
     return any(isinstance(d, int) and d and length % d == 0 for d in lengths)
 
 
-def _one_column(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
-    """Write the losses as one column, the sums or means of the rows; (N,) is not changed."""
+def _sum_columns(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
+    """Write one column with the sum or the mean of each row of losses; (N,) is not changed."""
     shape = shapes.dims(losses)
     if shape is not None and (len(shape) == 1 or shape[1:] == (1,)):
         return losses

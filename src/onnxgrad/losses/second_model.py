@@ -25,7 +25,7 @@ def read_output(model: ModelLike, output: str | None, argument: str) -> ModelPro
     """Return the part of `model` that computes a float tensor: `output`, or the only float output.
 
     Raises:
-        ValueError: there is no such tensor, or several; with the name of the `argument`.
+        ValueError: there is no such tensor, or several; the message names the `argument`.
     """
     proto = read(model)
     name = choose_output(proto, output, f"say which one with {argument}=")
@@ -40,31 +40,31 @@ def write_model(
     Args:
         op: emitter of the main graph, which is prepared.
         proto: a model of `read_output`.
-        values: values of the graph for inputs of the model, by the names of these.
-        what: the model, in messages.
+        values: values of the graph for inputs of the model, by the names of the inputs.
+        what: name of the model in messages, such as "the teacher".
 
     Returns:
         The output of the model, and new values for its other inputs, which are not yet inputs of
         the graph.
 
     Raises:
-        ValueError: a value that does not fit the input it stands for.
+        ValueError: a value that does not fit its input.
         ModelError: the model cannot be written in the opset of the graph.
     """
-    proto, values = _widened(op, proto, values)
+    proto, values = _widen_halves(op, proto, values)
     prefix = op.name("model") + "/"
-    stated = _at_opset(_with_shapes(proto, values, prefix, what), op.opset, what)
+    stated = _at_opset(_declare_shapes(proto, values, prefix, what), op.opset, what)
     model = prepare(stated, outputs=[stated.graph.output[0].name])
     _check_opset(model, op.opset, what)
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
-    _rename(model.graph, op.name, symbols, prefix)
-    return _move(op, model, values)
+    _rename_values(model.graph, op.name, symbols, prefix)
+    return _move_nodes(op, model, values)
 
 
-def _widened(
+def _widen_halves(
     op: Emit, proto: ModelProto, values: Mapping[str, ir.Value]
 ) -> tuple[ModelProto, Mapping[str, ir.Value]]:
-    """Return a model of 16 bits in float32, if a value is that it stands for, and the values."""
+    """Return the model and values in float32, if an input has 16 bits and its value is float32."""
     kinds = {x.name: x.type.tensor_type.elem_type for x in proto.graph.input}
     widens = (v.dtype == ir.DataType.FLOAT and kinds.get(n) in HALVES for n, v in values.items())
     if not any(widens):
@@ -73,12 +73,12 @@ def _widened(
     return in_precision(proto, ir.DataType.FLOAT, HALVES), {**values, **wide}
 
 
-def _with_shapes(
+def _declare_shapes(
     proto: ModelProto, values: Mapping[str, ir.Value], prefix: str, what: str
 ) -> ModelProto:
-    """Return a copy whose inputs have the shapes of `values`, other symbols with the prefix.
+    """Return a copy whose inputs have the shapes of `values`, and other symbols with the prefix.
 
-    An input without a value has a symbol of such an input replaced, too.
+    The symbols of an input with a value are replaced in inputs without a value, too.
     """
     stated = ModelProto()
     stated.CopyFrom(proto)
@@ -102,12 +102,13 @@ def _with_shapes(
 
 
 def _common_shape(x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims | None:
-    """Return the shape of an input that is `value`; `lengths` gets those of its symbols."""
+    """Return the shape of input `x` with the lengths of `value`; add its symbols to `lengths`."""
     declared, shape = dims(x), dims(value)
     where = f"input {printable(x.name)!r} of {what}"
     if value.dtype != x.dtype:
         raise ValueError(
-            f"{value.name!r} holds {value.dtype}, and {where} takes {x.dtype}: convert one model"
+            f"{value.name!r} holds {value.dtype}, and {where} takes {x.dtype}: convert one of the "
+            "models"
         )
     if shape is None and declared is not None:
         return tuple(d if isinstance(d, int) else None for d in declared)
@@ -134,7 +135,7 @@ def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
 
 
 def _at_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
-    """Return the model at another opset, newer or older."""
+    """Return the model converted to an opset, newer or older."""
     proto = inlined(proto)
     version = get_onnx_opset(proto)
     if version == opset:
@@ -144,32 +145,36 @@ def _at_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
             raise ModelError("it has local functions with a rule")
         return convert(proto, version, opset)
     except ModelError as e:
-        raise ModelError(_other_opset(what, version, opset, str(e))) from e
+        raise ModelError(_opset_error(what, version, opset, str(e))) from e
 
 
 def _check_opset(model: ir.Model, opset: int, what: str) -> None:
+    """Raise `ModelError` for operators that an opset does not have, and for local functions."""
     for node in all_nodes(model.graph):
         if not exists(node, opset):
             reason = f"{node.op_type} is newer"
-            raise ModelError(_other_opset(what, model.opset_imports[""], opset, reason))
+            raise ModelError(_opset_error(what, model.opset_imports[""], opset, reason))
     if model.functions:
         raise ModelError(f"{what} has local functions with a rule, which cannot be copied")
 
 
-def _other_opset(what: str, version: int, opset: int, reason: str) -> str:
+def _opset_error(what: str, version: int, opset: int, reason: str) -> str:
+    """Return the error text for a model that cannot be written in an opset."""
     return (
-        f"{what}, of opset {version}, cannot be written in opset {opset}, that of the trained "
-        f"model ({reason}): convert one of them by onnx.version_converter"
+        f"{what}, of opset {version}, cannot be written in opset {opset} of the trained model "
+        f"({reason}): convert one of them by onnx.version_converter"
     )
 
 
-def _rename(graph: ir.Graph, name: Callable[[str], str], symbols: set[str], prefix: str) -> None:
-    """Give names of their own to all values but the inputs, and to symbols not in `symbols`.
+def _rename_values(
+    graph: ir.Graph, name: Callable[[str], str], symbols: set[str], prefix: str
+) -> None:
+    """Give new names to all values but the inputs, and to symbols not in `symbols`.
 
-    The graph to which they go may use the same.
+    The graph to which they are moved may use the old names.
     """
 
-    def own_symbol(d: Dim) -> Dim:
+    def prefix_symbol(d: Dim) -> Dim:
         if not isinstance(d, str) or d in symbols or d.startswith(prefix):
             return d
         return f"unk__{prefix}{d}" if d.startswith("unk__") else prefix + d
@@ -178,14 +183,14 @@ def _rename(graph: ir.Graph, name: Callable[[str], str], symbols: set[str], pref
     results = [y for node in all_nodes(graph) for y in node.outputs]
     for value in (*graph.inputs, *inner, *results):
         if (shape := dims(value)) is not None:
-            value.shape = ir.Shape(map(own_symbol, shape))
+            value.shape = ir.Shape(map(prefix_symbol, shape))
     constants = [x for subgraph in graph.subgraphs() for x in subgraph.initializers.values()]
     for value in (*inner, *results, *constants):
         if value.name:
             value.name = name(value.name)
 
 
-def _move(
+def _move_nodes(
     op: Emit, model: ir.Model, values: Mapping[str, ir.Value]
 ) -> tuple[ir.Value, list[ir.Value]]:
     """Move the nodes of a model to the graph of `op`; return its output and the other inputs."""

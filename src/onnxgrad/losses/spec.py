@@ -1,4 +1,4 @@
-"""What the package knows of a loss: its formula, its labels and its options."""
+"""The record of a loss: its formula, its labels and its options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from onnxgrad.errors import check_options, unknown
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dims, dims, equal, rank
 
-LEFT_OPEN = ("from_logits", "soft_labels")  # options that model and labels decide
+# options that the model or the labels decide, if users do not set them
+LEFT_OPEN = ("from_logits", "soft_labels")
 
 Formula = Callable[..., ir.Value]
 Options = Mapping[str, Any]
 
 
 class LabelBounds(NamedTuple):
-    """Values that labels may have: in words, and a list of them, or else a range."""
+    """The values that labels may have: `text` names them; they are a list, or else a range."""
 
     text: str
     values: tuple[float, ...] = ()
@@ -37,7 +38,7 @@ class LabelBounds(NamedTuple):
         return (labels >= self.least) & (labels <= self.most)
 
     def write(self, op: Any, label: ir.Value) -> ir.Value:
-        """Write the same into a graph."""
+        """Write which elements of a label in a graph are among the values."""
         if self.values:
             return reduce(op.Or, (op.Equal(label, value) for value in self.values))
         sides = []
@@ -50,15 +51,16 @@ class LabelBounds(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelKind:
-    """How labels follow from a prediction; by default, they have its shape and dtype.
+    """The dtype and shape of labels for a prediction; by default, equal to the prediction's.
 
     Attributes:
-        dtype: dtype of the labels; None for that of the prediction.
-        shape: from the shape of the prediction to that of the labels; None is an unknown rank.
-        accepts: returns whether a prediction may have this shape.
+        dtype: dtype of the labels; None: the dtype of the prediction.
+        shape: function from the shape of the prediction to the shape of the labels; None is an
+            unknown rank.
+        accepts: function that returns whether a prediction may have this shape.
         needs: the accepted predictions in words.
-        classes: from the shape of the prediction to the number of classes, or the symbol of that
-            dimension; None where labels are not class indices.
+        classes: function from the shape of the prediction to the number of classes, or the symbol
+            of that dimension; None where labels are not class indices.
 
     Examples:
         >>> import onnx_ir as ir
@@ -79,12 +81,12 @@ LIKE_PREDICTION = LabelKind()
 
 
 def like_prediction(rank: int, needs: str) -> LabelKind:
-    """Return labels like the prediction, which has at least `rank` axes."""
+    """Return the kind of labels that are like the prediction, which has at least `rank` axes."""
     return LabelKind(accepts=lambda f: f is not None and len(f) >= rank, needs=needs)
 
 
 def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
-    """Return the kind of class indices, for predictions whose classes are along `axis`, or 1.
+    """Return the kind of labels that are class indices, for classes along `axis`, by default 1.
 
     Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
     The prediction has at least `rank` axes.
@@ -102,7 +104,7 @@ def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = No
 
 CLASS_INDICES = class_indices()
 
-# class indices 0 and 1, (N, 1), for the probabilities of both classes, (N, 2)
+# labels 0 and 1, (N, 1), for the probabilities of both classes, (N, 2)
 COLUMN_OF_TWO_CLASSES = LabelKind(
     dtype=ir.DataType.INT64,
     shape=lambda f: (f[0] if f else None, 1),
@@ -117,9 +119,9 @@ class Terms:
     """The terms of a loss: their weighted mean, sum(w l) / sum(w), is the loss of a batch.
 
     Attributes:
-        losses: one for every label element or row, of any shape.
+        losses: one loss for every label element or row, of any shape.
         weights: class weights, 0 where a label is ignored; computed from labels alone. They are
-            broadcast to the shape of `losses`, along axes of static length 1. None: all are one.
+            broadcast to the shape of `losses`, along axes of static length 1. None: all are 1.
     """
 
     losses: ir.Value
@@ -128,16 +130,16 @@ class Terms:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss. Nothing outside of its registration in `formulas` depends on which one it is.
+    """A loss: its formula, its labels and its options, with the facts that trainers need.
 
     Attributes:
         formula: function `(op, prediction, label, **options)` that writes the loss of every element
             or every row, or returns their `Terms`.
         name: name of the loss in messages and in files.
         reduction: how the losses of a batch become one number: "sum" or "mean".
-        labels: kind of the labels, as a function of the options.
+        labels: function from the options to the kind of the labels.
         has_ignore_index: whether an option `ignore_index` names a label whose loss is zero.
-        bounds: the values that labels may have; None for all that their dtype has.
+        bounds: the values that labels may have; None: all values of their dtype.
         threshold: the prediction between two classes, as a function of the options; None where a
             prediction is not one of two classes.
         write_terms: function like `formula` that returns the `Terms`, where the mean of the losses
@@ -146,7 +148,8 @@ class LossSpec:
         ignore_nan: whether labels that are NaN are left out; an option of each loss with float
             labels that has one term for each of them. A `formula` with a parameter `ignore_nan`
             gets these labels, and leaves them out itself.
-        mixes: whether the loss of a mixture of two rows is that of both labels, by their shares.
+        mixes: whether the loss of a mixture of two rows is the mean of the losses with the labels
+            of both, weighted by the shares of the rows.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
@@ -173,7 +176,7 @@ class LossSpec:
     label_shape: tuple[int, ...] | None = None
 
     def with_options(self, options: Options, reduction: str | None = None) -> LossSpec:
-        """Return the loss with these options, and with its own reduction if that is None.
+        """Return the loss with these options, and with this reduction unless it is None.
 
         Raises:
             ValueError: an unknown option or reduction, or `ignore_nan` for labels that are no
@@ -194,14 +197,14 @@ class LossSpec:
 
     @property
     def all_options(self) -> dict[str, Any]:
-        """The options that the user set, and the defaults of the others."""
+        """The options that the user set, and the defaults of all other options."""
         parameters = list(signature(self.formula).parameters.values())[3:]
         defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
         return defaults | {**self.options}
 
     @property
     def may_ignore_nan(self) -> bool:
-        """Whether labels are floats, and none of them can be ignored otherwise."""
+        """Whether labels are floats, and no `ignore_index` leaves labels out."""
         return not self.has_ignore_index and self.label_kind.dtype is None
 
     @property
@@ -209,58 +212,57 @@ class LossSpec:
         """The kind of the labels."""
         return self.labels(self.all_options)
 
-    @property
-    def _formula_options(self) -> Options:
-        own = self.ignore_nan and "ignore_nan" in signature(self.formula).parameters
-        return {**self.options, "ignore_nan": True} if own else self.options
-
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
-        label = shaped_label(op, label, prediction)
-        known, nan = self._labels(op, label)
-        losses = self.formula(op, prediction, known, **self._formula_options)
-        if isinstance(losses, Terms):
-            losses = losses.losses if losses.weights is None else losses.losses * losses.weights
-        return losses if nan is None else self._without_nan(op, losses, label, nan)
+        terms, _ = self._write_terms(self.formula, op, prediction, label)
+        return terms.losses if terms.weights is None else terms.losses * terms.weights
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch."""
-        label = shaped_label(op, label, prediction)
-        known, nan = self._labels(op, label)
-        write = self.write_terms or self.formula
-        terms = write(op, prediction, known, **self._formula_options)
-        terms = terms if isinstance(terms, Terms) else Terms(terms)
+        terms, nan = self._write_terms(self.write_terms or self.formula, op, prediction, label)
         if nan is None:
             return terms
-        losses = self._without_nan(op, terms.losses, label, nan)
-        weights = op.const(1.0, losses.dtype) if terms.weights is None else terms.weights
-        return Terms(losses, op.Where(nan, op.const(0.0, losses.dtype), weights))
+        zero = op.const(0.0, terms.losses.dtype)
+        weights = op.const(1.0, zero.dtype) if terms.weights is None else terms.weights
+        return Terms(terms.losses, op.Where(nan, zero, weights))
 
-    def _labels(self, op: Any, label: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-        """Return labels without NaN, and which of them are NaN; None: these are no special ones."""
-        if not self.ignore_nan or "ignore_nan" in self._formula_options:
-            return label, None
-        nan = op.IsNaN(label)
-        return op.set_type_like(op.Where(nan, 0.0, label), label), nan
+    def _write_terms(
+        self, write: Callable[..., Any], op: Any, prediction: ir.Value, label: ir.Value
+    ) -> tuple[Terms, ir.Value | None]:
+        """Write the terms by a formula, and which labels are NaN; None if NaN has no meaning."""
+        label = known = shaped_label(op, label, prediction)
+        options, nan = self.options, None
+        if self.ignore_nan and "ignore_nan" in signature(self.formula).parameters:
+            options = {**options, "ignore_nan": True}
+        elif self.ignore_nan:
+            nan = op.IsNaN(label)
+            known = op.set_type_like(op.Where(nan, 0.0, label), label)
+        terms = write(op, prediction, known, **options)
+        terms = terms if isinstance(terms, Terms) else Terms(terms)
+        if nan is None:
+            return terms, None
+        return replace(terms, losses=self._zero_nan_losses(op, terms.losses, label, nan)), nan
 
-    def _without_nan(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
-        """Write zero for the losses of labels that are NaN.
+    def _zero_nan_losses(
+        self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value
+    ) -> ir.Value:
+        """Write the losses, with 0 where the label is NaN.
 
         Raises:
             ValueError: there is not one loss for each label.
         """
         if rank(losses) != rank(label):
             raise ValueError(
-                f"ignore_nan=True: {self.name!r} has one loss for a row, which a label that is NaN "
-                "makes unknown: leave out such rows, or give them sample weights of zero and other "
-                "labels"
+                f"ignore_nan=True: {self.name!r} computes one loss for a row from all its labels, "
+                "and a label that is NaN makes it unknown: leave out such rows, or replace NaN and "
+                "give these rows sample weights of zero"
             )
         if not equal(dims(losses), dims(label)):
             losses = op.set_type_like(op.Reshape(losses, op.Shape(label)), label)
         return op.Where(nan, op.const(0.0, losses.dtype), losses)
 
     def for_labels(self, shape: Sequence[int]) -> LossSpec:
-        """Return the loss for labels of this shape, which decides `soft_labels=None`.
+        """Return the loss for labels of this shape, which decide `soft_labels=None`.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
         additional last axis of length 1). `losses.applied_to.decide_options` compares them.
@@ -274,7 +276,7 @@ LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
 
 
 def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
-    """Register a formula by `names`; `fields` are those of `LossSpec`."""
+    """Register a formula by `names`, with `fields` of its `LossSpec`."""
 
     def add(formula: AnyFormula) -> AnyFormula:
         LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})
@@ -284,16 +286,17 @@ def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
 
 
 def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
-    """Return a label in the shape of the prediction, if only that one is known.
+    """Return a label in the shape of the prediction, if the label has no known shape.
 
-    Where the model computes a length, the nodes fail for a label that has the shape of the
-    prediction in its kind, and another one in a batch: it would be broadcast, silently.
+    If a label should have the shape of the prediction, and the model computes a length of it, the
+    nodes fail for a batch in which the lengths differ: the label would be broadcast silently.
     """
-    own, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
-    if own is None:
-        return op.Reshape(label, wanted)  # or (N,) would meet (N, 1), and become (N, N)
+    declared, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
+    if declared is None:
+        return op.Reshape(label, wanted)  # or (N,) and (N, 1) would be broadcast to (N, N)
     shape_of_kind = label.meta.get(marks.LABEL_SHAPE)
-    if None not in own or shape_of_kind is None or shape_of_kind(known) != known:
+    if None not in declared or shape_of_kind is None or shape_of_kind(known) != known:
         return label
-    both = op.Reshape(op.Expand(label, wanted), op.Shape(label))  # fails for a shorter label
-    return op.set_type_like(op.Reshape(both, wanted), prediction)  # and for a shorter prediction
+    # the first Reshape fails for a shorter label, the second one for a shorter prediction
+    both = op.Reshape(op.Expand(label, wanted), op.Shape(label))
+    return op.set_type_like(op.Reshape(both, wanted), prediction)

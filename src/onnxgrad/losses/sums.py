@@ -1,8 +1,9 @@
 """The weighted sum of the terms of a loss, and the sum of their weights.
 
-The latter is computed from labels and sample weights alone, so that it is cheap without the forward
-pass. The number of terms is therefore taken from the shape of the labels; where that is not proven
-to fit, the losses are reshaped to it, which fails when the model runs.
+The sum of the weights is computed from labels and sample weights alone, so that it is cheap without
+the forward pass. The number of terms is therefore taken from the shape of the labels; where the
+losses are not proven to have this shape, they are reshaped to it, which fails when the model runs
+if the shapes differ.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.spec import Terms
-from onnxgrad.operators.shapes import Dims, dims, rank
+from onnxgrad.operators.shapes import dims, rank
 
 Extents = list[int | ir.Value]
 
@@ -31,7 +32,7 @@ def sum_and_count(
     Args:
         op: emitter of the graph.
         terms: the terms.
-        label: the label that they are computed from.
+        label: the label from which the terms are computed.
         weight: sample weights: (N,), or with as many axes as the losses, to whose shape they are
             broadcast; they multiply `terms.weights`.
 
@@ -40,18 +41,21 @@ def sum_and_count(
     """
     losses, w = terms.losses, terms.weights
     if rank(losses) is None:
-        losses, label = _with_ranks(op, losses, label, [] if weight is None else [weight])
+        losses, label = _infer_ranks(op, losses, label, [] if weight is None else [weight])
     shape, dtype = dims(losses), losses.dtype
     assert shape is not None
     assert dtype is not None
     if not shape and dims(label) == () and w is None and weight is None:
-        return losses, op.const(1.0, dtype)  # the only term of a prediction of rank 0
+        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one term
     if not shape:
         raise ValueError("a loss must have one number for every element or row, not one for all")
-    covers = w is not None and _covers(dims(w), shape)
+    # whether the weights are not broadcast to the losses
+    of_weights = None if w is None else dims(w)
+    covers = of_weights is not None and len(of_weights) == len(shape)
+    covers = covers and all(a != 1 or d == 1 for a, d in zip(of_weights or (), shape, strict=True))
     if not covers:
-        losses, extents, every = _extents(op, losses, label)
-        if every and w is None and weight is None:  # in fewer nodes than by the shape
+        losses, extents, every = _shape_by_label(op, losses, label)
+        if every and w is None and weight is None:  # Size is fewer nodes than the shape
             return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
         target = op.vector(*extents)
     else:
@@ -72,17 +76,17 @@ def sum_and_count(
     return op.ReduceSum(losses * w, keepdims=0), count
 
 
-def totals(
+def sum_without_label(
     op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
 
-    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
-    where they are proven to have the lengths of `losses`.
+    `losses` have a known rank. The sum of the weights is computed from inputs of the graph and
+    labels, where they are proven to have the lengths of `losses`.
     """
     losses, axes = wide(op, losses), range(len(dims(losses) or ()))
     if weight is None:
-        return op.ReduceSum(losses, keepdims=0), number_of(op, losses, axes, losses, labels)
+        return op.ReduceSum(losses, keepdims=0), element_count(op, losses, axes, losses, labels)
     weight = op.Cast(weight, to=losses.dtype)
     shape, rows = dims(losses) or (), (dims(weight) or (None,))[0]
     at = shape.index(rows) if rows is not None and rows in shape else 0
@@ -90,11 +94,11 @@ def totals(
     column = op.Reshape(weight, [-1 if i == at else 1 for i in axes])
     count = op.ReduceSum(weight, keepdims=0)
     if others:
-        count = count * number_of(op, losses, others, losses, labels)
+        count = count * element_count(op, losses, others, losses, labels)
     return op.ReduceSum(losses * column, keepdims=0), count
 
 
-def number_of(
+def element_count(
     op: Any, x: ir.Value, axes: Iterable[int], like: ir.Value, labels: Iterable[ir.Value]
 ) -> ir.Value:
     """Write the product of the lengths of `x` along `axes`, in the dtype of `like`.
@@ -114,13 +118,15 @@ def number_of(
 
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
-    """Write weights in the shape of `like`; the Reshape fails if they are more."""
-    every = op.emit("Expand", [weight, shape], {}, fresh=True)  # also if the symbols are the same
+    """Write weights in the shape of `like`; the Reshape fails if there are more of them."""
+    every = op.emit(
+        "Expand", [weight, shape], {}, fresh=True
+    )  # Expand is not left out if symbols are equal
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
 
 
 def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one each."""
+    """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one weight each."""
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
         return op.set_type_like(x * broadcast_weights(op, weight, op.Shape(x), x), x)
@@ -130,7 +136,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     return op.set_type_like(x * op.Reshape(weight, [-1] + [1] * (n - 1)), x)
 
 
-def _with_ranks(
+def _infer_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Return losses and label of known rank: by inference, or else of rank 2, (N, terms)."""
@@ -148,22 +154,15 @@ def _with_ranks(
     return flat[0], flat[1]
 
 
-def _covers(weights: Dims | None, losses: Dims) -> bool:
-    """Return whether weights are not broadcast to the shape of the losses."""
-    if weights is None or len(weights) != len(losses):
-        return False
-    return all(w != 1 or d == 1 for w, d in zip(weights, losses, strict=True))
+def _shape_by_label(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Extents, bool]:
+    """Return the losses, their lengths read from the label, and whether each label has a loss.
 
-
-def _extents(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Extents, bool]:
-    """Return the losses, their shape in terms of the label, and whether they are as many.
-
-    The axes of the losses are some of those of the label, in their order, and axes of length 1.
+    The axes of the losses are some axes of the label, in their order, and axes of length 1.
     """
     shape, of_label = dims(losses), dims(label)
     assert shape is not None
     if of_label is None:
-        of_label = (None,) * len(shape)  # as for a prediction of unknown rank
+        of_label = (None,) * len(shape)  # the prediction has an unknown rank
     message = (
         f"the loss has the shape {shape}, and its label {of_label}: it must have one number for "
         "every element or row"
@@ -186,7 +185,7 @@ def _extents(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Exte
         extents.append(d if isinstance(d, int) else op.dim(label, axis))
         proven = proven and (equal is not None or isinstance(d, int))
     if not proven:
-        # not a Concat of one length: onnxruntime would take that as -1, which fits every shape
+        # not a Concat of one length: onnxruntime would take it as -1, which fits every shape
         whole = len(of_label) == len(shape) and 1 not in shape
         losses = op.Reshape(losses, op.Shape(label) if whole else op.vector(*extents))
         losses.shape = ir.Shape(shape)

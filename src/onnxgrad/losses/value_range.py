@@ -1,6 +1,6 @@
 """The range of the elements of a value, from the operators that compute it.
 
-It tells probabilities, which lie between 0 and 1, from scores.
+The range tells probabilities, which lie between 0 and 1, from scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxgrad.operators.records import Range
 from onnxgrad.operators.shapes import constant, dims, rank
 
 _UNBOUNDED: Range = (-inf, inf)
-_DEPTH = 32  # nodes in a row; what is further away does not decide
+_DEPTH = 32  # nodes in a row that a search visits
 
 
 def value_range(x: ir.Value) -> Range:
@@ -61,7 +61,8 @@ def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) 
 def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
     """Return the operands whose elements a node moves or casts, and perhaps leaves out or repeats.
 
-    Each element of the results is an element of them. Operators that compute elements have none.
+    Each element of the results is an element of these operands. There are none if a node computes
+    elements.
     """
     if operator_of(node).traits.isdisjoint(("reorders", "selects")):
         return ()
@@ -69,7 +70,7 @@ def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
 
 
 def _results_of_bodies(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
-    """Return the values that an output of an If, Loop or Scan may be, and a state's initial one."""
+    """Return the values that the output `x` of an If, Loop or Scan may take."""
     graphs, index = list(subgraphs(node)), x.index() or 0
     if not graphs or node.domain:
         return []
@@ -90,7 +91,7 @@ def constant_range(x: ir.Value) -> Range | None:
 
 
 def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Return (a, b) if the node computes a / b, or a times the Reciprocal of b; a may be 1."""
+    """Return (a, b) if the node computes a / b, as Div, Reciprocal (a = 1) or a Mul with one."""
     inputs = [v for v in node.inputs if v is not None]
     if node.domain:
         return None
@@ -111,13 +112,16 @@ def summed_axes(
     total: ir.Value | None,
     reductions: tuple[str, ...] = ("ReduceSum", "ReduceL1"),
 ) -> tuple[int, ...] | None:
-    """Return the axes of `x` whose reduction `total` is, broadcast against `x`, else None.
+    """Return the axes over which `total` is the sum of `x`, broadcast against `x`, else None.
 
-    The reduction may be guarded against zero, and then `x` too, by 1 where the sum is zero.
+    `reductions` are the operators that count as a sum. The sum may be guarded against zero, and
+    then `x`, too, by 1 where the sum is zero.
     """
     guarded, column = False, None
     while (node := None if total is None else total.producer()) is not None:
-        if _keeps_order(node):
+        # the results are the elements of the operand in their order, or copies
+        is_copy = node.op_type in ("Expand", "Tile")
+        if moved_operands(node) and (is_copy or node.op_type in VIEWS | {"Cast"}):
             column = column or (total if node.op_type in ("Reshape", "Squeeze") else None)
             total = node.inputs[0]
         elif made_by(total, "Where", "Max", "Clip", "Add"):  # each of them guards against zero
@@ -137,7 +141,7 @@ def summed_axes(
 
 
 def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
-    """Return the axes of a reduction of `x`, if the result, reshaped as `column`, is along them."""
+    """Return the axes of a reduction of `x`, if the result or `column` is broadcast along them."""
     n, kept = rank(x), int_attribute(node, "keepdims")
     if n is None:
         stated = constant(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -150,14 +154,8 @@ def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[
     return tuple(along) if is_aligned else None
 
 
-def _keeps_order(node: ir.Node) -> bool:
-    """Return whether the results are the elements of the operand in their order, or copies."""
-    is_copy = node.op_type in ("Expand", "Tile")
-    return bool(moved_operands(node)) and (is_copy or node.op_type in VIEWS | {"Cast"})
-
-
 def _is_guard(x: ir.Value) -> bool:
-    """Return whether `x` is a number >= 0, or one that a condition chooses."""
+    """Return whether `x` is a number >= 0, or such a number where a condition holds, else 0."""
     if (value := constant_range(x)) is not None:
         return value[0] >= 0
     node = x.producer()
@@ -169,14 +167,14 @@ def _is_guard(x: ir.Value) -> bool:
 
 
 def behind_guard(x: ir.Value) -> ir.Value:
-    """Return p if `x` is p + 1 in rows whose sum is zero, else `x`."""
+    """Return p if `x` is p plus a guard, as p + 1 in rows whose sum is zero, else `x`."""
     node = made_by(x, "Add")
     rest = [] if node is None else [v for v in node.inputs if v is not None and not _is_guard(v)]
     return rest[0] if len(rest) == 1 else x
 
 
 def before_casts(x: ir.Value) -> ir.Value:
-    """Return the value that `x` is, perhaps in another dtype."""
+    """Return the operand of the casts and identities that compute `x`, or `x`."""
     while (node := made_by(x, "Identity", "Cast")) is not None:
         if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:
             break

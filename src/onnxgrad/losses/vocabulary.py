@@ -1,13 +1,13 @@
-"""Cross entropy over a large vocabulary, whose logits of all positions are never in memory.
+"""Cross entropy over a large vocabulary, without the logits of all positions in memory at once.
 
-What comes before the product with the vocabulary is gathered where a label counts. Then a `Scan`
+The features before the product with the vocabulary are gathered where a label counts. Then a `Scan`
 computes product, loss and gradient of some positions at a time (as the fused kernels of Hsu et al.
 2024, arXiv:2410.10989), so that the forward pass leaves the gradient, and the backward pass begins
 before the product.
 
 Such a Scan carries the gradient of the matrix of the vocabulary from chunk to chunk, and
-onnxruntime keeps four copies of what a Scan carries. A matrix of very many words is therefore
-scanned itself: see `word_blocks`.
+onnxruntime keeps four copies of every value that a Scan carries. A matrix of very many words is
+therefore scanned itself: see `word_blocks`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph.emit import Emit
+from onnxgrad.losses.causal import CAUSAL
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.head import Head
-from onnxgrad.losses.positions import Labels, Positions, logit_gradient, weighted_sum
+from onnxgrad.losses.positions import LabelPositions, WeightedLabels, logit_gradient, weighted_sum
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.word_blocks import ByWords, sizes_of
+from onnxgrad.losses.word_blocks import BlockwiseLoss, block_sizes
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank
 
-# From so many words on, by blocks of words: the second product takes as long as carrying the
-# gradient of the matrix through chunks of so few positions.
+# From this number of words on, the loss is computed by blocks of words: computing each block twice
+# takes as long as carrying the gradient of the matrix through chunks of so few positions.
 MANY_WORDS = 100_000
-MANY_CLASSES = 16_384  # from so many on, `cross_entropy` is written so, too
-MOST_LOGITS = 1 << 24  # logits that are in memory together
+MANY_CLASSES = 16_384  # number of classes from which `cross_entropy`, too, is computed in chunks
+MOST_LOGITS = 1 << 24  # number of logits that are in memory together
 
 Pairs = list[tuple[ir.Value, ir.Value]]
-OwnGradients = Callable[[Emit, ir.Value], Pairs]  # values, and gradients times a scalar
+OwnGradients = Callable[[Emit, ir.Value], Pairs]  # writes gradients times a scalar, by value
 
 
-def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> Labels | None:
-    """Return the labels of a cross entropy whose logits are so many that chunks are better.
+def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> WeightedLabels | None:
+    """Return the labels, without sample weights, of a cross entropy to be computed in chunks.
 
-    The sample weights are not among them.
+    None: it is another loss, or has too few classes.
     """
     shape, options = dims(logits), spec.all_options
+    if spec.name == CAUSAL:
+        return WeightedLabels(label, None, int(options["ignore_index"]), shift=True)
     if spec.name != "cross_entropy" or options["soft_labels"] or not options["from_logits"]:
         return None
     if shape is None or len(shape) not in (2, 3) or options["axis"] != len(shape) - 1:
@@ -54,15 +57,15 @@ def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> Labels
         return None
     if smoothing and weight is not None:
         return None
-    return Labels(
+    return WeightedLabels(
         label, None, int(options["ignore_index"]), bool(options["shift"]), smoothing, weight
     )
 
 
-def in_chunks(
+def write_in_chunks(
     op: Emit,
     logits: ir.Value,
-    labels: Labels,
+    labels: WeightedLabels,
     wrt: Sequence[ir.Value],
     plain: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ir.Value, OwnGradients]:
@@ -71,12 +74,12 @@ def in_chunks(
     Args:
         op: emitter of the graph.
         logits: (rows, vocabulary) or (rows, tokens, vocabulary).
-        labels: what they are compared with.
-        wrt: the values with respect to which the sum will be differentiated.
-        plain: both sums by the plain formula, for proofs; the graph drops what no output needs.
+        labels: the labels, and the weights of rows or labels.
+        wrt: the values w.r.t. which the sum will be differentiated.
+        plain: both sums by the plain formula, for proofs; tidying drops their nodes.
 
     Returns:
-        Both sums, and what writes the gradients of the first, times a scalar.
+        Both sums, and a function that writes the gradients of the first, times a scalar.
     """
     double = logits.dtype == ir.DataType.DOUBLE
     dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
@@ -84,25 +87,25 @@ def in_chunks(
     active, _ = dependent_values(list(op.graph), wrt)
     shared = [x for x in head.shared if x in active and is_real(x)]
     wanted = [x for x in head.leaves if x in active]
-    sizes = sizes_of(words) if shared else None
+    sizes = block_sizes(words) if shared else None
     many = sizes is not None and sizes[0] >= MANY_WORDS
     axes, most = head.vocabulary_axes() if many else None, 128
     if isinstance(words, int):
         most = min(max(2 ** round(log2(MOST_LOGITS / words)), 16), 4096)
-    positions = Positions(op, labels, words, dtype, most if axes is None else None)
+    positions = LabelPositions(op, labels, words, dtype, most if axes is None else None)
     own: OwnGradients
     if axes is not None and sizes is not None:
-        by_words = ByWords(op, head, positions, axes, sizes, labels.smoothing)
-        total, own = by_words.total, partial(by_words.write, shared, wanted)
+        by_words = BlockwiseLoss(op, head, positions, axes, sizes, labels.smoothing)
+        total, own = by_words.total, partial(by_words.write_gradients, shared, wanted)
     else:
-        total, pairs = _by_positions(op, head, positions, shared, wanted, labels.smoothing)
-        own = scaled(pairs)
+        total, pairs = _write_by_positions(op, head, positions, shared, wanted, labels.smoothing)
+        own = scale_gradients(pairs)
     total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
 
 
-def scaled(pairs: Pairs) -> OwnGradients:
-    """Return what multiplies gradients that are written already."""
+def scale_gradients(pairs: Pairs) -> OwnGradients:
+    """Return the function that writes these gradients times a scalar."""
 
     def write(op: Emit, scale: ir.Value) -> Pairs:
         found = []
@@ -114,77 +117,66 @@ def scaled(pairs: Pairs) -> OwnGradients:
     return write
 
 
-# -- some positions at a time ---------------------------------------------------------------------
+# -- chunks of positions ---------------------------------------------------------------------------
 
 
-def _by_positions(
+def _write_by_positions(
     op: Emit,
     head: Head,
-    positions: Positions,
+    positions: LabelPositions,
     shared: Sequence[ir.Value],
     wanted: Sequence[ir.Value],
     smoothing: float,
 ) -> tuple[ir.Value, Pairs]:
-    """Write the sum of the losses, and the gradients of `shared` and of the leaves `wanted`."""
+    """Write a Scan over chunks of positions: the losses, and the gradients w.r.t. some values.
+
+    The loss and the gradients w.r.t. `shared` are added up over chunks; the gradients w.r.t. the
+    leaves `wanted` are one for each chunk.
+
+    Returns:
+        The sum of the losses, and pairs of a value and the gradient w.r.t. it.
+    """
     dtype = positions.weights.dtype
-    leaves = {x: positions.gathered(x) for x in head.leaves}
+    leaves = {x: positions.gather_chunks(x) for x in head.leaves}
     stacks = [*leaves.values(), positions.target, positions.weights]
     sums = [op.const(0.0, dtype), *map(op.zeros_like, shared)]
     inner = Emit(ir.Graph([], [], nodes=[], name="positions"), outer=op)
     inner.graph.inputs[:] = [
-        *(ir.Value(name=inner.name("sum"), type=v.type, shape=v.shape) for v in sums),
-        *_scanned(inner, stacks),
+        ir.Value(name=inner.name("sum"), type=v.type, shape=v.shape) for v in sums
     ]
-    gate = next(iter(leaves.values()))
-    inner.give(_write_some(inner, head, (shared, wanted), gate, smoothing))
-    attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
-    outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
-    like = [*sums, *(leaves[x] for x in wanted)]
-    total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
-    of = [*shared, *(leaves[x] for x in wanted)]
-    return total, list(zip(of, gradients, strict=True))
-
-
-def _scanned(inner: Emit, stacks: Sequence[ir.Value]) -> list[ir.Value]:
-    """Return an input of the body for each of the stacks (count, size, ...)."""
     size = inner.name("size")
-    shapes = (ir.Shape([size, *(dims(stack) or ())[2:]]) for stack in stacks)
-    return [
-        ir.Value(name=inner.name(f"{stack.name}_of_some"), type=stack.type, shape=shape)
-        for stack, shape in zip(stacks, shapes, strict=True)
-    ]
-
-
-def _write_some(
-    inner: Emit,
-    head: Head,
-    of: tuple[Sequence[ir.Value], Sequence[ir.Value]],
-    gate: ir.Value,
-    smoothing: float,
-) -> list[ir.Value]:
-    """Write the loss and the gradients of some positions; return what the body of the Scan does.
-
-    The gradients of the shared values are added up as the loss is; those of leaves are not.
-    """
-    shared, wanted = of
-    before = inner.graph.inputs[: 1 + len(shared)]
-    *given, target, weights = inner.graph.inputs[len(before) :]
-    rows, dtype = dict(zip(head.leaves, given, strict=True)), before[0].dtype
+    inner.graph.inputs.extend(
+        ir.Value(
+            name=inner.name(f"{stack.name}_of_some"),
+            type=stack.type,
+            shape=ir.Shape([size, *(dims(stack) or ())[2:]]),
+        )
+        for stack in stacks
+    )
+    before = inner.graph.inputs[: len(sums)]
+    *given, target, weights = inner.graph.inputs[len(sums) :]
+    rows, gate = dict(zip(head.leaves, given, strict=True)), next(iter(leaves.values()))
     with inner:
-        z = head.again(inner, rows, gate=gate)
+        z = head.write_logits(inner, rows, gate=gate)
         index = inner.Unsqueeze(target, [1])
         log_p = inner.LogSoftmax(wide(inner, z), axis=-1)
         chosen = inner.Squeeze(inner.GatherElements(log_p, index, axis=1), [1])
         if smoothing:
             mean = inner.ReduceMean(log_p, [1], keepdims=0)
             chosen = (1.0 - smoothing) * chosen + smoothing * mean
-        loss = before[0] - weighted_sum(inner, chosen, weights)
-        if not wanted and not shared:
-            return [loss]
-        hit = inner.Expand(inner.const(smoothing - 1.0, dtype), inner.Shape(index))
-        column = inner.Unsqueeze(weights, [1])
-        share = smoothing / head.width if isinstance(head.width, int) else 0.0
-        dz = logit_gradient(inner, inner.Exp(log_p), (index, hit), column, share)
-        found = head.sweep(inner, z, dz, [*shared, *(rows[x] for x in wanted)])
-        sums = [b + g for b, g in zip(before[1:], found, strict=False)]
-        return [loss, *sums, *found[len(shared) :]]
+        results = [before[0] - weighted_sum(inner, chosen, weights)]
+        if wanted or shared:
+            hit = inner.Expand(inner.const(smoothing - 1.0, dtype), inner.Shape(index))
+            column = inner.Unsqueeze(weights, [1])
+            share = smoothing / head.width if isinstance(head.width, int) else 0.0
+            dz = logit_gradient(inner, inner.Exp(log_p), (index, hit), column, share)
+            found = head.write_gradients(inner, z, dz, [*shared, *(rows[x] for x in wanted)])
+            results += [b + g for b, g in zip(before[1:], found, strict=False)]
+            results += found[len(shared) :]
+        inner.give(results)
+    attributes = {"body": inner.graph, "num_scan_inputs": len(stacks)}
+    outputs = op.emit_many("Scan", [*sums, *stacks], attributes, len(sums) + len(wanted))
+    like = [*sums, *(leaves[x] for x in wanted)]
+    total, *gradients = (op.set_type_like(y, v) for y, v in zip(outputs, like, strict=True))
+    of = [*shared, *(leaves[x] for x in wanted)]
+    return total, list(zip(of, gradients, strict=True))

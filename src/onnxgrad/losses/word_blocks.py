@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary by blocks of words, of which each is computed twice.
+"""Cross entropy over a large vocabulary by blocks of words, each of which is computed twice.
 
 One pass over the blocks computes the logarithm of the sum of the exponentials. Another one computes
 the logits of each block again, and the gradients (Wijmans et al. 2024, arXiv:2411.09009).
@@ -14,19 +14,22 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.formula_nodes import choose, wide
 from onnxgrad.losses.head import Head
-from onnxgrad.losses.positions import Positions, logit_gradient, weighted_sum
+from onnxgrad.losses.positions import LabelPositions, logit_gradient, weighted_sum
 from onnxgrad.operators.shapes import dims
 
-BLOCK = 1024  # words of a block, about
+BLOCK = 1024  # approximate number of words in a block
 _LEAST = {ir.DataType.FLOAT: np.finfo(np.float32).min, ir.DataType.DOUBLE: np.finfo(np.float64).min}
 
 Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-def sizes_of(words: Any) -> tuple[int, int] | None:
-    """Return how many words there are, and a block has: a divisor near `BLOCK`; None: no such."""
+def block_sizes(words: Any) -> tuple[int, int] | None:
+    """Return the numbers of all words and of the words in a block, a divisor near `BLOCK`.
+
+    None: the number of words is not static, or has no such divisor.
+    """
     if not isinstance(words, int):
         return None
     near = range(min(8 * BLOCK, words), BLOCK // 4 - 1, -1)
@@ -35,15 +38,15 @@ def sizes_of(words: Any) -> tuple[int, int] | None:
     return None if block is None else (words, block)
 
 
-class ByWords:
+class BlockwiseLoss:
     """The loss by blocks of words; `total` is the sum of the losses.
 
     Args:
         op: emitter of the graph.
-        head: what computes the logits.
-        positions: of which all are one chunk.
+        head: the nodes that compute the logits.
+        positions: the positions, all in one chunk.
         axes: the axis of the words of each shared value that has one.
-        sizes: the number of words, and that of a block.
+        sizes: the numbers of all words and of the words in a block.
         smoothing: as `label_smoothing` of `cross_entropy`.
     """
 
@@ -51,7 +54,7 @@ class ByWords:
         self,
         op: Emit,
         head: Head,
-        positions: Positions,
+        positions: LabelPositions,
         axes: dict[ir.Value, int],
         sizes: tuple[int, int],
         smoothing: float,
@@ -59,76 +62,79 @@ class ByWords:
         self.op, self.head, self.axes, self.smoothing = op, head, axes, smoothing
         (self.words, self.block), self.dtype = sizes, positions.weights.dtype
         self.length = op.name("positions")
-        self.leaves = {x: self._rows(positions.gathered(x)) for x in head.leaves}
-        self.target = op.Unsqueeze(self._rows(positions.target), [1])
+        self.leaves = {x: self._only_chunk(positions.gather_chunks(x)) for x in head.leaves}
+        self.target = op.Unsqueeze(self._only_chunk(positions.target), [1])
         self.target.shape = ir.Shape([self.length, 1])
-        self.weights = op.Unsqueeze(self._rows(positions.weights), [1])
+        self.weights = op.Unsqueeze(self._only_chunk(positions.weights), [1])
         self.weights.shape = ir.Shape([self.length, 1])
-        self.lse, losses = self._forward()
+        self.lse, losses = self._write_losses()
         self.total = weighted_sum(op, losses, self.weights)
 
-    def _rows(self, chunk: ir.Value) -> ir.Value:
-        """Return the only chunk, (size, ...)."""
-        rows = self.op.Squeeze(chunk, [0])
-        rows.type = chunk.type
-        rows.shape = ir.Shape([self.length, *(dims(chunk) or ())[2:]])
+    def _only_chunk(self, chunks: ir.Value) -> ir.Value:
+        """Write the only chunk, (size, ...) of (1, size, ...)."""
+        rows = self.op.Squeeze(chunks, [0])
+        rows.type = chunks.type
+        rows.shape = ir.Shape([self.length, *(dims(chunks) or ())[2:]])
         return rows
 
-    def _forward(self) -> tuple[ir.Value, ir.Value]:
-        """Write the logarithm of the sum of the exponentials, and the losses, (positions, 1)."""
+    def _write_losses(self) -> tuple[ir.Value, ir.Value]:
+        """Write the logsumexp of the logits, and the losses, each (positions, 1)."""
         op, zero, dtype = self.op, self.op.zeros_like(self.weights), self.dtype
         assert dtype is not None
         least = op.set_type_like(zero + op.const(_LEAST[dtype], dtype), zero)
         starts = [least, zero, zero, *([zero] if self.smoothing else [])]
-        inner, operands, sliced = self._body(starts)
+        inner, operands, sliced = self._begin_body(starts)
         most, total, chosen, *sums = inner.graph.inputs[: len(starts)]
         with inner:
-            z = wide(inner, self._logits(inner, sliced))
+            z = self.head.write_logits(inner, self.leaves | sliced, self.block)
+            z = wide(inner, z)
             new = inner.Max(most, inner.ReduceMax(z, [1], keepdims=1))
             total = total * inner.Exp(most - new)
             total = total + inner.ReduceSum(inner.Exp(z - new), [1], keepdims=1)
-            index, inside = self._index(inner)
+            index, inside = self._index_in_block(inner)
             here = inner.GatherElements(z, index, axis=1)
             chosen = chosen + inner.Where(inside, here, inner.const(0.0, self.dtype))
             sums = [s + inner.ReduceSum(z, [1], keepdims=1) for s in sums]
             inner.give([new, total, chosen, *sums])
-        found = self._scan(inner, operands, len(starts), len(starts))
+        found = self._emit_scan(inner, operands, len(starts), len(starts))
         most, total, chosen, *sums = (op.set_type_like(y, zero) for y in found)
         lse = op.set_type_like(most + op.Log(total), zero)
         for s in sums:
             chosen = (1.0 - self.smoothing) * chosen + (self.smoothing / self.words) * s
         return lse, lse - chosen
 
-    def write(
+    def write_gradients(
         self, shared: Sequence[ir.Value], wanted: Sequence[ir.Value], op: Emit, scale: ir.Value
     ) -> Pairs:
-        """Write by `op` the gradients of the scaled sum w.r.t. `shared` and the leaves `wanted`."""
+        """Write the gradients of the sum times `scale` w.r.t. `shared` and the leaves `wanted`."""
         self.op = op
         scanned = [x for x in shared if x in self.axes]
         summed = [*(x for x in shared if x not in self.axes), *(self.leaves[x] for x in wanted)]
         weights = self.weights * op.Cast(scale, to=self.dtype)
-        inner, operands, sliced = self._body([op.zeros_like(x) for x in summed])
+        inner, operands, sliced = self._begin_body([op.zeros_like(x) for x in summed])
         before = inner.graph.inputs[: len(summed)]
         with inner:
-            z = self._logits(inner, sliced)
+            z = self.head.write_logits(inner, self.leaves | sliced, self.block)
             p = inner.Exp(wide(inner, z) - self.lse)
-            index, inside = self._index(inner)
-            hit = inner.Where(
-                inside, *(inner.const(v, self.dtype) for v in (self.smoothing - 1.0, 0.0))
-            )
+            index, inside = self._index_in_block(inner)
+            hit = choose(inner, inside, self.smoothing - 1.0, 0.0, self.weights)
             dz = logit_gradient(inner, p, (index, hit), weights, self.smoothing / self.words)
-            found = self.head.sweep(inner, z, dz, [*summed, *(sliced[x] for x in scanned)])
+            found = self.head.write_gradients(
+                inner, z, dz, [*summed, *(sliced[x] for x in scanned)]
+            )
             sums = [b + g for b, g in zip(before, found, strict=False)]
             inner.give([*sums, *found[len(summed) :]])
-        results = self._scan(inner, operands, len(summed), len(summed) + len(scanned))
-        whole = [self._joined(y, x) for x, y in zip(scanned, results[len(summed) :], strict=True)]
+        results = self._emit_scan(inner, operands, len(summed), len(summed) + len(scanned))
+        whole = [
+            self._join_blocks(y, x) for x, y in zip(scanned, results[len(summed) :], strict=True)
+        ]
         totals = (op.set_type_like(y, x) for y, x in zip(results, summed, strict=False))
         return [*zip(summed, totals, strict=True), *zip(scanned, whole, strict=True)]
 
-    def _body(
+    def _begin_body(
         self, starts: Sequence[ir.Value]
     ) -> tuple[Emit, list[ir.Value], dict[ir.Value, ir.Value]]:
-        """Return the body of a Scan over blocks, the operands of the Scan, and parts of `axes`.
+        """Return the body of a Scan over blocks, its operands, and a block of each value of `axes`.
 
         The last input of the body is the first word of the block.
         """
@@ -163,25 +169,22 @@ class ByWords:
                     sliced[x].type, sliced[x].shape = x.type, ir.Shape(shape)
         return inner, operands, sliced
 
-    def _logits(self, inner: Emit, sliced: dict[ir.Value, ir.Value]) -> ir.Value:
-        return self.head.again(inner, self.leaves | sliced, self.block)
-
-    def _index(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
-        """Return the label as an index into the block, or 0, and whether it is inside."""
+    def _index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
+        """Write the label as an index into the block, or 0, and whether it is inside."""
         index = self.target - inner.graph.inputs[-1]
         inside = inner.And(
             inner.GreaterOrEqual(index, np.int64(0)), inner.Less(index, np.int64(self.block))
         )
         return inner.Where(inside, index, np.int64(0)), inside
 
-    def _scan(
+    def _emit_scan(
         self, inner: Emit, operands: Sequence[ir.Value], states: int, outputs: int
     ) -> list[ir.Value]:
         attributes = {"body": inner.graph, "num_scan_inputs": len(operands) - states}
         return self.op.emit_many("Scan", operands, attributes, outputs, fresh=True)
 
-    def _joined(self, stack: ir.Value, like: ir.Value) -> ir.Value:
-        """Return the gradient of `like` from those of its parts, stacked in front."""
+    def _join_blocks(self, stack: ir.Value, like: ir.Value) -> ir.Value:
+        """Write the gradient of `like` from the gradients of its blocks, stacked along axis 0."""
         op, axis, shape = self.op, self.axes[like], dims(like) or ()
         part = [*shape[:axis], self.block, *shape[axis + 1 :]]
         stack.type = like.type

@@ -16,9 +16,7 @@ from onnxgrad.metrics.base import (
     Metric as Metric,
     PredictionInfo as PredictionInfo,
 )
-from onnxgrad.metrics.entities import (
-    EntityF1 as EntityF1,
-)
 from onnxgrad.metrics.texts import (
+    EntityF1 as EntityF1,
     TextErrorRate as TextErrorRate,
 )

@@ -11,10 +11,10 @@ from onnxgrad.metrics.base import Metric, PredictionInfo
 
 
 class AlarmCurve(NamedTuple):
-    """What each threshold gives, arrays of one length: `plt.plot(curve.per_hour, curve.missed)`.
+    """False alarms and missed events by threshold: `plt.plot(curve.per_hour, curve.missed)`.
 
     Attributes:
-        thresholds: ascending; windows of at least this score are over it.
+        thresholds: ascending; a window whose score is at least the threshold is over it.
         per_hour: false alarms per hour of windows without an event.
         missed: share of the events in which no window is over the threshold.
 
@@ -31,14 +31,19 @@ class AlarmCurve(NamedTuple):
     missed: np.ndarray
 
     def at(self, missed: float) -> tuple[float, float]:
-        """Return the threshold with fewest false alarms, and these, where at most `missed` are.
+        """Return threshold and false alarms where at most a share `missed` of the events is missed.
+
+        Of several thresholds, it is the one with the fewest false alarms per hour.
 
         Raises:
-            ValueError: more are missed at all thresholds.
+            ValueError: more events are missed at all thresholds.
         """
         allowed = np.flatnonzero(self.missed <= missed)
         if not len(allowed):
-            raise ValueError(f"missed={missed}: at least {self.missed.min():.3g} are, pass more")
+            raise ValueError(
+                f"missed={missed}: at every threshold, a share of {self.missed.min():.3g} or more "
+                "of the events is missed: allow more"
+            )
         best = allowed[np.argmin(self.per_hour[allowed])]
         return float(self.thresholds[best]), float(self.per_hour[best])
 
@@ -48,19 +53,21 @@ def false_alarms(
 ) -> AlarmCurve:
     """Count alarms without an event, per hour, and events without an alarm, for thresholds.
 
-    A window over the threshold gives an alarm, unless another did less than `hold` seconds before.
-    It is false if the label of the window is 0. An event is a run of windows with the label 1, and
-    missed if none of them is over the threshold.
+    A window over the threshold gives an alarm, unless another window did less than `hold` seconds
+    before. An alarm is false if the label of the window is 0. An event is a run of windows with the
+    label 1, and is missed if none of them is over the threshold.
 
     Args:
-        scores: those of one file (windows,), in the order of time; or a list of these, a file each.
-        labels: 0 or 1 for each, in the same form.
-        seconds: from the beginning of a window to that of the next.
+        scores: the scores of the windows of a file (windows,), in the order of time; or a list of
+            such arrays, one for each file.
+        labels: 0 or 1 for each window, in the same form.
+        seconds: time from the beginning of a window to the beginning of the next one.
         thresholds: None for the scores that occur, 200 of them if there are more.
         hold: seconds for which a detector is silent after an alarm.
 
     Raises:
-        ValueError: forms that differ, labels other than 0 and 1, no event, or nothing but events.
+        ValueError: numbers of windows that differ, labels other than 0 and 1, or labels that are
+            all equal.
 
     Examples:
         >>> import onnxgrad as og
@@ -75,7 +82,7 @@ def false_alarms(
         raise ValueError("scores and labels have different numbers of windows")
     all_scores, y = (np.concatenate(part) for part in listed)
     if not np.isin(y, (0, 1)).all() or y.min(initial=1) == y.max(initial=0):
-        raise ValueError("labels are 0 and 1, and both must occur: of windows, and of events")
+        raise ValueError("labels must be 0, and 1 for the windows of events, and both must occur")
     gap = max(1, int(np.ceil(hold / seconds - 1e-9)))
     file = np.repeat(np.arange(len(listed[0])), [len(s) for s in listed[0]])
     at = np.arange(len(y)) + file * gap  # windows of other files are never within `hold`
@@ -92,14 +99,14 @@ def false_alarms(
     counts = []
     for threshold in thresholds:
         over = np.flatnonzero(all_scores >= threshold)
-        counts.append(np.sum(y[over[_given(at[over], gap)]] == 0))
+        counts.append(np.sum(y[over[_alarms_given(at[over], gap)]] == 0))
     hours = np.sum(y == 0) * seconds / 3600
     missed = np.searchsorted(best, thresholds) / len(best)
     return AlarmCurve(thresholds, np.array(counts) / hours, missed)
 
 
-def _given(times: np.ndarray, gap: int) -> np.ndarray:
-    """Return the numbers of ascending times that are at least `gap` after the last such one."""
+def _alarms_given(times: np.ndarray, gap: int) -> np.ndarray:
+    """Return the indices of the ascending times at which there is an alarm, `gap` apart or more."""
     if gap == 1:
         return np.arange(len(times))
     kept, i = [], 0
@@ -110,6 +117,7 @@ def _given(times: np.ndarray, gap: int) -> np.ndarray:
 
 
 def _as_files(values: Any) -> list[np.ndarray]:
+    """Return one array of numbers for each file."""
     several = isinstance(values, Sequence) and len(values) and np.ndim(values[0]) > 0
     return [np.asarray(v, np.float64).ravel() for v in (values if several else [values])]
 
@@ -117,8 +125,8 @@ def _as_files(values: Any) -> list[np.ndarray]:
 class FalseAlarms(Metric):
     """False alarms per hour at the threshold by which at most a share of the events is missed.
 
-    Each row is a window of its own, as of clips. For windows of a file in their order, pass what
-    `Sound.predict` returns to `false_alarms`.
+    Each row is one window, as of a clip. For windows of a file in their order, pass the result of
+    `Sound.predict` to `false_alarms`.
 
     Args:
         seconds: length of a window.
@@ -146,21 +154,23 @@ class FalseAlarms(Metric):
             ValueError: the predictions are not scores of one of two classes.
         """
         if prediction.threshold is None:
-            raise ValueError(f"metric {self.name!r} is of one score for each row")
+            raise ValueError(
+                f"metric {self.name!r} needs one score for each row, of one of two classes"
+            )
         super().begin(prediction)
-        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
 
     def update(self, prediction: Any, label: Any, weight: Any = None) -> None:
         """Add a batch; rows of weight 0 do not count, and others are equal."""
         scores, y = np.ravel(prediction), np.ravel(label)
         counts = slice(None) if weight is None else np.ravel(weight) > 0
-        self._rows.append((scores[counts], y[counts]))
+        self._batches.append((scores[counts], y[counts]))
 
     def compute(self) -> float:
-        """Return the number over all batches.
+        """Return the false alarms per hour over all batches.
 
         Raises:
-            ValueError: there are no events, or nothing but events.
+            ValueError: labels are all 0 or all 1.
         """
-        scores, labels = (np.concatenate(part)[:, None] for part in zip(*self._rows, strict=True))
-        return false_alarms(list(scores), list(labels), self.seconds).at(self.missed)[1]
+        # each row is a file of one window
+        scores, labels = (list(part[:, None]) for part in self._join_batches())
+        return false_alarms(scores, labels, self.seconds).at(self.missed)[1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import not_installed
-from onnxgrad.metrics.base import Metric, PredictionInfo
+from onnxgrad.metrics.base import Metric, PredictionInfo, refuse_weights
 
 Boxes = Sequence[np.ndarray]
 
@@ -28,10 +28,9 @@ class _BoxMetric(Metric):
         self._found: list[np.ndarray] = []
 
     def update(self, prediction: Any, label: Any, weight: np.ndarray | None = None) -> None:
-        """Add a batch; raise ValueError for sample weights."""
+        """Add a batch; raise `ValueError` for sample weights."""
         self.check_begun()
-        if weight is not None:
-            raise ValueError(f"metric {self.name!r} takes no sample weights: do not pass any")
+        refuse_weights(self.name, weight)
         found, true = self.read(prediction, label)
         self._found += found
         self._true += true
@@ -41,12 +40,13 @@ class MeanAveragePrecision(_BoxMetric):
     """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
 
     Args:
-        read: from a batch of predictions and labels to the boxes of both, an array for each image:
-            found ones (n, 6), class, score, x1, y1, x2, y2; true ones (n, 5), without the score.
-        iou: the threshold, and `name` is such as "map50"; None: 0.5, 0.55, ..., 0.95, as COCO does,
-            and it is "map".
-        per_class: the number of classes: the value is an array with the average precision of each,
-            NaN for a class without boxes, and `name` ends with "_per_class".
+        read: function from a batch of predictions and labels to the boxes of both, an array for
+            each image: found boxes (n, 6), class, score, x1, y1, x2, y2; true boxes (n, 5), without
+            the score.
+        iou: the threshold, as in the `name` "map50"; None: 0.5, 0.55, ..., 0.95, as COCO does, and
+            the `name` is "map".
+        per_class: the number of classes: the value is an array with the average precision of each
+            class, NaN for a class without boxes, and `name` ends with "_per_class". None: the mean.
 
     Raises:
         ImportError: pycocotools is not installed.
@@ -105,12 +105,12 @@ class MeanAveragePrecision(_BoxMetric):
 class BoxConfusion(_BoxMetric):
     """Number of boxes of class i that are found as class j, (classes + 1, classes + 1).
 
-    The last row are found boxes where no true one is, the last column true ones that are not found.
-    A true box belongs to the found one that overlaps it most, one to one.
+    The last row counts found boxes without a true box, the last column true boxes that are not
+    found. A true box belongs to the found box that overlaps it most, one to one.
 
     Args:
-        read: as of `MeanAveragePrecision`.
-        classes: the number of classes; None: up to the largest number of a box.
+        read: as in `MeanAveragePrecision`.
+        classes: the number of classes; None: up to the largest class of a box.
         score: the least score of a found box.
         iou: the least overlap of a true and a found box.
 
@@ -162,7 +162,7 @@ class BoxConfusion(_BoxMetric):
 
 
 def _box_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the IoU of each of the boxes (n, 4) with each of (m, 4), (n, m)."""
+    """Return the IoU of each pair of boxes (n, 4) and (m, 4), (n, m)."""
     near = np.maximum(first[:, None, :2], second[None, :, :2])
     far = np.minimum(first[:, None, 2:], second[None, :, 2:])
     both = np.prod(np.maximum(far - near, 0), axis=2)
@@ -171,6 +171,7 @@ def _box_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _import_pycocotools() -> Any:
+    """Return the classes COCO and COCOeval."""
     try:
         from pycocotools import coco, cocoeval  # type: ignore[import-untyped]
     except ImportError as e:
@@ -179,7 +180,7 @@ def _import_pycocotools() -> Any:
 
 
 def _as_coco_box(box: Sequence[float]) -> list[float]:
-    """Return x, y, width and height of x1, y1, x2, y2."""
+    """Return x, y, width and height of a box x1, y1, x2, y2."""
     return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
 
 

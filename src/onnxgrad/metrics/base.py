@@ -1,4 +1,4 @@
-"""What a metric is, and what it has to know of a prediction."""
+"""The interface of metrics, and the facts of a prediction that they need."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from onnxgrad.errors import EvaluationError
 
 @dataclass(frozen=True)
 class PredictionInfo:
-    """What a prediction is: scores of classes, of one of two classes, or numbers.
+    """The kind of a prediction: scores of classes, of one of two classes, or numbers.
 
     Attributes:
         classes: number of classes, if the prediction has a score for each; otherwise None.
-        axis: axis of these scores, not the first one.
-        threshold: the prediction between two classes, if it is a score of one of them, in
-            each element: 0.0 for logits, 0.5 for probabilities. None in other cases; if `classes`
-            is None too, the prediction is one of numbers (regression).
+        axis: axis of these scores, not the first axis.
+        threshold: the prediction between two classes, if each element is a score of one of two
+            classes: 0.0 for logits, 0.5 for probabilities. None in other cases; if `classes` is
+            None, too, the prediction holds numbers (regression).
         from_logits: whether scores are logits, which softmax or sigmoid turns into probabilities.
         ignore_index: the class index that stands for no label.
         ignore_nan: whether NaN stands for no label.
@@ -75,12 +75,13 @@ class Metric:
         """Forget all batches.
 
         Args:
-            prediction: what the predictions of the batches will be.
+            prediction: the kind of the predictions of all batches.
 
         Raises:
             ValueError: the metric does not apply to such predictions.
         """
         self._info = prediction
+        self._batches: list[tuple[np.ndarray, ...]] = []
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
@@ -91,8 +92,8 @@ class Metric:
             prediction: array (rows, ...).
             label: array of the prediction's shape or, of class indices, without its axis of
                 classes; a last axis of length 1 may be missing or added.
-            weight: sample weights (rows,), or one for each label, of 0 or more; None for equal
-                ones.
+            weight: sample weights (rows,), or one for each label, of 0 or more; None: all are
+                equal.
 
         Raises:
             ValueError: arrays that do not fit.
@@ -109,7 +110,7 @@ class Metric:
 
     @property
     def info(self) -> PredictionInfo:
-        """What `begin` was told; raises EvaluationError before it is called."""
+        """The argument of `begin`; raises EvaluationError before `begin` is called."""
         if self._info is None:
             raise EvaluationError(f"metric {self.name!r}: call begin first")
         return self._info
@@ -118,13 +119,20 @@ class Metric:
         """Raise EvaluationError before `begin` is called."""
         _ = self.info
 
+    def _join_batches(self) -> list[np.ndarray]:
+        """Return the arrays of all kept batches, joined along the rows."""
+        self.check_begun()
+        if not sum(len(batch[0]) for batch in self._batches):
+            raise no_rows_error(self.name)
+        return [np.concatenate(parts) for parts in zip(*self._batches, strict=True)]
+
 
 @dataclass
-class Mean:
+class RunningMean:
     """A weighted mean of values that come in batches."""
 
     total: float | np.ndarray = 0.0
-    weight: float | np.ndarray = 0.0  # (outputs,) if each value has its own
+    weight: float | np.ndarray = 0.0  # (outputs,) if each value has a weight
     rows: int = 0
 
     def add(self, values: np.ndarray, weight: np.ndarray | None) -> None:
@@ -141,18 +149,25 @@ class Mean:
             self.weight = self.weight + weight.sum(axis=0)
 
     def compute(self, name: str) -> float | np.ndarray:
-        """Return the mean; raise ValueError in the name of a metric if there is none.
+        """Return the mean; it is zero for an output whose weights are all zero.
 
-        That of an output all of whose weights are zero is zero.
+        Raises:
+            ValueError: all weights are zero; the message has the `name` of the metric.
         """
         if not np.any(self.weight):
-            raise nothing(name)
+            raise no_rows_error(name)
         return self.total / np.where(self.weight, self.weight, 1.0)
 
 
-def nothing(name: str) -> ValueError:
-    """Return the error of a metric without data."""
+def no_rows_error(name: str) -> ValueError:
+    """Return the error of a metric of this name without rows."""
     return ValueError(
         f"metric {name!r} has nothing to compute: there are no rows, or all of them have weight 0 "
         "or the ignored label"
     )
+
+
+def refuse_weights(name: str, weight: np.ndarray | None) -> None:
+    """Raise `ValueError` for sample weights, which a metric of this name does not take."""
+    if weight is not None:
+        raise ValueError(f"metric {name!r} takes no sample weights: do not pass any")

@@ -1,4 +1,4 @@
-"""Metrics that compare the predicted class with the label's.
+"""Metrics that compare the predicted class with the class of the label.
 
 Examples:
     >>> import numpy as np
@@ -25,9 +25,8 @@ import numpy as np
 
 from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
-from onnxgrad.metrics.base import PredictionInfo, nothing
-from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
-from onnxgrad.metrics.metric_batch import Rows
+from onnxgrad.metrics.base import PredictionInfo, no_rows_error
+from onnxgrad.metrics.metric_batch import ClassMetric, MeanMetric, Rows
 
 AVERAGES = ("binary", "macro", "micro", "weighted", "per_class")
 
@@ -36,7 +35,7 @@ AVERAGES = ("binary", "macro", "micro", "weighted", "per_class")
 class Accuracy(MeanMetric):
     """Share of the labels that the prediction hits.
 
-    Each element of a score of one of two classes counts as a prediction of its own.
+    If the prediction is a score of one of two classes, each of its elements counts as one.
     """
 
     name = "accuracy"
@@ -48,12 +47,12 @@ class Accuracy(MeanMetric):
 
 @dataclass
 class TopK(Accuracy):
-    """Share of the labels whose class is among the `k` of the highest scores.
+    """Share of the labels whose class is among the `k` classes of the highest scores.
 
-    Of equal scores, that of the lower class index counts as higher, as in `Accuracy`.
+    Of equal scores, the score of the lower class index counts as higher, as in `Accuracy`.
 
     Args:
-        k: number of classes; the name is such as "top_5_accuracy".
+        k: number of classes, as in the `name` "top_5_accuracy".
 
     Raises:
         ValueError: `k` is below 1 or, in `begin`, not below the number of classes.
@@ -84,8 +83,8 @@ class TopK(Accuracy):
             )
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Return whether each row has its class among the k of the highest scores."""
-        if rows.scores.ndim == 1:  # then k is 1
+        """Return whether the class of each label is among the k classes of the highest scores."""
+        if rows.scores.ndim == 1:  # of two classes, so that k is 1
             return super().values(rows)
         true = rows.true[:, None]
         score = np.take_along_axis(rows.scores, true, axis=1)
@@ -94,13 +93,14 @@ class TopK(Accuracy):
 
 
 class CountMetric(ClassMetric):
-    """Base of metrics of how often each class is the label, is predicted, and both; weighted."""
+    """Base of metrics of three weighted counts of each class: labels, predictions, and hits."""
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
         self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
-        self._present = np.zeros(self.n_classes, bool)  # predicted or a label, of any weight
+        # whether a class is predicted or a label, of any weight
+        self._present = np.zeros(self.n_classes, bool)
 
     def add(self, rows: Rows) -> None:
         """Count the rows of a batch."""
@@ -112,9 +112,10 @@ class CountMetric(ClassMetric):
         self._present[predicted] = self._present[true] = True
 
     def _require_rows(self) -> None:
+        """Raise `ValueError` if no label has a weight above 0."""
         self.check_begun()
         if not self._true.any():
-            raise nothing(self.name)
+            raise no_rows_error(self.name)
 
 
 @dataclass
@@ -138,11 +139,11 @@ class Precision(CountMetric):
     prediction.
 
     Args:
-        average: "binary": that of class 1 of two; "macro": the mean over the classes; "weighted":
-            the mean weighted by the labels of each class; "micro": hits and predictions of all
-            classes added up; "per_class": an array (classes,) of the value of each, NaN where a
-            class is neither label nor prediction. The name has it at its end, such as
-            "precision_macro", except the default.
+        average: "binary": the value of class 1 of two; "macro": the mean over the classes;
+            "weighted": the mean weighted by the labels of each class; "micro": hits and predictions
+            of all classes added up; "per_class": an array (classes,) of the value of each class,
+            NaN where a class is neither label nor prediction. The name ends with the average, as
+            "precision_macro", unless it is the default.
         zero_division: the value of a class that is never predicted.
 
     Raises:
@@ -167,28 +168,29 @@ class Precision(CountMetric):
         if self.average == "binary" and self.n_classes != 2:
             kind = type(self).name
             raise ValueError(
-                f"metric {self.name!r} is that of class 1 of two, but there are {self.n_classes} "
-                f"classes: use '{kind}_macro', '{kind}_micro' or '{kind}_weighted'"
+                f"metric {self.name!r} is the value of class 1 of two, but there are "
+                f"{self.n_classes} classes: use '{kind}_macro', '{kind}_micro' or '{kind}_weighted'"
             )
 
     def compute(self) -> float | np.ndarray:
         """Return the average, or the value of each class."""
         self._require_rows()
-        parts = np.stack(self._fraction())
+        parts = np.stack(self._class_counts())
         if self.average == "binary":
-            return float(self._ratio(parts[:, 1:])[0])
+            return float(self._divide_counts(parts[:, 1:])[0])
         if self.average == "micro":
-            return float(self._ratio(parts.sum(axis=1, keepdims=True))[0])
+            return float(self._divide_counts(parts.sum(axis=1, keepdims=True))[0])
         if self.average == "per_class":
-            return np.where(self._present, self._ratio(parts), np.nan)
+            return np.where(self._present, self._divide_counts(parts), np.nan)
         weights = self._true if self.average == "weighted" else self._present
-        return float(np.average(self._ratio(parts), weights=weights))
+        return float(np.average(self._divide_counts(parts), weights=weights))
 
-    def _ratio(self, parts: np.ndarray) -> np.ndarray:
+    def _divide_counts(self, parts: np.ndarray) -> np.ndarray:
+        """Return numerators / denominators, `zero_division` where the denominator is 0."""
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
-    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the numerators and the denominators of the classes."""
         return self._hit, self._predicted
 
@@ -197,12 +199,12 @@ class Precision(CountMetric):
 class Recall(Precision):
     """Share of the labels of a class that are hit: hits / labels.
 
-    As scikit-learn's `recall_score`; arguments and errors are those of `Precision`.
+    As scikit-learn's `recall_score`; arguments and errors as in `Precision`.
     """
 
     name = "recall"
 
-    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         return self._hit, self._true
 
 
@@ -210,12 +212,12 @@ class Recall(Precision):
 class F1(Precision):
     """Harmonic mean of precision and recall: 2 hits / (predictions + labels).
 
-    As scikit-learn's `f1_score`; arguments and errors are those of `Precision`.
+    As scikit-learn's `f1_score`; arguments and errors as in `Precision`.
     """
 
     name = "f1"
 
-    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         return 2 * self._hit, self._predicted + self._true
 
 
@@ -224,13 +226,13 @@ class IoU(Precision):
     """Intersection over union (Jaccard): hits / (predictions + labels - hits).
 
     As scikit-learn's `jaccard_score`, by default its mean over the classes that occur; the other
-    arguments and the errors are those of `Precision`.
+    arguments and the errors as in `Precision`.
     """
 
     average: str = "macro"
     name = "iou"
 
-    def _fraction(self) -> tuple[np.ndarray, np.ndarray]:
+    def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
         return self._hit, self._predicted + self._true - self._hit
 
 
@@ -270,5 +272,5 @@ class ConfusionMatrix(ClassMetric):
         """Return the matrix."""
         self.check_begun()
         if not self._matrix.any():
-            raise nothing(self.name)
+            raise no_rows_error(self.name)
         return self._matrix.copy()

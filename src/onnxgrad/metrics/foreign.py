@@ -1,4 +1,4 @@
-"""Functions and metrics of torchmetrics as metrics."""
+"""Metrics made of functions, and of metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
+from onnxgrad.metrics.base import Metric, PredictionInfo, no_rows_error, refuse_weights
 
 _LOWER_IS_BETTER = ("loss", "error", "deviance")
 
@@ -17,7 +17,7 @@ _LOWER_IS_BETTER = ("loss", "error", "deviance")
 class FunctionMetric(Metric):
     """A function `(prediction, label) -> number or array`, called once, on all data.
 
-    It keeps all predictions and labels in memory, and passes them as they are: logits as logits,
+    It keeps all predictions and labels in memory, and passes them unchanged: logits as logits,
     ignored labels included. If the data have sample weights, the function must have a parameter
     `sample_weight`.
 
@@ -53,7 +53,7 @@ class FunctionMetric(Metric):
         own = getattr(function, "__name__", type(function).__name__)
         if getattr(function, "__module__", None) and function.__module__.startswith("sklearn."):
             raise ValueError(
-                f"{own} takes (label, prediction) and a metric (prediction, label): pass "
+                f"{own} takes (label, prediction), and a metric takes (prediction, label): pass "
                 f"lambda prediction, label: {own}(label, prediction)"
             )
         self.function = function
@@ -72,15 +72,16 @@ class FunctionMetric(Metric):
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._batches: list[tuple[np.ndarray, ...]] = []
         self._weighted = False
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch; raise ValueError for weights that the function does not take."""
+        """Add a batch; raise `ValueError` for weights that the function does not take."""
         self.check_begun()
-        if weight is not None and not self._takes_weights():
+        parameters = signature(self.function).parameters
+        takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+        if weight is not None and not takes_any and "sample_weight" not in parameters:
             raise ValueError(
                 f"metric {self.name!r} has no parameter sample_weight: add one, or leave out the "
                 "sample weights"
@@ -90,26 +91,17 @@ class FunctionMetric(Metric):
         self._batches.append(tuple(np.array(array) for array in arrays))
 
     def compute(self) -> float | np.ndarray:
-        """Return what the function returns for all data."""
-        self.check_begun()
-        if not sum(len(batch[0]) for batch in self._batches):
-            raise nothing(self.name)
-        arrays = [np.concatenate(parts) for parts in zip(*self._batches, strict=True)]
+        """Return the result of the function for all data."""
+        arrays = self._join_batches()
         options = {"sample_weight": arrays[2]} if self._weighted else {}
-        return _number(self.function(arrays[0], arrays[1], **options))
-
-    def _takes_weights(self) -> bool:
-        parameters = signature(self.function).parameters
-        return "sample_weight" in parameters or any(
-            p.kind is Parameter.VAR_KEYWORD for p in parameters.values()
-        )
+        return _as_number(self.function(arrays[0], arrays[1], **options))
 
 
 class TorchMetric(Metric):
     """A metric of torchmetrics, which gets the arrays as tensors on its device.
 
-    Scores of classes have their axis second, as torchmetrics takes them, and class indices no axis
-    of length 1 for it. Memory is what that metric needs. Sample weights are refused.
+    Scores have the axis of the classes as axis 1, and class indices have no such axis, as
+    torchmetrics takes them. It takes no sample weights.
 
     Args:
         metric: a `torchmetrics.Metric`.
@@ -141,8 +133,7 @@ class TorchMetric(Metric):
         import torch
 
         info, ignored = self.info, getattr(self.metric, "ignore_index", None)
-        if weight is not None:
-            raise ValueError(f"metric {self.name!r} of torchmetrics takes no sample weights")
+        refuse_weights(self.name, weight)
         if info.ignore_index not in (None, ignored) and (label == info.ignore_index).any():
             raise ValueError(
                 f"labels have the ignored index {info.ignore_index}: create {self.name!r} with "
@@ -150,14 +141,14 @@ class TorchMetric(Metric):
             )
         if info.classes is not None:
             prediction = np.moveaxis(prediction, info.axis, 1)
-        if not len(prediction):  # torchmetrics fails on it
+        if not len(prediction):  # torchmetrics fails for an empty batch
             return
         self._rows += len(prediction)
-        arrays = (prediction, self._label(prediction, label))
+        arrays = (prediction, self._shape_label(prediction, label))
         device = self.metric.device
         self.metric.update(*(torch.tensor(np.ascontiguousarray(a), device=device) for a in arrays))
 
-    def _label(self, prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
+    def _shape_label(self, prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
         """Return labels of the shape that torchmetrics takes, class indices as integers."""
         shape = prediction.shape
         if self.info.classes is not None and label.shape != shape:
@@ -173,19 +164,19 @@ class TorchMetric(Metric):
         return label.reshape(shape)
 
     def compute(self) -> float | np.ndarray:
-        """Return what the metric computes."""
+        """Return the value that the metric computes."""
         self.check_begun()
         if not self._rows:
-            raise nothing(self.name)
+            raise no_rows_error(self.name)
         value = self.metric.compute()
         if not hasattr(value, "detach"):
             raise ValueError(
                 f"metric {self.name!r} computes a {type(value).__name__}, not a number"
             )
-        return _number(value.detach().cpu().numpy())
+        return _as_number(value.detach().cpu().numpy())
 
 
-def _number(value: Any) -> float | np.ndarray:
-    """Return a single number as a float."""
+def _as_number(value: Any) -> float | np.ndarray:
+    """Return a float for an array of one number, else the array."""
     array = np.asarray(value)
     return float(array.reshape(())) if array.size == 1 else array

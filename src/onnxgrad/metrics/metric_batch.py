@@ -1,4 +1,4 @@
-"""Predictions and labels of all shapes, as rows that metrics compare."""
+"""Batches of all shapes as rows that metrics compare, and the bases of metrics of classes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxgrad.data.class_numbers import labels_outside
-from onnxgrad.metrics.base import PredictionInfo
+from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
 
 
 class Rows(NamedTuple):
-    """Labeled predictions, one a row; rows with the ignored label are left out.
+    """Predictions and labels, one of each in a row, without rows whose label is ignored.
 
     Attributes:
         scores: (rows, classes), or (rows,) for scores of one of two classes.
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     @property
     def true(self) -> np.ndarray:
-        """Class indices of the labels; of shares, the largest one's."""
+        """Class indices of the labels; for shares, the class of the largest share."""
         if self.scores.ndim == 1:
             return (self.label > 0.5).astype(np.int64)
         return self.label.argmax(axis=1) if self.label.ndim == 2 else self.label
@@ -40,8 +40,12 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class Batch:
-    """A batch as a metric gets it; what does not fit raises ValueError in its name."""
+class MetricBatch:
+    """A batch of a metric; errors have the `name` of the metric.
+
+    Raises:
+        ValueError: arrays that are not numbers or do not fit, and NaN.
+    """
 
     name: str
     info: PredictionInfo
@@ -50,41 +54,45 @@ class Batch:
     weight: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self.prediction = self._numeric("prediction", self.prediction)
-        self.label = self._numeric("label", self.label, self.info.ignore_nan)
+        self.prediction = self._check_numbers("prediction", self.prediction)
+        self.label = self._check_numbers("label", self.label, self.info.ignore_nan)
 
     def class_rows(self) -> Rows:
         """Return the batch as rows of scores and labels."""
         info = self.info
-        scores, label = self._of_one_score() if info.classes is None else self._of_classes()
-        weight = self._weights(len(scores))
+        if info.classes is None:
+            self._require_equal_shapes()
+            scores, label = self.prediction.reshape(-1), self.label.reshape(-1)
+        else:
+            scores, label = self._flatten_classes()
+        weight = self._item_weights(len(scores))
         if label.ndim == 1 and (info.ignore_index is not None or info.ignore_nan):
             keep = ~np.isnan(label) if info.ignore_nan else label != info.ignore_index
             if not keep.all():
                 scores, label = scores[keep], label[keep]
                 weight = None if weight is None else weight[keep]
-        return Rows(scores, self._classes_of(label), weight)
+        return Rows(scores, self._check_classes(label), weight)
 
     def number_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return predictions and labels as float64 (rows, outputs), and the weights.
 
-        These are (rows,), or (rows, outputs) if each label has its own, or some are left out.
+        Weights are (rows,), or (rows, outputs) if each label has its weight, or NaN is left out.
         """
-        self._require_one_label_each()
+        self._require_equal_shapes()
         weight, rows = self.weight, len(self.label)
         shape = (len(self.prediction), int(np.prod(self.prediction.shape[1:])))
         if weight is not None:
             items = rows if np.ndim(weight) == 1 else self.label.size
-            weight = self._weights(items)
+            weight = self._item_weights(items)
             weight = weight if weight is None or items == rows else weight.reshape(shape)
         arrays = self.prediction, self.label
         f, y = (array.reshape(shape).astype(np.float64, copy=False) for array in arrays)
         if self.info.ignore_nan and (nan := np.isnan(y)).any():
-            own = np.ones(len(y)) if weight is None else weight
-            weight, y = own.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
+            given = np.ones(len(y)) if weight is None else weight
+            weight, y = given.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
         return f, y, weight
 
-    def _of_classes(self) -> tuple[np.ndarray, np.ndarray]:
+    def _flatten_classes(self) -> tuple[np.ndarray, np.ndarray]:
         """Return scores (rows, classes), and labels: class indices, or shares of the classes."""
         shape, label, classes = self.prediction.shape, self.label, self.info.classes
         assert classes is not None
@@ -99,16 +107,11 @@ class Batch:
             return scores, np.moveaxis(label, axis, -1).reshape(-1, classes)
         items = (*shape[:axis], *shape[axis + 1 :])
         if label.shape not in (items, (*items, 1), (*shape[:axis], 1, *shape[axis + 1 :])):
-            raise self._misfit(f"{items} of class indices, or {shape}")
+            raise self._shape_error(f"{items} of class indices, or {shape}")
         return scores, label.reshape(-1)
 
-    def _of_one_score(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scores of one of two classes and the labels, both (rows,)."""
-        self._require_one_label_each()
-        return self.prediction.reshape(-1), self.label.reshape(-1)
-
-    def _classes_of(self, label: np.ndarray) -> np.ndarray:
-        """Return valid labels, class indices as int64."""
+    def _check_classes(self, label: np.ndarray) -> np.ndarray:
+        """Return the labels, class indices as int64; raise `ValueError` for other labels."""
         classes = self.info.classes
         found = f"from {label.min()} to {label.max()}" if label.size else "none"
         is_share = bool(((label >= 0) & (label <= 1)).all())
@@ -133,10 +136,10 @@ class Batch:
             )
         return label.astype(np.int64, copy=False)
 
-    def _numeric(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
-        """Return an array of numbers with rows; refuse NaN, unless it may have some."""
+    def _check_numbers(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
+        """Return an array of numbers with rows; raise `ValueError` for NaN unless `nan`."""
         array = np.asarray(array)
-        if array.dtype.kind == "V":  # bfloat16 and the like of ml_dtypes
+        if array.dtype.kind == "V":  # dtypes of ml_dtypes, such as bfloat16
             array = array.astype(np.float32)
         if array.dtype.kind not in "biuf" or array.ndim == 0:
             raise ValueError(
@@ -147,8 +150,8 @@ class Batch:
             raise ValueError(f"metric {self.name!r}: the {what} has NaN")
         return array
 
-    def _weights(self, items: int) -> np.ndarray | None:
-        """Return the weight of every item: its own, in the shape of the label, or its row's."""
+    def _item_weights(self, items: int) -> np.ndarray | None:
+        """Return the weights of the items, from weights in the shape of the label or of rows."""
         if self.weight is None:
             return None
         weight, label = np.asarray(self.weight, np.float64), self.label.shape
@@ -161,11 +164,13 @@ class Batch:
             raise ValueError(f"metric {self.name!r}: weights must be finite and 0 or more")
         return weight.ravel().repeat(items // weight.size) if weight.size else weight
 
-    def _require_one_label_each(self) -> None:
+    def _require_equal_shapes(self) -> None:
+        """Raise `ValueError` if the label has not one number for each number of the prediction."""
         if _without_ones(self.prediction.shape) != _without_ones(self.label.shape):
-            raise self._misfit(f"{self.prediction.shape}")
+            raise self._shape_error(f"{self.prediction.shape}")
 
-    def _misfit(self, needs: str) -> ValueError:
+    def _shape_error(self, needs: str) -> ValueError:
+        """Return the error of labels in another shape than the prediction needs."""
         return ValueError(
             f"metric {self.name!r}: labels of a prediction of shape {self.prediction.shape} have "
             f"shape {needs}, not {self.label.shape}"
@@ -178,3 +183,55 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     while end > 1 and shape[end - 1] == 1:
         end -= 1
     return shape[:end]
+
+
+class ClassMetric(Metric):
+    """Base of metrics that compare classes; a subclass overrides `add` and `compute`."""
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches; raise `ValueError` for a regression."""
+        if prediction.classes is None and prediction.threshold is None:
+            raise ValueError(
+                f"metric {self.name!r} compares class indices, and the loss compares a number with "
+                "each output: for classes, use a loss such as 'cross_entropy', and class indices "
+                "as labels, y.argmax(axis=1) if they are one-hot; for a regression, use metrics "
+                "such as 'mae' or 'r2'"
+            )
+        super().begin(prediction)
+
+    @property
+    def n_classes(self) -> int:
+        """Number of classes; 2 if the prediction is the score of one of two."""
+        return self.info.classes or 2
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        self.add(MetricBatch(self.name, self.info, prediction, label, weight).class_rows())
+
+    def add(self, rows: Rows) -> None:
+        """Add the rows of a batch."""
+        raise NotImplementedError
+
+
+class MeanMetric(ClassMetric):
+    """Base of metrics that are a mean over the rows; a subclass overrides `values`."""
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._mean = RunningMean()
+
+    def add(self, rows: Rows) -> None:
+        """Add the values of a batch."""
+        self._mean.add(self.values(rows), rows.weight)
+
+    def values(self, rows: Rows) -> np.ndarray:
+        """Return the value of each row."""
+        raise NotImplementedError
+
+    def compute(self) -> float:
+        """Return the mean."""
+        self.check_begun()
+        return float(self._mean.compute(self.name))

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxgrad.metrics.base import PredictionInfo, nothing
-from onnxgrad.metrics.class_metric import ClassMetric, MeanMetric
-from onnxgrad.metrics.metric_batch import Rows
+from onnxgrad.metrics.base import PredictionInfo
+from onnxgrad.metrics.metric_batch import ClassMetric, MeanMetric, Rows
 
 
 @dataclass
@@ -37,7 +36,7 @@ class LogLoss(MeanMetric):
         """Return -log p of each row; raise ValueError for probabilities outside of [0, 1]."""
         if rows.scores.ndim == 1:
             rows = rows._replace(label=np.maximum(rows.label, 0))  # labels may be -1 and 1
-        return _losses(self.name, self.info, rows)
+        return _row_losses(self.name, self.info, rows)
 
 
 @dataclass
@@ -62,8 +61,8 @@ class Perplexity(LogLoss):
         super().begin(prediction)
         if prediction.classes is None:
             raise ValueError(
-                f"metric {self.name!r} is that of scores of tokens, but the prediction is the "
-                "score of one of two classes: use 'log_loss'"
+                f"metric {self.name!r} needs scores of tokens, but the prediction is the score of "
+                "one of two classes: use 'log_loss'"
             )
 
     def compute(self) -> float:
@@ -74,10 +73,10 @@ class Perplexity(LogLoss):
 
 @dataclass
 class AUC(ClassMetric):
-    """Area under the ROC curve; of more than two classes, the mean of each against the rest.
+    """Area under the ROC curve; for more than two classes, the mean of each class against the rest.
 
-    As scikit-learn's `roc_auc_score` with `multi_class="ovr"`: of more than two classes, logits
-    become probabilities first, as ranks across rows depend on that. It keeps the scores, weights
+    As scikit-learn's `roc_auc_score` with `multi_class="ovr"`: for more than two classes, logits
+    become probabilities first, because the ranks across rows differ. It keeps the scores, weights
     and labels of all rows in memory, 8 bytes or fewer for each number.
 
     Examples:
@@ -93,18 +92,13 @@ class AUC(ClassMetric):
 
     name = "auc"
 
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-
     def add(self, rows: Rows) -> None:
         """Keep the scores, classes and weights of a batch."""
         scores, weight = rows.scores, rows.weight
         if self.n_classes > 2:
             logits = self.info.from_logits
-            scores = np.exp(_log_softmax(scores)) if logits else _normal(self.name, scores)
-        elif scores.ndim == 2:  # logits rank by their difference
+            scores = np.exp(_log_softmax(scores)) if logits else _check_sums(self.name, scores)
+        elif scores.ndim == 2:  # rows rank by the difference of their logits
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
         weight = np.ones(len(scores)) if weight is None else weight
@@ -114,22 +108,23 @@ class AUC(ClassMetric):
         """Return the area.
 
         Raises:
-            ValueError: no row, or one of the classes is no label.
+            ValueError: there is no row, or one of the classes is no label.
         """
-        self.check_begun()
-        if not sum(len(true) for _, true, _ in self._batches):
-            raise nothing(self.name)
-        scores, true, weight = map(np.concatenate, zip(*self._batches, strict=True))
+        scores, true, weight = self._join_batches()
         if scores.ndim == 1:
-            return self._area(scores, true, weight, 1)
-        areas = [self._area(s, true, weight, k) for k, s in enumerate(scores.T)]
+            return self._class_area(scores, true, weight, 1)
+        areas = [self._class_area(s, true, weight, k) for k, s in enumerate(scores.T)]
         return float(np.mean(areas))
 
-    def _area(self, scores: np.ndarray, true: np.ndarray, weight: np.ndarray, k: int) -> float:
+    def _class_area(
+        self, scores: np.ndarray, true: np.ndarray, weight: np.ndarray, k: int
+    ) -> float:
         """Return the area of class `k` against the rest."""
         order = np.argsort(scores, kind="stable")[::-1]
         scores, hit, weight = scores[order], (true == k)[order], weight[order]
-        ends = np.r_[np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1]  # of equal scores
+        ends = np.r_[
+            np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1
+        ]  # last of equal ones
         right = np.r_[0.0, np.cumsum(weight * hit)[ends]]
         wrong = np.r_[0.0, np.cumsum(weight * ~hit)[ends]]
         if not (right[-1] and wrong[-1]):
@@ -141,7 +136,7 @@ class AUC(ClassMetric):
         return float(area / (right[-1] * wrong[-1]))
 
 
-def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
+def _row_losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
     """Return -log p of each row."""
     scores, label = rows.scores, rows.label
     if scores.ndim == 1:
@@ -149,26 +144,33 @@ def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
             scores = scores.astype(np.float64, copy=False)
             losses = [np.logaddexp(0, scores), np.logaddexp(0, -scores)]
         else:
-            losses = [-_log(1 - scores), -_log(_in_bounds(name, scores))]
+            losses = [-_clipped_log(1 - scores), -_clipped_log(_check_bounds(name, scores))]
         return (1 - label) * losses[0] + label * losses[1]
-    logs = _log_softmax(scores) if info.from_logits else _log(_normal(name, scores))
+    logs = _log_softmax(scores) if info.from_logits else _clipped_log(_check_sums(name, scores))
     if label.ndim == 1:
         return -np.take_along_axis(logs, label[:, None], axis=1)[:, 0]
     return -np.multiply(label, logs, out=np.zeros(logs.shape), where=label != 0).sum(axis=1)
 
 
 def _log_softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the logarithms of the softmax of each row, in float64."""
     shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def _log(probabilities: np.ndarray) -> np.ndarray:
-    """Return the logarithm in float64 of what is clipped to [eps, 1 - eps] of its dtype."""
-    eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
+def _eps_of(array: np.ndarray) -> np.floating:
+    """Return the eps of the dtype of an array; for integers, of float64."""
+    return np.finfo(array.dtype if array.dtype.kind == "f" else np.float64).eps
+
+
+def _clipped_log(probabilities: np.ndarray) -> np.ndarray:
+    """Return the logarithms, in float64, of probabilities clipped to [eps, 1 - eps]."""
+    eps = _eps_of(probabilities)
     return np.log(np.clip(probabilities.astype(np.float64), eps, 1 - eps))
 
 
-def _in_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
+def _check_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
+    """Return probabilities; raise `ValueError` if one is not from 0 to 1."""
     if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
         raise ValueError(
             f"metric {name!r}: probabilities are from 0 to 1, not from {probabilities.min()} to "
@@ -177,11 +179,10 @@ def _in_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
     return probabilities
 
 
-def _normal(name: str, probabilities: np.ndarray) -> np.ndarray:
-    """Return probabilities; warn if those of a row do not add up to 1."""
-    sums = _in_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
-    eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
-    if not (abs(sums - 1) <= np.sqrt(eps)).all():
+def _check_sums(name: str, probabilities: np.ndarray) -> np.ndarray:
+    """Return probabilities; warn if the probabilities of a row do not add up to 1."""
+    sums = _check_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
+    if not (abs(sums - 1) <= np.sqrt(_eps_of(probabilities))).all():
         warnings.warn(
             f"metric {name!r}: the probabilities of a row do not add up to 1", stacklevel=2
         )

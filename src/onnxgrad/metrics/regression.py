@@ -1,4 +1,4 @@
-"""Metrics of numbers; those of several outputs are averaged over them, as in scikit-learn.
+"""Metrics of numbers; the values of several outputs are averaged, as in scikit-learn.
 
 Examples:
     >>> import numpy as np
@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
-from onnxgrad.metrics.metric_batch import Batch
+from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
+from onnxgrad.metrics.metric_batch import MetricBatch
 
 
 @dataclass
@@ -33,41 +33,44 @@ class MAE(Metric):
 
     name = "mae"
     higher_is_better = False
-    _by_output: ClassVar[bool] = False  # whether each output has one value, not each label
+    # whether the mean is over outputs, each with one value, and not over labels
+    _by_output: ClassVar[bool] = False
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
         super().begin(prediction)
-        self._mean, self._outputs = Mean(), None
+        self._mean, self._outputs = RunningMean(), None
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Add a batch."""
-        f, y, weight = Batch(self.name, self.info, prediction, label, weight).number_rows()
+        f, y, weight = MetricBatch(self.name, self.info, prediction, label, weight).number_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
                 f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "
                 f"{self._outputs}"
             )
         self._outputs = f.shape[1]
-        self._add(f, y, weight)
+        self._add_rows(f, y, weight)
 
     def compute(self) -> float:
-        """Return the mean over all outputs, or over their labels if these have own weights."""
+        """Return the mean over all outputs, or over all labels if each label has a weight."""
         self.check_begun()
-        values, weight = self._of_outputs(self._mean.compute(self.name)), self._mean.weight
+        values, weight = self._output_values(self._mean.compute(self.name)), self._mean.weight
         shares = None if np.ndim(weight) == 0 else weight > 0 if self._by_output else weight
         return float(np.average(values, weights=shares))
 
-    def _add(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
-        self._mean.add(self._errors(f, y), weight)
+    def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+        """Add predictions and labels (rows, outputs)."""
+        self._mean.add(self._label_errors(f, y), weight)
 
-    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def _label_errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the error of each label."""
         return abs(f - y)
 
-    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
-        """Return the metric of each output from the means of the errors."""
+    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
+        """Return the metric of each output from the mean error of each output."""
         return means
 
 
@@ -77,7 +80,7 @@ class MSE(MAE):
 
     name = "mse"
 
-    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def _label_errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (f - y) ** 2
 
 
@@ -85,26 +88,26 @@ class MSE(MAE):
 class RMSE(MSE):
     """Root mean squared error: sqrt of the mean of (f - y)^2.
 
-    Of several outputs, the mean of their roots, as scikit-learn's `root_mean_squared_error`.
+    For several outputs, the mean of their roots, as scikit-learn's `root_mean_squared_error`.
     """
 
     name = "rmse"
     _by_output = True
 
-    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
+    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
         return np.sqrt(means)
 
 
 @dataclass
 class MAPE(MAE):
-    """Mean absolute percentage error: mean of |f - y| / max(|y|, eps), eps that of float64.
+    """Mean absolute percentage error: mean of |f - y| / max(|y|, eps), eps of float64.
 
     A share, not a percentage, as scikit-learn's `mean_absolute_percentage_error`.
     """
 
     name = "mape"
 
-    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+    def _label_errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
         return abs(f - y) / np.maximum(abs(y), np.finfo(np.float64).eps)
 
 
@@ -112,7 +115,7 @@ class MAPE(MAE):
 class R2(MSE):
     """Coefficient of determination: 1 - sum (f - y)^2 / sum (y - mean y)^2.
 
-    Of constant labels, 1 for exact predictions and otherwise 0, as scikit-learn's `r2_score`.
+    For constant labels, 1 if predictions are exact and otherwise 0, as scikit-learn's `r2_score`.
     """
 
     name = "r2"
@@ -135,11 +138,11 @@ class R2(MSE):
             raise ValueError(f"metric {self.name!r} needs two rows or more")
         return super().compute()
 
-    def _add(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
-        super()._add(f, y, weight)
+    def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+        super()._add_rows(f, y, weight)
         if not len(y):
             return
-        if self._first is None:  # differences from it are exactly zero for constant labels
+        if self._first is None:  # constant labels minus the first are exactly zero
             self._first = y[0].copy()
             self._weight, self._center, self._spread = np.zeros((3, len(y[0])))
         y = y - self._first
@@ -155,7 +158,7 @@ class R2(MSE):
         self._center += shift * share
         self._weight = total
 
-    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
+    def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
         errors = means * self._weight
         with np.errstate(divide="ignore", invalid="ignore"):
             values = 1 - errors / self._spread

@@ -1,4 +1,4 @@
-"""Metrics of embeddings: what a search by their cosines finds, and how cosines rank pairs."""
+"""Metrics of embeddings: the rows that a search by cosines finds, and the ranks of pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
-from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
+from onnxgrad.metrics.base import Metric
 
 QUERIES_AT_ONCE = 1024  # queries compared with the corpus at once
 
@@ -16,18 +16,13 @@ QUERIES_AT_ONCE = 1024  # queries compared with the corpus at once
 class EmbeddingMetric(Metric):
     """A metric of all embeddings (rows, D) at once, with one label for each row."""
 
-    def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
-        super().begin(prediction)
-        self._batches: list[tuple[np.ndarray, np.ndarray]] = []
-
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Keep a batch: embeddings (rows, D) and labels (rows,).
 
         Raises:
-            ValueError: arrays of other shapes, NaN, or sample weights, which mean nothing here.
+            ValueError: arrays of other shapes, NaN, or sample weights other than 1.
         """
         self.check_begun()
         z, y = np.asarray(prediction, np.float64), np.array(label)
@@ -43,28 +38,22 @@ class EmbeddingMetric(Metric):
         lengths = np.linalg.norm(z, axis=1, keepdims=True)
         self._batches.append((z / np.maximum(lengths, 1e-12), y))
 
-    def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all embeddings, of length 1, and labels; raise `ValueError` if there are none."""
-        self.check_begun()
-        if not self._batches:
-            raise nothing(self.name)
-        z, y = zip(*self._batches, strict=True)
-        return np.concatenate(z), np.concatenate(y)
-
 
 @dataclass
 class Retrieval(EmbeddingMetric):
-    """What the k rows with the largest cosines to a query have of those that are of its class.
+    """Recall or hit rate of the k rows with the largest cosines to a query.
 
-    The mean over queries, without those that are alone in their class. In `update`, labels are the
+    A row is a hit if it has the class of the query. The value is the mean over queries, without
+    rows that are alone in their class. In `update`, labels are the
     classes of rows. Among equal cosines, the first row comes first.
 
     Args:
-        k: number of rows that are looked at.
-        measure: "recall": the share of the other rows of its class that are among them;
-            "hit_rate": 1 if any is, else 0, which metric learning also calls Recall@k.
-        queries: "all": each row is a query in all others; "first": queries are the first rows of
-            the classes, and the others are searched, as for pairs of a question and its answer.
+        k: number of rows that the search finds.
+        measure: "recall": the share of the other rows of its class that are found; "hit_rate": 1 if
+            any is found, else 0, which metric learning also calls Recall@k.
+        queries: "all": each row is a query, searched in all other rows; "first": queries are the
+            first rows of the classes, searched in the rows that are no queries, as for pairs of a
+            question and its answer.
 
     Examples:
         >>> import numpy as np
@@ -95,14 +84,16 @@ class Retrieval(EmbeddingMetric):
 
     def compute(self) -> float:
         """Return the mean over queries; raise `ValueError` if no class has two rows."""
-        z, y = self.rows()
+        z, y = self._join_batches()
         _, first, inverse, counts = np.unique(y, True, True, True)
         several = counts[inverse] > 1
         query = several.copy()
         if self.queries == "first":
             query &= first[inverse] == np.arange(len(y))
         if not query.any():
-            raise ValueError(f"metric {self.name!r}: no class has two rows, to find one by another")
+            raise ValueError(
+                f"metric {self.name!r}: no class has two rows, a query and one to find"
+            )
         values = []
         numbers = np.flatnonzero(query)
         for rows in np.array_split(numbers, -(-len(numbers) // QUERIES_AT_ONCE)):
@@ -141,16 +132,21 @@ class CosineSpearman(EmbeddingMetric):
 
     def compute(self) -> float:
         """Return the correlation; raise `ValueError` if it is undefined, or rows are no pairs."""
-        z, y = self.rows()
+        z, y = self._join_batches()
         if len(y) % 2 or (y[::2] != y[1::2]).any():
-            raise ValueError(f"metric {self.name!r}: both rows of a pair need its label")
-        ranks = [_ranks(v) for v in ((z[::2] * z[1::2]).sum(axis=1), y[::2])]
+            raise ValueError(
+                f"metric {self.name!r}: rows 0 and 1 are a pair, 2 and 3, and so on: both rows of "
+                "a pair must have the same label"
+            )
+        ranks = [_average_ranks(v) for v in ((z[::2] * z[1::2]).sum(axis=1), y[::2])]
         if any(np.ptp(r) == 0 for r in ranks):
-            raise ValueError(f"metric {self.name!r}: it is undefined if all values are equal")
+            raise ValueError(
+                f"metric {self.name!r} is undefined: all cosines or all labels are equal"
+            )
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of values, of equal ones their mean."""
+def _average_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks of values; equal values have the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

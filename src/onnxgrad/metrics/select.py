@@ -1,4 +1,4 @@
-"""The metric that a user means."""
+"""Metrics by name, and from the objects and functions that users pass."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ METRICS: dict[str, Callable[[], Metric]] = {
 
 
 def select(metric: Any) -> Metric:
-    """Return the metric that a user means.
+    """Return the metric of a name, an object or a function.
 
     Args:
         metric: a `Metric`; a name such as "accuracy", "top_5_accuracy" or "f1_macro"; a metric of
             torchmetrics; or a function `(prediction, label) -> number`: see `FunctionMetric`.
 
     Raises:
-        ValueError: an unknown name, or nothing of these.
+        ValueError: an unknown name, or an object of another kind.
 
     Examples:
         >>> from onnxgrad.metrics.select import select

@@ -1,8 +1,8 @@
-"""The native form of a step, which no file contains: a session of training runs it.
+"""The native form of a step: operators of onnxruntime's CPU provider that no file contains.
 
-A step consists of standard operators, so that any runtime runs an exported one. The wheel of
-onnxruntime has more for its CPU provider: layouts for convolutions, fused products. `to_native`
-writes these into a step that is about to become a session.
+A step consists of standard operators, so that any runtime runs an exported step. The wheel of
+onnxruntime has faster operators for its CPU provider: layouts of convolutions, and fused products.
+`to_native` writes these into a step before a session of training is built from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onnxgrad.native.target import EPOCH, PHASES, Target
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
+    """Rewrite a graph in place into its fastest form on a CPU; leave it unchanged on a GPU."""
     if target.device.kind == "cpu":
         for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)

@@ -24,7 +24,7 @@ def transposed_conv(
 ) -> ir.Value | None:
     """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
 
-    The result has these `pixels`, and is in blocks. None if blocks cannot express it.
+    The result is in blocks, (N, C, pixels). None if blocks cannot express it.
     """
     if group > 1:
         return _transposed_by_channel(layout, g, weight, windows, pixels, bias)
@@ -55,18 +55,25 @@ class _Axis:
     """One axis of a transposed convolution of stride s, as s convolutions of stride 1.
 
     Elements i = s j + r of the result are a convolution with elements r, r + s, r + 2 s, ... of the
-    kernel, after `front` zeros: so that the padding is a multiple of s.
+    kernel. `front` zeros before the kernel make the padding a multiple of s.
+
+    Attributes:
+        front: number of zeros before the kernel.
+        taps: number of elements of each of the s kernels.
+        pads: padding of x before and after.
+        count: number of elements j.
     """
 
     front: int
-    taps: int  # elements of each kernel
+    taps: int
     pads: tuple[int, int]
-    count: int  # elements j
+    count: int
 
 
 def _axis_by_stride(
     count: int, kernel: int, stride: int, dilation: int, begin: int, length: int
 ) -> _Axis:
+    """Return the `_Axis` of a transposed convolution from `count` to `length` elements."""
     front = -begin % stride
     taps = -(-(kernel + front) // stride)
     shift = (begin + front) // stride
@@ -124,7 +131,7 @@ def _transposed_by_channel(
 ) -> ir.Value | None:
     """Return `transposed_conv` for a depthwise convolution.
 
-    With strides, zeros go between the elements of g: the products are few.
+    With strides, zeros are inserted between the elements of g, as there are few products.
     """
     op, b = layout.op, layout.block
     channels, counts, strides = sizes(weight)[0], sizes(g)[2:], windows.strides
@@ -153,9 +160,9 @@ def correlate_images(
     """Return the gradient of the weight of a convolution of x with cotangent g, all plain.
 
     It is a convolution of x with g as its kernel, of images one below the other, with rows of zeros
-    between them. The channels of x within a block are columns, and so nothing is transposed but
-    whole images. For 32 images (16, 32, 32) and 3 x 3, it takes 5 ms, and a product of matrices
-    over copies of all windows 14 ms.
+    between them. The channels of x within a block are columns, so that only whole images are
+    transposed. For 32 images (16, 32, 32) and 3 x 3, it takes 5 ms, and a product of matrices over
+    copies of all windows 14 ms.
     """
     b = layout.block
     _, channels, *lengths = sizes(x)
@@ -165,7 +172,12 @@ def correlate_images(
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
     width = (counts[1] - 1) * across + reach[1]
-    images, kernels = _channels_as_columns(layout, x), layout.cells(layout.blocked(g))
+    cell = b if layout.fits(channels) else channels
+    if cell == b:
+        images = layout.cells(layout.blocked(x))
+    else:  # all channels are columns
+        images = layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
+    kernels = layout.cells(layout.blocked(g))
     below, right = pitch * s - lengths[0], width - left - lengths[1]
     images = _by_channel(layout, images, (0, left), (below, right))
     kernels = _by_channel(layout, kernels, (0, 0), (pitch - counts[0], 0))
@@ -179,7 +191,6 @@ def correlate_images(
         y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
         y = _kernel_elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
         return layout.view(y, [rows, 1, *kernel])
-    cell = b if layout.fits(channels) else channels
     at_once = _images_at_once(layout, x)
     images = layout.view(images, [channels // cell, at_once, -1, width * cell])
     kernels = layout.view(kernels, [rows, at_once, -1, counts[1]])
@@ -187,13 +198,6 @@ def correlate_images(
     y = layout.plain(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
     y = layout.view(y, [channels // cell, rows, down, reach[1], cell])
     return _kernel_elements(layout, y, windows)
-
-
-def _channels_as_columns(layout: Layout, x: ir.Value) -> ir.Value:
-    """Return x as (N, C / cell, H, W, cell), where the cell is a block, or all channels."""
-    if layout.fits(sizes(x)[1]):
-        return layout.cells(layout.blocked(x))
-    return layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
 
 
 def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
@@ -207,10 +211,10 @@ def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> 
 
 
 def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
-    """Return the largest divisor of the batch below the size of a block.
+    """Return the largest divisor of the number of images below the size of a block.
 
-    This many images are channels of the convolution, and the rest is stacked below them. The
-    kernels of one channel are in the cache for all columns.
+    This many images are channels of the convolution, and other images are stacked below them, so
+    that the kernels of one channel stay in the cache for all columns.
     """
     op = layout.op
     batch, candidates = op.dim(x, 0), np.arange(1, layout.block)
@@ -221,7 +225,7 @@ def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
 
 
 def _kernel_elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
-    """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without rows beyond it."""
+    """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without surplus rows."""
     op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
     blocks, rows, down, columns, cell = sizes(y)
     if down > k or columns > m:

@@ -1,4 +1,4 @@
-"""Onnxruntime's layout for convolutions on the CPU, in which channels are in blocks.
+"""`Layout`: onnxruntime's layout for convolutions on the CPU, with channels in blocks.
 
 A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain read and
 write it under the shape (N, C, H, W). onnxruntime's optimizer chooses them for constant weights
@@ -29,10 +29,11 @@ Pixels = Sequence[int]  # lengths of the two spatial axes
 
 @cache
 def block_size() -> int:
-    """Return the channels of a block, or 0 if this onnxruntime has no blocked convolution.
+    """Return the number of channels of a block; 0 if onnxruntime has no blocked convolution.
 
     The number depends on the instructions of the processor: 16 with AVX-512, else 8. No function of
-    onnxruntime tells it, and a wrong one gives wrong results, so that a convolution is compared.
+    onnxruntime returns it, and a wrong number gives wrong results, so that a convolution in blocks
+    is compared with a plain one.
     """
     random = np.random.default_rng(0)
     x = random.standard_normal((1, _WIDEST, 5, 4), dtype=np.float32)
@@ -48,7 +49,7 @@ def block_size() -> int:
 
 
 def _plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
-    """Return the results of a plain convolution and of one in blocks of this size."""
+    """Return the results of a plain convolution, and of a convolution in blocks of this size."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)
     layout, image, weight = Layout(op, block), op.const(x), op.const(w)
@@ -71,7 +72,7 @@ def sizes(x: ir.Value | None) -> tuple[Any, ...]:
 class Layout:
     """Writes operators on blocks of channels, and reorders each value at most once.
 
-    A value in the plain layout has the same numbers in blocks in its `meta`, once they are there.
+    The `meta` of a value in the plain layout refers to the same value in blocks, if there is one.
     """
 
     def __init__(self, op: Emit, block: int | None = None) -> None:
@@ -80,7 +81,7 @@ class Layout:
 
     @property
     def block(self) -> int:
-        """The channels of a block, by default on this processor, or 0 if there are no blocks."""
+        """The number of channels of a block; 0 if onnxruntime has no blocks."""
         return block_size() if self._block is None else self._block
 
     # -- values ------------------------------------------------------------------------------
@@ -96,13 +97,13 @@ class Layout:
         return node is not None and self.op.precedes(node)
 
     def blocked(self, x: ir.Value) -> ir.Value:
-        """Return `x` (N, C, H, W), of whole blocks of channels, in blocks."""
+        """Return `x` (N, C, H, W) in blocks; C is a multiple of the block."""
         if not self.has(x):
             x.meta[marks.BLOCKED_IMAGE] = self._reorder_input(x, dims(x))
         return x.meta[marks.BLOCKED_IMAGE]
 
     def forms(self, x: ir.Value) -> list[ir.Value]:
-        """Return `x`, and `x` in blocks if `has` is true."""
+        """Return `x`, and `x` in blocks if a node has computed it."""
         return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has(x) else [x]
 
     def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
@@ -126,7 +127,7 @@ class Layout:
         return self.view(x, [0, channels // self.block, *pixels, self.block])
 
     def view(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
-        """Return `x` in another shape: 0 copies a length, one of -1 is inferred."""
+        """Return `x` in another shape: a length of 0 is copied, a length of -1 is inferred."""
         y = self.op.Reshape(x, self.op.vector(*shape))
         if y.shape is None or None in sizes(y):
             old = dims(x) or (None,) * len(shape)
@@ -146,10 +147,15 @@ class Layout:
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return a convolution, in blocks; `weight` is in the layout of `filter`.
+        """Return the convolution of `x` with `weight` + `bias` + `plus`, in blocks.
 
-        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`, and
-        `plus`, which is in blocks, is added to it.
+        Args:
+            x: an image in blocks, or with fewer channels than a block.
+            weight: the weight, in the layout of `filter`.
+            pixels: lengths of the spatial axes of the result.
+            attributes: attributes of the Conv.
+            bias: a number per channel, or None.
+            plus: an image in blocks, or None.
         """
         inputs = [x, weight, bias, plus]
         while inputs[-1] is None:
@@ -164,7 +170,7 @@ class Layout:
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return x * factor + bias + plus, numbers per channel: a convolution of 1 x 1."""
+        """Return x * factor + bias + plus, with a factor and bias per channel, as a convolution."""
         channels, *pixels = sizes(x)[1:]
         if factor is None:
             factor = self.op.const(np.ones(channels, np.float32))
@@ -173,10 +179,10 @@ class Layout:
         return self.convolve(x, weight, pixels, attributes, bias, plus)
 
     def joined(self, x: ir.Value, op_type: str, plus: ir.Value | None) -> ir.Value | None:
-        """Return the Add of `x` and `plus`, or Relu of `x`, in blocks, as part of a convolution.
+        """Return the sum of `x` and `plus`, or the Relu of `x`, as part of the convolution `x`.
 
-        None if `x` is no convolution, or one that already has a sum or an activation. The node of
-        `x` is no longer used.
+        None if `x` is no convolution, or a convolution that already has a sum or an activation. The
+        node of `x` is no longer used.
         """
         conv = x.producer()
         if conv is None or conv.op_type != "Conv" or conv.domain != DOMAIN:
@@ -193,15 +199,14 @@ class Layout:
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
         """Return the means (N, C) of the pixels of `x`, which is in blocks."""
         shape = sizes(x)[:2]
-        return self.view(
-            self._emit_blocked("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]]
-        )
+        means = self._emit_blocked("GlobalAveragePool", [x], {}, (*shape, 1, 1))
+        return self.view(means, [0, shape[1]])
 
     def filter(self, weight: ir.Value) -> ir.Value:
         """Return the weight (M, C, kernel) of a convolution, in blocks.
 
-        Its layout is (M / block, C / block, kernel, block of C, block of M) if C is a multiple of
-        the block; else (M / block, C, kernel, block of M), for one channel a group, or plain
+        The layout is (M / block, C / block, kernel, block of C, block of M) if C is a multiple of
+        the block; else (M / block, C, kernel, block of M), for depthwise convolutions and plain
         channels.
         """
         rows, channels, *kernel = sizes(weight)
@@ -221,11 +226,13 @@ class Layout:
         return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])
 
     def _reorder_input(self, x: ir.Value, shape: Dims | None) -> ir.Value:
+        """Return `x` in blocks, with a shape."""
         return self._emit_blocked("ReorderInput", [x], {"channels_last": 0}, shape)
 
     def _emit_blocked(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any], shape: Dims | None
     ) -> ir.Value:
+        """Return the result of an operator on blocks, with its type and shape."""
         self.op.root.graph.opset_imports.setdefault(DOMAIN, 1)
         y = self.op.emit(op_type, inputs, attributes, domain=DOMAIN)
         y.type = ir.TensorType(ir.DataType.FLOAT)

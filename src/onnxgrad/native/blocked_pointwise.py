@@ -1,8 +1,9 @@
-"""Nodes between convolutions, in blocks of channels, so that nothing is reordered there.
+"""Elementwise operators and BatchNormalization in blocks of channels.
 
-Elementwise operators run on blocks, or are part of a convolution. Of a BatchNormalization,
-statistics are means of the pixels of each image, then of the images; the rest are convolutions of
-1 x 1, one channel a group.
+They stand between convolutions in blocks, whose results need no reordering then. An elementwise
+operator runs on blocks, or becomes part of a convolution. The statistics of a BatchNormalization
+are means over the pixels of each image, then over the images; the rest of it are convolutions of
+1 x 1, with one channel in each group.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FLOAT = ir.DataType.FLOAT
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
 def elementwise(op, node):
-    """An elementwise operator, also with an operand of one number for each channel."""
+    """An elementwise operator on images in blocks, or on an image and a number per channel."""
     layout, y = Layout(op), node.outputs[0]
     operands = [v for v in node.inputs if v is not None and not _is_number(v)]
     images = [v for v in operands if not _is_per_channel(v, dims(y))]
@@ -42,15 +43,14 @@ def _is_number(x: ir.Value | None) -> bool:
 
 
 def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
-    """Return whether `x` is of shape [C, 1, 1] or [1, C, 1, 1], where `shape` is (N, C, H, W)."""
-    own = dims(x)
-    if own is None or shape is None or len(shape) != 4 or shape[1] in (1, None):
+    """Return whether `x` has the shape [C, 1, 1] or [1, C, 1, 1], for a `shape` (N, C, H, W)."""
+    if shape is None or len(shape) != 4 or shape[1] in (1, None):
         return False
-    return own in ((shape[1], 1, 1), (1, shape[1], 1, 1))
+    return dims(x) in ((shape[1], 1, 1), (1, shape[1], 1, 1))
 
 
 def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
-    """Apply the operator of `node` to its operands in blocks."""
+    """Return the result of an elementwise node on operands in blocks."""
     y = node.outputs[0]
     joined = _join_convolution(layout, node) if node.op_type in ("Add", "Relu") else None
     if joined is not None:
@@ -60,12 +60,12 @@ def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     result = layout.op.set_type_like(layout.op.emit(node.op_type, inputs, attributes), y)
     if y.dtype == _FLOAT:
         return [layout.plain(result, y)]
-    # a mask cannot be reordered; the plain one is removed if nothing reads it
+    # a mask cannot be reordered; the plain mask is removed if no node reads it
     return [y] if layout.note(y, result) else None
 
 
 def _join_convolution(layout: Layout, node: Any) -> ir.Value | None:
-    """Return an Add or Relu as part of a convolution that only it reads, or None."""
+    """Return an Add or Relu as part of a convolution that no other node reads, or None."""
     for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
         if len(v.uses()) > 1 or not layout.has(v) or not layout.has(other):
             continue
@@ -78,7 +78,7 @@ def _join_convolution(layout: Layout, node: Any) -> ir.Value | None:
 
 
 def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
-    """Write a sum, difference or product with a number per channel as a convolution of 1 x 1."""
+    """Return a sum, difference or product with a number per channel, as a convolution of 1 x 1."""
     op, (a, b), y = layout.op, node.inputs, node.outputs[0]
     if node.op_type not in ("Add", "Mul", "Sub") or y.dtype != _FLOAT:
         return None
@@ -98,7 +98,7 @@ def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
 
 @rewrites("BatchNormalization", group=BLOCKS)
 def normalization(op, node):
-    """y = s c / r + b, c = x - m, r the standard deviation; and the running statistics."""
+    """y = s (x - m) / r + b, with mean m and standard deviation r; and the running statistics."""
     layout, (x, scale, bias, *running) = Layout(op), node.inputs
     if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
@@ -151,7 +151,7 @@ def normalization_gradient(op, node):
 def _batch_statistics(
     layout: Layout, x: ir.Value, epsilon: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Return x less its mean, in blocks; the mean, variance and inverse standard deviation."""
+    """Return x minus its mean, in blocks, the mean, the variance and 1 / standard deviation."""
     op, x = layout.op, layout.blocked(x)
     mean = op.ReduceMean(layout.mean_of_pixels(x), [0], keepdims=0)
     centered = layout.affine(x, None, op.Neg(mean))

@@ -1,7 +1,8 @@
-"""The loop over batches, whose body is the step: nodes that leave it, and a column of ones.
+"""Rewrites of the loop over batches, whose body is the step.
 
-A linear layer of data is [x, 1] [W; b], and the gradient of [W; b] is one product. Where both are
-parts of one vector, side by side, four nodes fewer split, add up and join them.
+Nodes on numbers run before the loop. A linear layer of data becomes [x, 1] [W; b], so that the
+gradient of [W; b] is one product. If W and b are neighbors in one vector, this saves four nodes,
+which split, sum and join them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onnxgrad.operators.shapes import constant, dims, static
 
 @rewrites(*sorted(names_with_trait("exact")), group=EPOCH)
 def numbers_before(op, node):
-    """Nodes on numbers alone, one a step, such as a learning rate, stand before the loop."""
+    """Nodes on numbers alone, such as the learning rate of each step, run before the loop."""
     shape = static(dims(node.outputs[0]))
     return None if op.outer is None or shape not in ((), (1,)) else computed_outside(op, node)
 
@@ -32,7 +33,7 @@ rewrites("Scan", group=EPOCH)(without_unread_inputs)
 
 @rewrites("Unsqueeze", group=EPOCH)
 def vectors_before(op, node):
-    """A number a step becomes a vector before the loop."""
+    """The number of each step becomes a vector before the loop."""
     scan, x = LoopBody.around(op), node.inputs[0]
     if scan is None or x not in scan.stacks or dims(x) != ():
         return None
@@ -63,7 +64,7 @@ def bias_as_row(op, node):
 
 @rewrites("Concat", group=EPOCH)
 def gradients_with_ones(op, node):
-    """[xT d, sum d] = [x, 1]T d, where d has a row for each row of the data x."""
+    """[xT d, sum d] = [x, 1]T d, if d has a row for each row of the data x."""
     scan = LoopBody.around(op)
     if scan is None or node.attributes["axis"].value != 0 or len(dims(node.outputs[0]) or ()) != 1:
         return None
@@ -101,9 +102,9 @@ def _layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Valu
 
 
 def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
-    """Return (x, split, i, shape) if `node` is x W + b, and nothing else reads W and b.
+    """Return (x, split, i, shape) if `node` is x W + b, and no other node reads W and b.
 
-    They are the parts i and i + 1 of `split`, and W has a `shape` (inputs, outputs).
+    W and b are the parts i and i + 1 of `split`, and W has the shape (inputs, outputs).
     """
     product: ir.Node | None = node
     b = node.inputs[-1]
@@ -143,7 +144,7 @@ def _is_data(scan: LoopBody, x: ir.Value) -> bool:
 
 
 def _with_ones(scan: LoopBody, x: ir.Value) -> ir.Value:
-    """Return [x, 1], whose column of ones is written before the loop."""
+    """Return [x, 1], computed before the loop for all batches."""
     stack = scan.op.Pad(scan.stacks[x], [0, 0, 0, 0, 0, 1], np.ones((), np.float32))
     known = next((v for v, s in scan.stacks.items() if s is stack), None)
     if known is not None:
@@ -159,4 +160,5 @@ def _static_lengths(v: ir.Value | None) -> tuple[int | None, ...]:
 
 
 def _read_once(v: ir.Value | None) -> bool:
+    """Return whether exactly one node reads a value, and the graph does not return it."""
     return v is not None and len(v.uses()) == 1 and not v.is_graph_output()

@@ -1,8 +1,8 @@
 """Gradients of MaxPool over windows of images that do not overlap, without indices.
 
-onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Here, the
-positions of maxima are compared: an element is a maximum if it equals the maximum of its window,
-repeated over the window; of several, the first one has the largest code.
+onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Instead,
+an element is a maximum if it equals the maximum of its window, repeated over the window; among
+several equal elements, the first has the largest code and gets the gradient.
 
 Pools of one axis keep their indices: without them, a training step of 1-D convolutions takes 1.4 to
 1.5 times as long, as it moves more memory.
@@ -31,30 +31,41 @@ _FLOAT = ir.DataType.FLOAT
 
 @dataclass(frozen=True)
 class _Pool:
-    """A MaxPool node of disjoint windows: numbers of each spatial axis, and its gradient."""
+    """A MaxPool node of disjoint windows, and its gradient.
+
+    Attributes:
+        node: the node.
+        kernel, strides: of each spatial axis.
+        begin: padding before each spatial axis.
+        counts: number of windows along each spatial axis.
+        lengths: lengths of the spatial axes of x.
+        gradient: gradient of x.
+        cotangent: cotangent of the result.
+    """
 
     node: ir.Node
     kernel: Pixels
     strides: Pixels
-    begin: Pixels  # padding
-    counts: Pixels  # windows
-    lengths: Pixels  # of x
+    begin: Pixels
+    counts: Pixels
+    lengths: Pixels
     gradient: ir.Value
-    cotangent: ir.Value  # of its result
+    cotangent: ir.Value
 
     @property
     def x(self) -> Any:
+        """The input of the node."""
         return self.node.inputs[0]
 
     @property
     def padding(self) -> list[list[int]]:
-        """The elements to add before and after each axis of x, so that it consists of windows."""
+        """The padding before and after the spatial axes, with which x consists of windows."""
         rows = zip(self.counts, self.strides, self.lengths, self.begin, strict=True)
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
 def pool_of(node: ir.Node | None) -> _Pool | None:
-    """Return the pool if `node` is a MaxPool whose indices only its gradient reads."""
+    """Return the pool if `node` is a MaxPool of images whose indices only its gradient reads."""
     if node is None or len(node.outputs) < 2:
         return None
     x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
@@ -79,12 +90,12 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
 
 
 def _reader_of_indices(node: ir.Node) -> Any:
-    """Return the node that reads the indices of the gradient that `node` computes."""
+    """Return the node that reads indices, in the gradient of a pool that `node` computes."""
     return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
 def _pool_before(node: ir.Node) -> _Pool | None:
-    """Return the pool if `node` computes its gradient by indices."""
+    """Return the pool whose gradient `node` computes by indices; None for other nodes."""
     scatter = _reader_of_indices(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
@@ -105,7 +116,7 @@ def gradient_without_indices(op, node):
 
 @rewrites("MaxPool", group=PLAIN)
 def pool_without_indices(op, node):
-    """A pool whose indices nothing reads."""
+    """A pool without the indices, if no node reads them."""
     if len(node.outputs) < 2 or node.outputs[1].uses() or node.outputs[1].is_graph_output():
         return None
     attributes = {a.name: a.value for a in node.attributes.values()}
@@ -140,7 +151,7 @@ def gradient_in_blocks(op, node):
 
 
 def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
-    """Return `x` with this padding of its pixels; `inner` is the padding of the axes behind."""
+    """Return `x` with padded pixels; `inner` is the padding of the axes behind the pixels."""
     if not any(map(any, padding)):
         return x
     return op.Pad(x, [n for side in padding for n in (0, 0, *side, *inner)])
@@ -149,6 +160,7 @@ def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels =
 def _crop_pixels(
     op: Emit, dx: ir.Value, x: ir.Value, padding: list[list[int]], inner: Pixels = ()
 ) -> ir.Value:
+    """Return the gradient of padded pixels in the shape of `x`, without the padding."""
     if not any(map(any, padding)):
         return op.reshape_like(dx, x)
     counts = [p + m + q for p, m, q in zip(padding[0], sizes(x)[2:], padding[1], strict=False)]
@@ -158,6 +170,7 @@ def _crop_pixels(
 
 
 def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
+    """Return the maxima of windows of `x`, which is in blocks."""
     windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
@@ -165,9 +178,15 @@ def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0
 def _window_gradient(
     op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
-    """Return the gradient of x (-1, elements of a row of windows).
+    """Return the gradient of a pool w.r.t. its padded input, (-1, elements of a row of windows).
 
-    x is the input with its padding, y the result, g its cotangent; in blocks if `block` is above 1.
+    Args:
+        op: writes nodes.
+        pool: the pool.
+        x: the padded input.
+        y: the result.
+        g: the cotangent of the result.
+        block: number of channels of a block, if values are in blocks.
     """
     channels, codes = sizes(pool.x)[1], _position_codes(pool, block)
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
@@ -192,16 +211,17 @@ def _window_gradient(
 
     maximal = op.Equal(op.Reshape(x, [-1, codes.size]), spread(y))
     maximal = op.Mul(op.Cast(maximal, to=_FLOAT), codes)
-    # at least 1, so that a window without maximum, as of NaN, has none
+    # at least 1, so that no element of a window of NaN counts as a maximum
     highest = op.Max(pooled(maximal), np.float32(1))
     return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
 
 
 def _position_codes(pool: _Pool, block: int) -> np.ndarray:
-    """Return numbers of a row of windows: the larger, the earlier in the window; 0 outside of it.
+    """Return codes of the elements of a row of windows, larger for earlier elements of a window.
 
-    A window begins with one more than the number of its elements, and ends with 2. With padding,
-    all rows of windows are returned, as elements beyond x are in no window.
+    The first element of a window has one more than the number of its elements, the last has 2, and
+    elements outside of windows have 0. With padding, the codes of all rows of windows are returned,
+    as elements of the padding have 0.
     """
     grid = np.zeros(list(pool.strides), np.float32)
     inside = tuple(slice(k) for k in pool.kernel)

@@ -1,9 +1,9 @@
-"""The order of the nodes of a step, so that few bytes are alive at a time.
+"""Order the nodes of a step so that few bytes are alive at a time.
 
-onnxruntime runs a graph depth first from its outputs, by default: then the operands of the
-gradients of the last weights stay alive until all other gradients are done. Here, the gradients
-come in the order in which the backward pass reaches them, each depth first, and a node whose result
-is smaller than its share of its operands runs at once.
+By default, onnxruntime runs a graph depth first from its outputs: then the operands of the
+gradients of the last weights stay alive until all other gradients are done. The order of this file
+has the gradients in the order in which the backward pass reaches them, each depth first, and a node
+whose result is smaller than its share of its operands runs at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxgrad.graph.traversal import reads, subgraphs
 from onnxgrad.operators import VIEWS
 from onnxgrad.operators.shapes import dims, static
 
-JOINED = 4  # results of different depths that a node reads, at least
+JOINED = 4  # least operands of different depths of a node that joins results
 
 
 def order_all(graph: ir.Graph) -> None:
@@ -31,7 +31,7 @@ def order_all(graph: ir.Graph) -> None:
 
 
 def order(graph: ir.Graph) -> None:
-    """Put the nodes of `graph` in a better order; the shapes that matter are static."""
+    """Reorder the nodes of `graph` if another order has a lower peak of memory."""
     nodes, memory = list(graph), Memory(graph)
     first = depth_first(graph)
     best = min((nodes, first, eager(memory, first)), key=lambda some: peak(memory, some))
@@ -40,9 +40,10 @@ def order(graph: ir.Graph) -> None:
 
 
 def depth_first(graph: ir.Graph) -> list[ir.Node]:
-    """Return the nodes depth first from the results, in the order in which these can be there.
+    """Return the nodes depth first from the results, beginning with the results of least depth.
 
-    Values that are joined at the end, such as the gradients of all small weights, are results, too.
+    Operands of a node that joins many values, as the gradients of all small weights, count as
+    results, too.
     """
     level: dict[ir.Node, int] = {}
     operands: dict[ir.Node, list[ir.Node]] = {}
@@ -68,21 +69,17 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
 
 
 def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
-    """Return the nodes in the order of `nodes`, but those first that free memory at once."""
+    """Return the nodes in the order of `nodes`, except that nodes that free memory run at once."""
     lives = Lives(memory)
     position = {node: i for i, node in enumerate(nodes)}
     waiting = {node: len(memory.before[node]) for node in nodes}
     ranks: dict[ir.Node, tuple[float, int]] = {}  # of the nodes that can run now
-    heap: list[tuple[float, int]] = []  # these, and some that are no longer true
+    heap: list[tuple[float, int]] = []  # these ranks, and outdated ones
     result: list[ir.Node] = []
 
     def rank(node: ir.Node) -> None:
         ranks[node] = -max(0, lives.gain(node) + 1), position[node]
         heappush(heap, ranks[node])
-
-    def rank_again(values: Sequence[ir.Value]) -> None:
-        for reader in dict.fromkeys(n for x in values for n in memory.readers[x] if n in ranks):
-            rank(reader)
 
     for node in memory.read:
         if not waiting[node]:
@@ -104,23 +101,30 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
             if not waiting[follower]:
                 changed += lives.ready(follower)
                 rank(follower)
-        rank_again(changed)
+        for reader in dict.fromkeys(n for x in changed for n in memory.readers[x] if n in ranks):
+            rank(reader)
     return result
 
 
 def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
-    """Return the bytes that are alive at most when the nodes run in this order."""
+    """Return the largest number of bytes that are alive while the nodes run in this order."""
     lives = Lives(memory)
     return max(map(lives.run, nodes), default=0)
 
 
 class Memory:
-    """The memory that the nodes of a graph read and write: `bytes` of each value that gets memory.
+    """The memory that the nodes of a graph read and write.
 
-    `read` has the values with bytes that a node reads, where the base of a view stands for it, and
-    `readers` the nodes that read a value. `before` and `behind` are nodes whose results a node
-    reads, and nodes that read its results. Outputs of the graph have memory from the beginning on,
-    and inputs never lose their memory.
+    Outputs of the graph have memory from the beginning, and inputs never lose their memory.
+
+    Attributes:
+        bytes: number of bytes of each value that gets memory while the graph runs.
+        read: values with bytes that a node reads; the base of a view stands for the view.
+        readers: nodes that read a value.
+        before: nodes whose results a node reads.
+        behind: nodes that read the results of a node.
+        written: bytes of the results of a node.
+        unread: bytes of the results of a node that no node reads.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -137,8 +141,8 @@ class Memory:
             self.before[node] = {p for p in producers if p is not None and p in self.behind}
             for producer in self.before[node]:
                 self.behind[producer].append(node)
-            own = dict.fromkeys(base.get(x, x) for x in values)
-            self.read[node] = [x for x in own if self.bytes.get(x)]
+            bases = dict.fromkeys(base.get(x, x) for x in values)
+            self.read[node] = [x for x in bases if self.bytes.get(x)]
             for x in self.read[node]:
                 self.readers.setdefault(x, []).append(node)
             if node.op_type in VIEWS and not node.domain and node.inputs[0] is not None:
@@ -152,7 +156,7 @@ class Memory:
 
 
 class Lives:
-    """The bytes that are alive while nodes run."""
+    """The values and the number of bytes that are alive while nodes run."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -161,23 +165,23 @@ class Lives:
         self.alive = 0
 
     def ready(self, node: ir.Node) -> list[ir.Value]:
-        """Note that the operands of `node` exist; return the ones that all readers can read now."""
+        """Record that `node` can run; return its operands that all their readers can read now."""
         read = self.memory.read[node]
         for x in read:
             self.blocked[x] -= 1
         return [x for x in read if not self.blocked[x]]
 
     def gain(self, node: ir.Node) -> float:
-        """Return the bytes that `node` frees, less the bytes of its results.
+        """Return the bytes that `node` frees, minus the bytes of its results.
 
-        Of a value that other nodes read too, and can read now, only a share counts as freed.
+        If other nodes read an operand, too, and can run now, only a share of it counts as freed.
         """
         memory = self.memory
         last = [x for x in memory.read[node] if not self.blocked[x]]
         return sum(memory.bytes[x] / self.left[x] for x in last) - memory.written[node]
 
     def run(self, node: ir.Node) -> int:
-        """Run the node; return the bytes alive meanwhile."""
+        """Record that `node` has run; return the bytes that were alive while it ran."""
         memory = self.memory
         self.alive += memory.written[node]
         meanwhile = self.alive
@@ -190,7 +194,7 @@ class Lives:
 
 
 def nbytes(value: ir.Value) -> int:
-    """Return the bytes of a value; as many as the largest operand has, if its shape is unknown."""
+    """Return the bytes of a value; the bytes of its largest operand if its shape is unknown."""
     known = _static_nbytes(value)
     if known is not None:
         return known
@@ -202,5 +206,6 @@ def nbytes(value: ir.Value) -> int:
 
 
 def _static_nbytes(value: ir.Value) -> int | None:
+    """Return the bytes of a value; None if its shape is unknown."""
     shape, dtype = static(dims(value)), value.dtype
     return None if shape is None or dtype is None else int(prod(shape) * dtype.itemsize)

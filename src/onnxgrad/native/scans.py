@@ -1,7 +1,7 @@
-"""Nodes of the body of a Scan that read scanned values, run for all iterations at once.
+"""Run nodes of the body of a Scan that read scanned values before the Scan, for all iterations.
 
 A node costs about a microsecond, as much as the arithmetic on a few thousand elements. In the
-backward pass of a recurrent layer, most nodes compute slopes of gates that are known beforehand.
+backward pass of a recurrent layer, most nodes compute slopes of gates from scanned values alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def joined_parts(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_inputs(op, node):
-    """A Scan without the scanned inputs that its body does not read; one stays, for its length."""
+    """A Scan without scanned inputs that its body does not read; one stays, for the length."""
     scan = LoopBody(op, node)
     read = {x: stack for x, stack in scan.stacks.items() if x.uses()}
     read = read or dict(list(scan.stacks.items())[:1])
@@ -84,7 +84,7 @@ def without_unread_inputs(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_outputs(op, node):
-    """A Scan without the stacks of results that nothing reads; the last ones take their places."""
+    """A Scan without the stacks of results that no node reads."""
     first, count = LoopBody(op, node).states, len(node.outputs)
     for y in reversed(node.outputs[first:]):
         if not y.uses() and not y.is_graph_output():
@@ -93,7 +93,7 @@ def without_unread_outputs(op, node):
 
 
 def _remove_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> None:
-    """Let the last stack of a Scan take the place of this one, unless the graph returns it."""
+    """Remove a stack of results; the last stack takes its place, unless the graph returns it."""
     i, end, (body,), last = unread.index(), len(node.outputs) - 1, subgraphs(node), node.outputs[-1]
     assert i is not None
     if i < end and last.is_graph_output():
@@ -111,7 +111,15 @@ def _remove_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> Non
 
 
 class LoopBody:
-    """A Scan, with `stacks`: the values of all iterations, [T, ...], of each scanned input."""
+    """A Scan and its body.
+
+    Attributes:
+        op: writes nodes before the Scan.
+        node: the Scan.
+        body: its body.
+        states: number of its states.
+        stacks: for each scanned input of the body the values of all iterations, [T, ...].
+    """
 
     def __init__(self, op: Emit, node: ir.Node) -> None:
         self.op, self.node = op, node
@@ -122,7 +130,7 @@ class LoopBody:
 
     @staticmethod
     def around(op: Emit) -> LoopBody | None:
-        """Return the Scan whose body `op` writes; None if it is in no Scan, or no simple one."""
+        """Return the simple Scan in whose body `op` writes; None if there is none."""
         outer = op.outer
         node = None if outer is None else outer.place
         if node is None or node.op_type != "Scan" or node.domain:
@@ -153,7 +161,7 @@ class LoopBody:
         attributes.add(ir.AttrInt64s("scan_input_directions", [backward] * len(stacks)))
 
     def scanned(self, like: ir.Value, stack: ir.Value) -> ir.Value:
-        """Return a new scanned input, of the shape and type of `like`, with its `stack`."""
+        """Return a new scanned input with the values of `stack`, of the type of `like`."""
         length = (dims(next(iter(self.stacks.values()))) or (None,))[0]
         stack.type, stack.shape = like.type, ir.Shape([length, *(dims(like) or ())])
         x = ir.Value(name=self.op.name("scanned"), type=like.type, shape=like.shape)
@@ -163,7 +171,7 @@ class LoopBody:
     # -- nodes that can move --------------------------------------------------------------------
 
     def can_lose(self, node: ir.Node) -> bool:
-        """Return whether `node` reads only scanned inputs and loop-invariant values."""
+        """Return whether `node` can run before the Scan: it reads scanned and fixed values only."""
         operands = [x for x in node.inputs if x is not None]
         scanned = [x for x in operands if x in self.stacks]
         fixed = [x for x in operands if x not in self.stacks]
@@ -190,14 +198,14 @@ class LoopBody:
         return self.stacks.get(x, x)
 
     def only_factors(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-        """Return the factors of `y` if it is a product that is read once."""
+        """Return `factors` of the node of `y` if it is a Mul with a single reader."""
         node = made_by(y, "Mul")
         if y is None or node is None or node.graph is not self.body:
             return None
         return self.factors(node) if len(y.uses()) == 1 and not y.is_graph_output() else None
 
     def factors(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-        """Return (x, k) where `node` is x k, k is scanned and x is not, and all have one shape."""
+        """Return (x, k) if `node` is x k, k is scanned, x is not, and both have the same shape."""
         a, b = node.inputs
         for x, k in ((a, b), (b, a)):
             if k in self.stacks and x is not None and x not in self.stacks:
@@ -206,7 +214,7 @@ class LoopBody:
         return None
 
     def is_small(self, value: ir.Value, most: int = MOST_SCANNED_ELEMENTS) -> bool:
-        """Return whether `value` has at most `most` elements; rows stand for unknown lengths."""
+        """Return whether `value` has at most `most` elements; a symbol counts as the batch size."""
         shape = dims(value)
         if shape is None or None in shape:
             return False

@@ -19,7 +19,7 @@ from onnxgrad.operators.shapes import static
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
 def images_side_by_side(op, node):
-    """A convolution of images of few pixels is one of a wide image."""
+    """A convolution of images of few pixels is a convolution of one wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
     if not (lengths and counts and kernel and len(lengths) == 2):

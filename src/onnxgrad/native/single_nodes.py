@@ -1,4 +1,4 @@
-"""Nodes that a kernel of onnxruntime computes faster in another form, one rewrite each."""
+"""Rewrites of single nodes that onnxruntime computes faster in another form."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULTS = {name: default_attribute("", "Gemm", name).value for name in _GEMM_AT
 def transposed_operand(op, node):
     """aT b, the gradient of a weight, reads a transposed copy of a.
 
-    onnxruntime would fuse a Transpose of two axes back into the Gemm.
+    The copy has three axes, as onnxruntime fuses a Transpose of two axes into the Gemm again.
     """
     if not _is_wide_product(node) or _matrix_nbytes(node, op.target.rows) > MOST_COPIED_BYTES:
         return None
@@ -58,7 +58,7 @@ def _is_wide_product(node: ir.Node) -> bool:
 
 
 def _matrix_nbytes(product: ir.Node, rows: int) -> int:
-    """Return the bytes of the first operand, whose first axis is, or multiplies, the rows."""
+    """Return the bytes of the first operand, whose first axis is a multiple of the rows."""
     first, columns = dims(product.inputs[0]) or (1, 1)
     if not isinstance(first, int):
         first = rows * (1 if first is None else coefficient(first)[0])
@@ -117,9 +117,10 @@ def clip_gradient(op, node):
 
 
 def _is_from_convolution(g: ir.Value | None, near: int = _NEAR) -> bool:
-    """Return whether `g` is finite, or else not finite for a whole image or channel.
+    """Return whether `g` is a sum of convolutions, times numbers per channel.
 
-    It is the sum of convolutions, times numbers of channels. Then a mask does not hide infinity.
+    If such a value is not finite, it is not finite in a whole image or channel, so that a mask of
+    elements would not hide it.
     """
     if not near or made_by(g, "Conv", "ConvTranspose"):
         return near > 0
@@ -144,7 +145,7 @@ def scaled_sum(op, node):
 
     `com.microsoft.GatedAdd` passes over memory once instead of twice, and rounds the product as a
     Mul does, so that no bit changes. For 65,536 elements it takes a third of the time of a Mul and
-    an Add, and for a few no more than one of them.
+    an Add, and for few elements no more than an Add.
     """
     shape = static(dims(node.outputs[0]))
     if not _HAS_GATED_ADD or shape is None or len(shape) != 1 or 0 in shape:
@@ -163,7 +164,7 @@ def scaled_sum(op, node):
 
 
 def _number_as_vector(op: Emit, s: Any) -> ir.Value:
-    """Return the number `s` in the shape (1,), from the graph that has it."""
+    """Return the number `s` in the shape (1,), reshaped in the graph that computes it."""
     while s.graph is not op.graph and isinstance(op.outer, Emit):
         op = op.outer
     return s if len(dims(s) or ()) else op.Unsqueeze(s, [0])
@@ -174,7 +175,7 @@ _CUBIC_ATTRIBUTES = "antialias coordinate_transformation_mode cubic_coeff_a excl
 
 @rewrites("Resize", group=NODES)
 def cubic_by_products(op, node):
-    """A cubic `Resize` of images is a product for each of the last two axes that changes."""
+    """A cubic `Resize` of images is a product of matrices for each resized axis."""
     x, get = node.inputs[0], node.attributes
     before, after, scales = dims(x), dims(node.outputs[0]), _axis_scales(node)
     if before is None or after is None or scales is None or scales[:2] != [1, 1]:
@@ -205,7 +206,7 @@ def cubic_by_products(op, node):
 
 
 def _axis_scales(node: ir.Node) -> list[float] | None:
-    """Return the scale of each axis, or None if one is dynamic."""
+    """Return the scale of each axis of an image; None if a scale is dynamic."""
     _, _, scales, sizes = (*node.inputs, None, None)[:4]
     before, after, named = dims(node.inputs[0]), dims(node.outputs[0]), named_axes(node)
     if before is None or after is None or named is None or len(before) != 4:
@@ -222,7 +223,7 @@ def _axis_scales(node: ir.Node) -> list[float] | None:
 
 
 def _line_matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.ndarray:
-    """Return the matrix (old, new) that onnxruntime multiplies a line of elements by."""
+    """Return the matrix (old, new) of onnxruntime's interpolation of a line of elements."""
     draft = Draft("interpolation", opset=opset)
     eye = draft.input("eye", [1, 1, old, old])
     attributes = {k: v.value for k, v in node.attributes.items() if k in _CUBIC_ATTRIBUTES}

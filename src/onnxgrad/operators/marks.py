@@ -21,11 +21,11 @@ EMPTY_SEQUENCE = "onnxgrad.empty_sequence"
 # position and element in a sequence of zeros: operators/sequences writes and reads it
 SCATTERED = "onnxgrad.scattered"
 
-# True for the scores -z and z of two classes: operators/ml writes it, losses/class_columns reads it
+# True for the scores -z and z of two classes: operators/ml writes it, losses/logits reads it
 # and passes it on
 OPPOSITE = "onnxgrad.opposite"
 
-# why these are no scores of classes: operators/ml writes, losses/class_columns reads it
+# why these are no scores of classes: operators/ml writes, losses/logits reads it
 NOT_CLASSES = "onnxgrad.not_classes"
 
 # how many keys before the query a condition admits: operators/attention writes it,

@@ -22,11 +22,6 @@ from onnxgrad.optimizers.base import (
     Optimizer as Optimizer,
     UpdateInputs as UpdateInputs,
 )
-from onnxgrad.optimizers.clipping import (
-    clip as clip,
-    clip_by_global_norm as clip_by_global_norm,
-    clip_by_norm as clip_by_norm,
-)
 from onnxgrad.optimizers.groups import (
     ParamGroup as ParamGroup,
     param_groups as param_groups,
@@ -42,6 +37,7 @@ from onnxgrad.optimizers.presets import (
     adam as adam,
     adamax as adamax,
     adamw as adamw,
+    gradual_unfreezing as gradual_unfreezing,
     lamb as lamb,
     lion as lion,
     momentum as momentum,
@@ -57,7 +53,7 @@ from onnxgrad.optimizers.scaling import (
     AddDecayedWeights as AddDecayedWeights,
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
-)
-from onnxgrad.optimizers.unfreezing import (
-    gradual_unfreezing as gradual_unfreezing,
+    clip as clip,
+    clip_by_global_norm as clip_by_global_norm,
+    clip_by_norm as clip_by_norm,
 )

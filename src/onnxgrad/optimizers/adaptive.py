@@ -1,4 +1,4 @@
-"""Transforms that scale each element by what its gradients were."""
+"""Transforms that scale each element of a step by its earlier gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
     power,
+    to_float64,
 )
 
 
@@ -24,7 +24,7 @@ from onnxgrad.optimizers.base import (
 class _Moments(Optimizer):
     """Slots m <- b1 m + u and v <- b2 v + u^2: the means of Adam divided by 1 - b1 and 1 - b2.
 
-    So one node less is needed for each, and squares of small gradients do not vanish.
+    This saves one node for each slot, and squares of small gradients do not vanish.
     """
 
     usual_rate = 1e-3
@@ -35,14 +35,14 @@ class _Moments(Optimizer):
     def __post_init__(self) -> None:
         check_range(0.0, 1.0, b1=self.b1, b2=self.b2)
 
-    def _first(self, slots: Slots, u: Any) -> Any:
+    def _new_m(self, slots: Slots, u: Any) -> Any:
         return self.b1 * slots["m"] + u
 
-    def _second(self, slots: Slots, u: Any) -> Any:
+    def _new_v(self, slots: Slots, u: Any) -> Any:
         return self.b2 * slots["v"] + u * u
 
-    def _corrections(self, op: Any, t: Any) -> tuple[Any, Any]:
-        """Return (1 - b1) / (1 - b1^t) and (1 - b2) / (1 - b2^t), float64: the weights of slots."""
+    def _slot_factors(self, op: Any, t: Any) -> tuple[Any, Any]:
+        """Write (1 - b1) / (1 - b1^t) and (1 - b2) / (1 - b2^t), float64: factors of m and v."""
         one, two = (1.0 - power(op, b, t) for b in (self.b1, self.b2))
         return (1 - self.b1) / one, (1 - self.b2) / two
 
@@ -66,25 +66,25 @@ class ScaleByAdam(_Moments):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The moments that are needed."""
+        """The moments that the options need."""
         return (*(("m",) if self.b1 else ()), "v", *(("largest",) if self.amsgrad else ()))
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and their quotient."""
-        t, unit = double(op, inputs.step), sqrt(1 - self.b2)
+        t, unit = to_float64(op, inputs.step), sqrt(1 - self.b2)
         root = op.Sqrt(1.0 - power(op, self.b2, t))
         # sqrt(v') = unit / root sqrt(slot), so that all corrections are scalars
         scale = root * ((1 - self.b1) / unit) / (1.0 - power(op, self.b1, t))
-        new = {"v": self._second(slots, u)} | ({"m": self._first(slots, u)} if self.b1 else {})
+        new = {"v": self._new_v(slots, u)} | ({"m": self._new_m(slots, u)} if self.b1 else {})
         v = new["v"]
         if self.amsgrad:
             v = new["largest"] = op.Max(slots["largest"], v)
-        eps = _like(op, self._correction(root) * (self.eps / unit), u)
+        eps = _cast_like(op, self._eps_factor(root) * (self.eps / unit), u)
         quotient = new.get("m", u) / (op.Sqrt(v) + eps)
-        return quotient * _like(op, scale, u), new
+        return quotient * _cast_like(op, scale, u), new
 
-    def _correction(self, root: Any) -> Any:
-        """Return the factor of eps, for sqrt(1 - b2^t)."""
+    def _eps_factor(self, root: Any) -> Any:
+        """Return the factor of eps; `root` is sqrt(1 - b2^t)."""
         return root
 
 
@@ -101,7 +101,7 @@ class ScaleByAdamEpsHat(ScaleByAdam):
         ('m', 'v')
     """
 
-    def _correction(self, root: Any) -> Any:
+    def _eps_factor(self, root: Any) -> Any:
         return 1.0
 
 
@@ -123,10 +123,10 @@ class ScaleByAdamax(_Moments):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the mean and the norm."""
-        m = self._first(slots, u)
+        m = self._new_m(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
-        first = (1 - self.b1) / (1.0 - power(op, self.b1, double(op, inputs.step)))
-        return m / norm * _like(op, first, u), {"m": m, "norm": norm}
+        first = (1 - self.b1) / (1.0 - power(op, self.b1, to_float64(op, inputs.step)))
+        return m / norm * _cast_like(op, first, u), {"m": m, "norm": norm}
 
 
 @dataclass(frozen=True)
@@ -156,18 +156,18 @@ class ScaleByNadam(_Moments):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the look-ahead."""
-        t = double(op, inputs.step)
-        root = op.Sqrt(self._corrections(op, t)[1])
+        t = to_float64(op, inputs.step)
+        root = op.Sqrt(self._slot_factors(op, t)[1])
         mu, mu_next = (
             self.b1 * (1.0 - 0.5 * power(op, 0.96, self.momentum_decay * s)) for s in (t, t + 1.0)
         )
-        product = double(op, slots["mu_product"]) * mu
+        product = to_float64(op, slots["mu_product"]) * mu
         of_u = (1.0 - mu) / (1.0 - product) / root
         of_m = (1 - self.b1) * mu_next / (1.0 - product * mu_next) / root
-        m, v = self._first(slots, u), self._second(slots, u)
-        ahead = u * _like(op, of_u, u) + m * _like(op, of_m, u)
-        new = {"m": m, "v": v, "mu_product": _like(op, product, u)}
-        return ahead / (op.Sqrt(v) + _like(op, self.eps / root, u)), new
+        m, v = self._new_m(slots, u), self._new_v(slots, u)
+        ahead = u * _cast_like(op, of_u, u) + m * _cast_like(op, of_m, u)
+        new = {"m": m, "v": v, "mu_product": _cast_like(op, product, u)}
+        return ahead / (op.Sqrt(v) + _cast_like(op, self.eps / root, u)), new
 
 
 @dataclass(frozen=True)
@@ -189,18 +189,18 @@ class ScaleByRadam(_Moments):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the moments and the rectified quotient."""
-        m, v = self._first(slots, u), self._second(slots, u)
-        t = double(op, inputs.step)
-        first, second = self._corrections(op, t)
+        m, v = self._new_m(slots, u), self._new_v(slots, u)
+        t = to_float64(op, inputs.step)
+        first, second = self._slot_factors(op, t)
         longest = 2 / (1 - self.b2) - 1
-        mean = m * _like(op, first, u)
+        mean = m * _cast_like(op, first, u)
         if longest <= 5:  # rho stays below it
             return mean, {"m": m, "v": v}
         decayed = power(op, self.b2, t)
         rho = longest - 2.0 * t * decayed / (1.0 - decayed)
         square = (rho - 4.0) * (rho - 2.0) / rho * (longest / ((longest - 4) * (longest - 2)))
         rectified = op.Sqrt(op.Max(square, 0.0) / second)
-        adaptive = _like(op, rectified, u) / (op.Sqrt(v) + self.eps / sqrt(1 - self.b2))
+        adaptive = _cast_like(op, rectified, u) / (op.Sqrt(v) + self.eps / sqrt(1 - self.b2))
         return mean * op.Where(op.Greater(rho, 5.0), adaptive, 1.0), {"m": m, "v": v}
 
 
@@ -278,7 +278,7 @@ class ScaleByRms(Optimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The mean of squares, and the mean if that is subtracted."""
+        """The mean of squares, and the mean if it is subtracted."""
         return ("v", "m") if self.centered else ("v",)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
@@ -296,8 +296,8 @@ class Rprop(Optimizer):
     """s <- clip(s e+) if u u_last > 0, clip(s e-) and u <- 0 if u u_last < 0, else s;
     u -> -s sign(u).  Riedmiller & Braun 1993.
 
-    The step size s of an element starts at the learning rate of its first step. From then on, it
-    has its own course, and a schedule of the learning rate has no effect, as in PyTorch.
+    The step size s of an element starts at the learning rate of its first step. Later learning
+    rates of a schedule have no effect, as in PyTorch.
     """
 
     usual_rate = 1e-2
@@ -308,9 +308,13 @@ class Rprop(Optimizer):
 
     def __post_init__(self) -> None:
         if not 0 < self.etas[0] < 1 < self.etas[1]:
-            raise ValueError(f"etas must be one below 1 and one above, not {self.etas!r}")
-        if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0: not started
-            raise ValueError(f"step_sizes must be positive and rise, not {self.step_sizes!r}")
+            raise ValueError(
+                f"etas must be a factor between 0 and 1 and one above 1, not {self.etas!r}"
+            )
+        if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0 means not started
+            raise ValueError(
+                f"step_sizes must be positive, the least one first, not {self.step_sizes!r}"
+            )
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the step sizes and the signs."""
@@ -347,6 +351,6 @@ class ScaleByLion(Optimizer):
         return op.Sign(mean), {"m": self.b2 * slots["m"] + (1 - self.b2) * u}
 
 
-def _like(op: Any, scalar: ir.Value, x: ir.Value) -> ir.Value:
-    """Return a scalar in the dtype of `x`."""
+def _cast_like(op: Any, scalar: ir.Value, x: ir.Value) -> ir.Value:
+    """Write a scalar in the dtype of `x`."""
     return op.Cast(scalar, to=x.dtype)

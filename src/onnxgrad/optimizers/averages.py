@@ -1,4 +1,4 @@
-"""Transforms around an optimizer that average the weights that it reaches."""
+"""Transforms around an optimizer that average the weights after its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
+    to_float64,
 )
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
@@ -27,7 +27,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 class Around(Composite):
     """Base of transforms around a whole optimizer, learning rate included.
 
-    A subclass names its own slots in `own`, and overrides `around`.
+    A subclass names the slots that it adds in `own`, and overrides `around`.
     """
 
     optimizer: Optimizer
@@ -38,9 +38,12 @@ class Around(Composite):
         if not isinstance(inner, Optimizer):
             raise ValueError(f"{name} takes an optimizer such as adam(), not {inner!r}")
         if self.own and inner.averages:
-            raise ValueError(f"{inner} averages weights already: take one of both")
+            raise ValueError(f"{inner} averages weights already: use only one of {name} and it")
         if taken := set(self.own) & set(inner.slots):
-            raise ValueError(f"{inner} has a slot {min(taken)!r}, as {name} has: rename it")
+            raise ValueError(
+                f"{inner} has a slot {min(taken)!r}, and so has {name}: rename the slot of the "
+                "optimizer"
+            )
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
@@ -49,7 +52,7 @@ class Around(Composite):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots of the optimizer, and of its own."""
+        """Names of the slots of the optimizer, and of the added slots."""
         return (*self.optimizer.slots, *self.own)
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
@@ -57,11 +60,11 @@ class Around(Composite):
         return shape if slot in self.own else self.optimizer.slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
-        """Return the weight for slots of its own."""
+        """Return the weight for an added slot, else the initial value of the optimizer's slot."""
         return weight if slot in self.own else self.optimizer.slot_initial(slot, weight)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the same around the optimizer of one weight."""
+        """Return this transform around the optimizer of one weight."""
         return replace(self, optimizer=self.optimizer.for_weight(name, shape))
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
@@ -69,7 +72,7 @@ class Around(Composite):
         return self.optimizer.across(op, gradients)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the optimizer, then those around it."""
+        """Write the nodes of the optimizer, then the nodes of `around`."""
         inner = {slot: slots[slot] for slot in self.optimizer.slots}
         u, new = self.optimizer.update(op, u, inner, self.inner_inputs(inputs))
         u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
@@ -80,11 +83,11 @@ class Around(Composite):
         return inputs
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write what follows the step `u` of the optimizer."""
+        """Write the nodes after the step `u` of the optimizer: the new step and added slots."""
         return u, {}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return what the optimizer evaluates."""
+        """Return the weight that the optimizer evaluates."""
         return self.optimizer.evaluated(weight, slots, steps)
 
 
@@ -133,7 +136,7 @@ class Swa(Around):
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the average; its share of the new weights is zero at other steps."""
-        since = double(op, inputs.step) - float(self.start)
+        since = to_float64(op, inputs.step) - float(self.start)
         counts = op.And(
             op.GreaterOrEqual(since, 0.0), op.Equal(op.Mod(since, float(self.every), fmod=1), 0.0)
         )
@@ -161,7 +164,7 @@ class Lookahead(Around):
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the slow weights; both factors are zero between the synchronizations."""
-        t = double(op, inputs.step)
+        t = to_float64(op, inputs.step)
         syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
         ahead = inputs.weight + u - slots["slow"]
         slow = slots["slow"] + ahead * (syncs * self.alpha)
@@ -190,7 +193,7 @@ class ScheduleFree(Around):
             raise ValueError(f"b1 must be between 0 and 1, not {self.b1!r}")
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return () for the numbers about the learning rates so far."""
+        """Return () for the slots of one number, about the learning rates so far."""
         return () if slot in self.own[1:] else super().slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
@@ -200,8 +203,8 @@ class ScheduleFree(Around):
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write z, and w without x: w <- w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
-        weight = op.Pow(double(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
-        total = double(op, slots["weight_sum"]) + weight
+        weight = op.Pow(to_float64(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
+        total = to_float64(op, slots["weight_sum"]) + weight
         share = op.Where(op.Greater(total, 0.0), weight / total, 0.0)
         c, of_u = (op.Cast(s, to=u.dtype) for s in (share, 1 - self.b1 + self.b1 * share))
         step = (slots["z"] - inputs.weight) * c + u * of_u

@@ -60,9 +60,9 @@ class Optimizer:
         averages: whether `evaluated` may differ from the weight. True for a class that overrides
             `evaluated` without setting it.
         first_step: number of the first step, counted from 0, that may change a weight or a slot;
-            until then, gradients are zero where all of them are needed at once.
-        usual_rate: the learning rate of a training that is given none; None: 0.001, or that of
-            another transform of a chain.
+            until then, `across` gets gradients of zero.
+        usual_rate: the learning rate of a training that sets none; None: the rate of another
+            transform of a chain, or else 0.001.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -90,8 +90,9 @@ class Optimizer:
         super().__init_subclass__(**options)
         own = vars(cls)
         if isinstance(own.get("members"), property):
-            return  # see `Composite`
-        for claim in ("elementwise", "rate_first"):  # those of a base class are about its `update`
+            return  # a `Composite` has the properties of its members
+        # the claims of a base class are about its `update`
+        for claim in ("elementwise", "rate_first"):
             if "update" in own and claim not in own:
                 setattr(cls, claim, False)
         for method, claim in (("across", "joint"), ("evaluated", "averages")):
@@ -144,9 +145,9 @@ class Optimizer:
 
 
 class Composite(Optimizer):
-    """Base of optimizers that are made of others: what holds of `members` holds of them.
+    """Base of optimizers that are made of other optimizers, `members`, and have their properties.
 
-    So it does not of a class that overrides `update` for the same members.
+    A class that overrides `update` may have to state these properties itself.
     """
 
     members: tuple[Optimizer, ...]
@@ -189,8 +190,8 @@ class Chain(Composite):
     """Transforms applied one after the other.
 
     Raises:
-        ValueError: a part that needs all gradients at once (`clip_by_global_norm`) behind one that
-            does not, or one that averages weights (`ema`) before another.
+        ValueError: a part that needs all gradients at once (`clip_by_global_norm`) after one that
+            does not, or a part that averages weights (`ema`) before another part.
 
     Examples:
         >>> from onnxgrad.optimizers import AddDecayedWeights, Chain, sgd
@@ -204,10 +205,10 @@ class Chain(Composite):
         for i, part in enumerate(self.parts):
             # `across` of all parts runs before `update` of any
             if part.joint and any(type(p).update is not Optimizer.update for p in self.parts[:i]):
-                raise ValueError(f"{part} needs all gradients at once: let it begin the chain")
+                raise ValueError(f"{part} needs all gradients at once: put it first in the chain")
             if part.averages and i + 1 < len(self.parts):
                 raise ValueError(
-                    f"{part} averages the new weights: put what is behind it into its optimizer"
+                    f"{part} averages the new weights: put the parts after it into its optimizer"
                 )
 
     @property
@@ -218,7 +219,7 @@ class Chain(Composite):
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the slots of all parts; a name of several parts gets the index of the part."""
-        return tuple(name for names in self._names() for name in names.values())
+        return tuple(name for names in self._slot_names() for name in names.values())
 
     @property
     def rate_first(self) -> bool:  # type: ignore[override]
@@ -249,18 +250,18 @@ class Chain(Composite):
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of all parts."""
         new: Slots = {}
-        for part, names in zip(self.parts, self._names(), strict=True):
+        for part, names in zip(self.parts, self._slot_names(), strict=True):
             own = {slot: slots[name] for slot, name in names.items()}
             u, updated = part.update(op, u, own, inputs)
             new |= {name: updated[slot] for slot, name in names.items()}
         return u, new
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return what the last part evaluates."""
-        own = {slot: slots[name] for slot, name in self._names()[-1].items() if name in slots}
+        """Return the weight that the last part evaluates."""
+        own = {slot: slots[name] for slot, name in self._slot_names()[-1].items() if name in slots}
         return self.parts[-1].evaluated(weight, own, steps)
 
-    def _names(self) -> list[dict[str, str]]:
+    def _slot_names(self) -> list[dict[str, str]]:
         """Return for every part `{its slot: name of the slot in the chain}`."""
         all_slots = [slot for part in self.parts for slot in part.slots]
         return [
@@ -269,8 +270,8 @@ class Chain(Composite):
         ]
 
     def _part_of(self, name: str) -> tuple[Optimizer, str]:
-        """Return the part that has the slot `name` of the chain, and its name there."""
-        parts = zip(self.parts, self._names(), strict=True)
+        """Return the part with the slot `name` of the chain, and the name of the slot there."""
+        parts = zip(self.parts, self._slot_names(), strict=True)
         return {new: (part, old) for part, names in parts for old, new in names.items()}[name]
 
 
@@ -295,7 +296,7 @@ class Excluding(Optimizer):
         return matches(name, self.exclude)
 
 
-def double(op: Any, scalar: ir.Value) -> ir.Value:
+def to_float64(op: Any, scalar: ir.Value) -> ir.Value:
     """Return a scalar as float64, in which 1 - b^t keeps its digits."""
     return op.Cast(scalar, to=ir.DataType.DOUBLE)
 
@@ -324,7 +325,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             raise ValueError(
                 f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
-                "correct the pattern, or leave it out of the groups"
+                "correct the pattern, or remove it from the groups"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import printable
 from onnxgrad.optimizers.averages import Around
 from onnxgrad.optimizers.base import (
@@ -35,10 +36,10 @@ class ParamGroup:
         optimizer: None is the `default` of `param_groups`.
         rate: factor of the learning rate.
         weight_decay: replaces the weight decay of the optimizer; None keeps it.
-        start: number of steps before the group begins to train. Until then its weights and slots
-            stay as they are, weight decay included, and its gradients do not count for a norm that
-            is clipped, though they are computed; then its optimizer counts steps from 1. As
-            parameters of PyTorch with `requires_grad=False` for so long.
+        start: number of steps before the group begins to train. Until then its weights do not
+            change, not by weight decay either, nor do its slots; its gradients are computed, but
+            do not count for a norm that is clipped. Then its optimizer counts steps from 1. It is
+            as if its parameters had `requires_grad=False` in PyTorch until then.
 
     Raises:
         ValueError: a `start` that is not an integer of 0 or more.
@@ -56,8 +57,7 @@ class ParamGroup:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
-            raise ValueError(f"start is a number of steps, 0 or more, not {self.start!r}")
+        check_count("start", self.start, 0)
 
     def resolved(self, default: Optimizer | None) -> Optimizer:
         """Return the optimizer of the group.
@@ -96,7 +96,7 @@ class WithRate(Around):
 
 @dataclass(frozen=True)
 class Starting(Around):
-    """An optimizer that begins after a number of steps, and counts its own from then on."""
+    """An optimizer that begins after a number of steps, and counts steps from then on."""
 
     start: int = 0
     rate_first = False
@@ -128,11 +128,11 @@ class Starting(Around):
         }
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return what the optimizer evaluates after its own steps."""
+        """Return the weight that the optimizer evaluates after the steps since `start`."""
         return self.optimizer.evaluated(weight, slots, max(steps - self.start, 0))
 
 
-class Choice(Composite):
+class OptimizerChoice(Composite):
     """Base of the choice of an optimizer for each weight, which `for_weight` returns."""
 
     def check_members(self) -> None:
@@ -142,7 +142,8 @@ class Choice(Composite):
                 raise ValueError(f"an optimizer such as adam() is needed, not {member!r}")
             if member.joint:
                 raise ValueError(
-                    f"{member} needs all gradients at once: let it begin a Chain around all groups"
+                    f"{member} needs all gradients at once: put it first in a Chain, before the "
+                    "groups"
                 )
 
     @property
@@ -152,7 +153,7 @@ class Choice(Composite):
 
 
 @dataclass(frozen=True)
-class ParamGroups(Choice):
+class ParamGroups(OptimizerChoice):
     """The optimizer of the first pattern that matches the name of the weight; else the default."""
 
     groups: tuple[tuple[str, Optimizer], ...]
@@ -185,7 +186,7 @@ class ParamGroups(Choice):
         for pattern in patterns:
             if pattern not in first:
                 raise ValueError(
-                    f"patterns before {pattern!r} match all of its weights: put it before them"
+                    f"patterns before {pattern!r} match all weights that it matches: put it first"
                 )
         super().check_names(names)
 
@@ -202,7 +203,7 @@ class ParamGroups(Choice):
 
 
 @dataclass(frozen=True)
-class ByRank(Excluding, Choice):
+class ByRank(Excluding, OptimizerChoice):
     """One optimizer for matrices, another for all other weights and those with excluded names."""
 
     matrices: Optimizer

@@ -1,4 +1,4 @@
-"""Transforms that see each weight in its own shape: LAMB, Adafactor, Muon."""
+"""Transforms of whole tensors, which are not elementwise: LAMB, Adafactor, Muon."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    double,
     norm,
+    to_float64,
 )
 
 
@@ -56,7 +56,7 @@ class Adafactor(Excluding):
     d: float = 1.0
     weight_decay: float = 0.0
     exclude: Iterable[str] = ()
-    factored: bool | None = None  # for one weight: whether V is a product
+    factored: bool | None = None  # for one weight: whether V is a product of R and C
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class Adafactor(Excluding):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The means; before `for_weight`, all that a weight may have."""
+        """The means; before `for_weight`, all means that a weight may have."""
         factors = ("row", "column")
         return (*factors, "v") if self.factored is None else factors if self.factored else ("v",)
 
@@ -73,13 +73,13 @@ class Adafactor(Excluding):
         return {"row": (*shape[:-1], 1), "column": (*shape[:-2], 1, *shape[-1:])}.get(slot, shape)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the optimizer that knows whether there are two axes, and whether w decays."""
+        """Return the optimizer of one weight, with its form of V, and without decay if excluded."""
         decay = 0.0 if self.excludes(name) else self.weight_decay
         return replace(self, weight_decay=decay, exclude=(), factored=len(shape) > 1)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the means, the scaled step and its limit."""
-        t, w, shape = double(op, inputs.step), inputs.weight, _shape(u)
+        t, w, shape = to_float64(op, inputs.step), inputs.weight, _static_shape(u)
         eps1 = self.eps[0] or float(np.finfo(u.dtype.numpy()).eps)
         share = op.Cast(op.Pow(t, op.const(self.beta2_decay, t.dtype)), to=u.dtype)
 
@@ -134,10 +134,10 @@ class Orthogonalize(Optimizer):
             raise unknown("adjust_lr_fn", self.adjust_lr_fn, _RATIOS)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the mean and the iterations; the smaller of both products with the transpose."""
+        """Write the mean, and the iterations with the smaller of X XT and XT X."""
         mean = self.momentum * slots["momentum"] + (1 - self.momentum) * u
         x = self.momentum * mean + (1 - self.momentum) * u if self.nesterov else mean
-        (rows, columns), (a, b, c) = _shape(u), self.ns_coefficients
+        (rows, columns), (a, b, c) = _static_shape(u), self.ns_coefficients
         tall = rows > columns
         # onnxruntime would fuse a number and a MatMul, and round the number to float32
         column = np.full((min(rows, columns), 1), c, u.dtype.numpy())
@@ -156,7 +156,8 @@ _RATIOS = {
 }
 
 
-def _shape(u: ir.Value) -> Shape:
+def _static_shape(u: ir.Value) -> Shape:
+    """Return the shape of a step, which is static as the shapes of weights are."""
     shape = shapes.static(shapes.dims(u))
     assert shape is not None
     return shape

@@ -1,8 +1,8 @@
 """Optimizers by name: functions without the learning rate, which is an argument of training.
 
 `weight_decay` and `exclude` mean the same in all of them. `exclude` are patterns of `fnmatch`,
-case-sensitive, of the names of weights that do not decay; training raises ValueError for one that
-matches no weight. For weights of float16, give an `eps` of 1e-4 or so: one below 6e-8 is zero
+case-sensitive, of the names of weights that do not decay; training raises ValueError for a pattern
+that matches no weight. For weights of float16, give an `eps` of 1e-4 or so: one below 6e-8 is zero
 there, and gradients of zero then give NaN, as in PyTorch.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from onnxgrad.checks import check_count
 from onnxgrad.errors import unknown
 from onnxgrad.optimizers import adaptive
 from onnxgrad.optimizers.averages import schedule_free
 from onnxgrad.optimizers.base import Chain, Optimizer
-from onnxgrad.optimizers.groups import ByRank, ParamGroup
+from onnxgrad.optimizers.groups import ByRank, ParamGroup, param_groups
 from onnxgrad.optimizers.matrix_updates import Adafactor, Orthogonalize, ScaleByTrustRatio
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate, Trace
 
@@ -231,7 +232,7 @@ def lion(
     b1: float = 0.9, b2: float = 0.99, weight_decay: float = 1e-3, exclude: Patterns = ()
 ) -> Optimizer:
     """w <- w - lr (sign(b1 m + (1 - b1) g) + weight_decay w);  m <- b2 m + (1 - b2) g, as
-    `optax.lion`.  Its learning rate is 3 to 10 times smaller than that of AdamW.
+    `optax.lion`.  Its learning rate is 3 to 10 times smaller than the rate of AdamW.
 
     Examples:
         >>> from onnxgrad.optimizers import lion
@@ -256,7 +257,7 @@ def lamb(
         >>> lamb().elementwise
         False
     """
-    adam, decay = adaptive.ScaleByAdam(b1, b2, eps), _decay(weight_decay, exclude)
+    adam, decay = adaptive.ScaleByAdam(b1, b2, eps), _weight_decay(weight_decay, exclude)
     return Chain((adam, decay, ScaleByTrustRatio(), ScaleByLearningRate()))
 
 
@@ -271,7 +272,7 @@ def adafactor(
     momentum); for the formula, see `Adafactor`.  Shazeer & Stern 2018, arXiv:1804.04235.
 
     The step is relative to the size of a weight: PyTorch's learning rate is 0.01, limited by
-    1 / sqrt(t). The first number of `eps`, if None, is that of the weight's dtype.
+    1 / sqrt(t). The first number of `eps`, if None, is the eps of the weight's dtype.
 
     Examples:
         >>> from onnxgrad.optimizers import adafactor
@@ -328,7 +329,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
         *(rprop, lion, schedule_free),
     )
 }
-# not elementwise, so that each weight is updated alone
+# optimizers that are not elementwise, so that each weight is updated by itself
 WHOLE_TENSORS: dict[str, Callable[[], Optimizer]] = {
     function.__name__: function for function in (lamb, adafactor, muon)
 }
@@ -349,19 +350,59 @@ def select(choice: str | Optimizer) -> Optimizer:
     return names[name]()
 
 
+def gradual_unfreezing(
+    patterns: Iterable[str],
+    every: int,
+    optimizer: str | Optimizer = "adamw",
+    rate: float = 1.0,
+) -> Optimizer:
+    """Train the weights of the first pattern; every `every` steps, the next pattern joins them.
+
+    Howard & Ruder 2018, arXiv:1801.06146, section 3.3, where a group joins after each epoch, and
+    lower layers have smaller rates. See `start` of `ParamGroup`.
+
+    Args:
+        patterns: patterns of `fnmatch`, from the layers that train first, such as the head, to the
+            layers that train last; "*" at the end matches all other weights.
+        every: number of steps from one group to the next.
+        optimizer: the optimizer of all groups, by name or as an object.
+        rate: factor of the learning rate from each group to the next; 1 / 2.6 in the paper.
+
+    Raises:
+        ValueError: as `param_groups`; no pattern; or an `every` that is no integer of 1 or more.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> optimizer = og.optimizers.gradual_unfreezing(["head.*", "layer4.*", "*"], every=100)
+        >>> optimizer.for_weight("layer4.conv.weight", (8, 8, 3, 3)).start
+        100
+    """
+    if isinstance(patterns, str):  # its letters would be the patterns
+        raise ValueError(f"patterns is a list: write [{patterns!r}]")
+    check_count("every", every)
+    chosen = list(patterns)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"patterns must be one or more, and different, not {chosen}")
+    shared = select(optimizer)
+    return param_groups(
+        {p: ParamGroup(shared, rate**i, start=i * every) for i, p in enumerate(chosen)}
+    )
+
+
 def _with_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
-    """Return the chain from the gradient of an L2 penalty, if there is one, to the step."""
-    penalty = _decay(decay, exclude)
+    """Return the chain of an L2 penalty, unless `decay` is 0, the parts, and the learning rate."""
+    penalty = _weight_decay(decay, exclude)
     chain = (*((penalty,) if decay else ()), *parts, ScaleByLearningRate())
     return Chain(chain) if len(chain) > 1 else chain[0]
 
 
 def _chain_with_decay(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
     """Return the chain in which weight decay follows the other parts."""
-    return Chain((*parts, _decay(decay, exclude), ScaleByLearningRate()))
+    return Chain((*parts, _weight_decay(decay, exclude), ScaleByLearningRate()))
 
 
-def _decay(decay: float, exclude: Patterns) -> Optimizer:
+def _weight_decay(decay: float, exclude: Patterns) -> Optimizer:
+    """Return the transform that adds the weight decay."""
     if exclude and not decay:
-        raise ValueError("exclude names weights that do not decay: give a weight_decay, too")
+        raise ValueError("exclude= names weights that do not decay: give a weight_decay, too")
     return AddDecayedWeights(decay, exclude)

@@ -1,4 +1,4 @@
-"""Transforms by the learning rate, momentum, and weight decay."""
+"""Transforms by the learning rate, momentum and weight decay, and limits on gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.optimizers.base import Excluding, Optimizer, Shape, Slots, UpdateInputs
+from onnxgrad.checks import check_positive
+from onnxgrad.optimizers.base import Excluding, Optimizer, Shape, Slots, UpdateInputs, norm
+
+_EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Trace(Optimizer):
 class AddDecayedWeights(Excluding):
     """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101.
 
-    Before a transform that scales by moments, this is an L2 penalty; behind it, the decay is
+    Before a transform that scales by moments, this is an L2 penalty; after it, the decay is
     decoupled.
 
     Args:
@@ -84,3 +87,94 @@ class AddDecayedWeights(Excluding):
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the sum."""
         return (u + self.decay * inputs.weight if self.decay else u), {}
+
+
+@dataclass(frozen=True)
+class Clip(Optimizer):
+    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`."""
+
+    value: float
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        check_positive("value", self.value, infinite=True)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
+        """Write the bounds."""
+        return op.Min(op.Max(u, -self.value), self.value), {}
+
+
+@dataclass(frozen=True)
+class ClipByNorm(Optimizer):
+    """u -> u min(1, norm / (|u| + 1e-6)), where |u| is the norm of the tensor of one weight."""
+
+    norm: float
+
+    def __post_init__(self) -> None:
+        check_positive("norm", self.norm, infinite=True)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
+        """Write the norm and the product."""
+        return u * op.Min(self.norm / (norm(op, u) + _EPS), 1.0), {}
+
+
+@dataclass(frozen=True)
+class ClipByGlobalNorm(Optimizer):
+    """g -> g min(1, norm / (|g| + 1e-6)), where |g| is the norm of all gradients together."""
+
+    norm: float
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        check_positive("norm", self.norm, infinite=True)
+
+    def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
+        """Write the norm of all gradients, in the widest of their dtypes, and the products."""
+        widest = max((g.dtype for g in gradients if g.dtype), key=lambda dtype: dtype.bitwidth)
+        squares = [op.Cast(op.ReduceSumSquare(g, keepdims=0), to=widest) for g in gradients]
+        with op:
+            factor = op.Min(self.norm / (op.Sqrt(op.total(squares)) + _EPS), 1.0)
+            return [op.Mul(g, op.Cast(factor, to=g.dtype)) for g in gradients]
+
+
+def clip(value: float) -> Optimizer:
+    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`.
+
+    It stands before an optimizer in a `Chain`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip
+        >>> og.optimizers.Chain((clip(0.5), og.optimizers.adam())).slots
+        ('m', 'v')
+    """
+    return Clip(value)
+
+
+def clip_by_norm(norm: float) -> Optimizer:
+    """u -> u min(1, norm / (|u| + 1e-6)), with the norm of each tensor alone.
+
+    It stands before an optimizer in a `Chain`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip_by_norm
+        >>> og.optimizers.Chain((clip_by_norm(1.0), og.optimizers.momentum())).elementwise
+        False
+    """
+    return ClipByNorm(norm)
+
+
+def clip_by_global_norm(norm: float) -> Optimizer:
+    """g -> g min(1, norm / (|g| + 1e-6)), with the norm of all gradients, as
+    `torch.nn.utils.clip_grad_norm_`.
+
+    It stands before an optimizer in a `Chain`, and before `param_groups`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip_by_global_norm
+        >>> og.optimizers.Chain((clip_by_global_norm(1.0), og.optimizers.adam())).joint
+        True
+    """
+    return ClipByGlobalNorm(norm)

@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they exchange numbers, and graphs that ask for it."""
+"""Several processes that train one model: their groups, and the nodes that exchange values."""
 
 from onnxgrad.lazy_names import offer_names
 

@@ -1,4 +1,7 @@
-"""Nodes of a graph whose results depend on other processes; `cut` takes them out again."""
+"""Nodes of a graph that exchange values with other processes: AllReduce and Broadcast.
+
+onnxruntime never runs them: `cut_at_exchanges` removes them from the graph.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,21 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators.registry import Unsupported, rule
 
-DOMAIN = "onnxgrad.parallel"  # of nodes that no file contains
-MESSAGES = "parallel.messages"  # a group of rewrites, by which processes send fewer values
+DOMAIN = "onnxgrad.parallel"  # no file contains nodes of this domain
+MESSAGES = "parallel.messages"  # the group of rewrites by which processes send fewer values
 
 
 def all_reduce(op: Any, x: ir.Value, ratio: Sequence[ir.Value] = ()) -> ir.Value:
-    """Return the sum over all processes of their `x`, of one shape.
+    """Return the sum of `x` over all processes, in which it has the same shape.
 
-    With `ratio`, scalars (r, n) of the dtype of x, it is the sum of `x` times r / (sum of n); r is
-    the same in all processes. No gradient passes through it then.
+    With `ratio`, scalars (r, n) of the dtype of x, the sum is multiplied by r / (sum of n); r is
+    the same in all processes. Such a sum has no gradient.
     """
     return op.set_type_like(op.emit("AllReduce", [x, *ratio], {}, domain=DOMAIN), x)
 
 
 def broadcast(op: Any, x: ir.Value, root: int) -> ir.Value:
-    """Return the `x` of the process `root`; the others give the shape and dtype only."""
+    """Return the `x` of the process `root`; `x` of other processes only has its shape and dtype."""
     return op.set_type_like(op.emit("Broadcast", [x], {"root": root}, domain=DOMAIN), x)
 
 
@@ -37,13 +40,13 @@ def exchanges(node: ir.Node) -> bool:
 def _all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
     """y = sum_r x_r, and L = sum_r L_r(y):  dx_r = sum_s dL_s/dy."""
     if len(node.inputs) > 1:
-        return Unsupported("a sum of gradients is differentiated no further")
+        return Unsupported("a sum of gradients over processes has no gradient")
     return (all_reduce(op, g),)
 
 
 @rewrites("Concat", group=MESSAGES)
 def _sum_joined(op: Any, node: ir.Node) -> Any:
-    """Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri), which is one value to send."""
+    """Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri): one value to send, not many."""
     sums: list[ir.Node] = []
     parts = []
     for v in node.inputs:
@@ -63,7 +66,7 @@ def _sum_joined(op: Any, node: ir.Node) -> Any:
 
 
 def _sum_read_once(value: ir.Value | None) -> ir.Node | None:
-    """Return the sum over processes that gives a value which one node reads; None: nothing such."""
+    """Return the AllReduce that computes a value with a single reader; None for other values."""
     node = None if value is None else value.producer()
     if node is None or (node.domain, node.op_type) != (DOMAIN, "AllReduce"):
         return None

@@ -1,4 +1,4 @@
-"""Exchanges between processes by `torch.distributed` or MPI, which end together if one fails."""
+"""Groups of processes by `torch.distributed` or MPI, all of which end if one of them fails."""
 
 from __future__ import annotations
 
@@ -19,105 +19,111 @@ import numpy as np
 
 from onnxgrad.errors import ProcessLostError, argument, first_line, not_installed
 
-PATIENCE = 60.0  # seconds that a process which failed waits for the others to fail, too
-_POLL, _TAG, _SHOWN = 0.2, 31_999, 200
-_calls = itertools.count(1)  # of `together`, as many in all processes
-_unfinished: list[Any] = []  # exchanges that were given up; their arrays must stay in memory
-_told: dict[int, dict[int, str]] = {}  # by MPI: why processes left each call, or will not enter
-# the engine whose processes did not leave a call in the same exchange
-_broken: ref[Any] | None = None
+PATIENCE = 60.0  # seconds that a process which failed waits for the other processes to fail, too
+_POLL = 0.2  # seconds between two looks at the failures of other processes
+_TAG = 31_999  # of the messages of MPI by which processes announce a failure
+_LONGEST_REASON = 200  # characters
+# numbers of the calls of `together`, which are the same in all processes
+_call_numbers = itertools.count(1)
+# exchanges of MPI that did not finish, whose arrays must stay in memory
+_unfinished_requests: list[Any] = []
+# failures by the number of the call and the rank, as received by MPI, also of later calls
+_announced: dict[int, dict[int, str]] = {}
+# the engine whose processes left a call in different exchanges, so that no other can follow
+_broken_engine: ref[Any] | None = None
 
 Wait = Callable[[], None]
 
 
-class _Processes:
-    """Several processes, which tell each other when one has left a call by an error.
+class _ProcessGroup:
+    """Processes that announce to each other when one leaves a call of `together` by an error.
 
-    What they tell goes beside the exchanges, as nobody knows in which one the others wait.
+    Announcements do not use exchanges, as other processes may wait in any exchange.
     """
 
     rank: int
     size: int
-    _engine: ref[Any]  # by which a group is known: its threads must not outlive it
+    _engine: ref[Any]  # the object of the group; weak, as its threads must not outlive it
 
     def __init__(self) -> None:
         self._call = 0
-        self._left: dict[int, str] = {}  # why processes have left the call, the first one first
+        self._failures: dict[int, str] = {}  # by rank, why processes have left the call, in order
 
     def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace an array by its sum; return a function that waits for it."""
         raise NotImplementedError
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
+        """Return the items of all processes, by rank."""
         data = np.frombuffer(pickle.dumps(item), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         sizes[self.rank] = data.size
         self.sum(sizes)()
-        every = np.zeros(sizes.sum(), np.uint8)  # each adds its bytes to the zeros of the others
+        every = np.zeros(sizes.sum(), np.uint8)  # each process adds its bytes, the others zeros
         parts = np.split(every, sizes.cumsum()[:-1])
         parts[self.rank][:] = data
         self.sum(every)()
         return [pickle.loads(part.tobytes()) for part in parts]
 
-    def _tell(self, reason: str) -> None:
-        """Tell all processes why this one leaves the call."""
+    def _announce_failure(self, reason: str) -> None:
+        """Announce to all processes why this process leaves the call."""
 
-    def _listen(self) -> None:
-        """Add to `_left` what others have told."""
+    def _read_failures(self) -> None:
+        """Add the announcements of other processes to `_failures`."""
 
     def _end_program(self) -> None:
-        """End the program if others may wait for this process for ever."""
+        """End the program if other processes may wait for this process forever."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let the block, which all processes enter, end in all of them, or fail in all."""
-        global _broken
-        if _broken is not None and _broken() is self._engine():
-            raise self._lost("a call before left exchanges unfinished, so that none can follow")
-        self._call, self._left = next(_calls), {}
+        """Return a context in which all processes end the block, or all of them raise."""
+        global _broken_engine
+        if _broken_engine is not None and _broken_engine() is self._engine():
+            raise self._process_lost_error("a failed call has left exchanges unfinished")
+        self._call, self._failures = next(_call_numbers), {}
         try:
             yield
             self.gather(None)
         except BaseException as e:
             with suppress(Exception):  # of the engine, whose other processes may be gone
-                self._tell(f"{type(e).__name__}: {first_line(e)[:_SHOWN]}")
-            lost = all(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e))
-            if not lost:
+                self._announce_failure(f"{type(e).__name__}: {first_line(e)[:_LONGEST_REASON]}")
+            if not all(self._have_lost_others(e)):
                 self._wait_for_others()
-            if any(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e)):
-                _broken = self._engine
+            if any(self._have_lost_others(e)):
+                _broken_engine = self._engine
             raise
 
-    def _reasons(self, error: BaseException) -> list[str]:
-        """Return why processes have left the call, of which this one may know its own only."""
-        return [*self._left.values(), type(error).__name__]
+    def _have_lost_others(self, error: BaseException) -> list[bool]:
+        """Return for each known failure, and the error here, whether it is a `ProcessLostError`."""
+        reasons = [*self._failures.values(), type(error).__name__]
+        return [reason.startswith(ProcessLostError.__name__) for reason in reasons]
 
     def _wait_for_others(self) -> None:
-        """Wait until the others have left the call, too: they may write a checkpoint."""
+        """Wait until all processes have left the call, as they may write a checkpoint."""
         until = time.monotonic() + PATIENCE
         with suppress(Exception):
             while time.monotonic() < until:
-                self._listen()
-                if len({*self._left, self.rank}) == self.size:
+                self._read_failures()
+                if len({*self._failures, self.rank}) == self.size:
                     return
                 time.sleep(_POLL)
         self._end_program()
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         """Raise `ProcessLostError` if another process has left the call."""
-        self._listen()
-        if (error := self._failure) is not None:
+        self._read_failures()
+        if (error := self._first_failure()) is not None:
             raise error
 
-    @property
-    def _failure(self) -> ProcessLostError | None:
-        """The error that names the first other process that has left the call; None: none has."""
-        for rank, reason in self._left.items():
+    def _first_failure(self) -> ProcessLostError | None:
+        """Return the error that names the first other process that has left the call, or None."""
+        for rank, reason in self._failures.items():
             if rank != self.rank:
-                return self._lost(f"process {rank} has failed: {reason}")
+                return self._process_lost_error(f"process {rank} has failed: {reason}")
         return None
 
-    def _lost(self, what: str) -> ProcessLostError:
+    def _process_lost_error(self, what: str) -> ProcessLostError:
+        """Return the error that says what has happened, and how to go on."""
         return ProcessLostError(
             f"process {self.rank} of {self.size}: {what}. The state before this step is kept: "
             f"start again with {argument('resume')} the folder of the checkpoints, with any number "
@@ -132,15 +138,15 @@ class _Processes:
         except ProcessLostError:
             raise
         except RuntimeError as e:  # of torch.distributed, and the base of MPI.Exception
-            time.sleep(_POLL)  # the reason may come after the end of the connection
+            time.sleep(_POLL)  # the announcement may come after the end of the connection
             with suppress(RuntimeError):
-                self._listen()
-            raise self._failure or self._lost(
-                f"another process does not answer any more ({first_line(e)[:_SHOWN]})"
+                self._read_failures()
+            raise self._first_failure() or self._process_lost_error(
+                f"another process does not answer any more ({first_line(e)[:_LONGEST_REASON]})"
             ) from e
 
 
-class TorchGroup(_Processes):
+class TorchGroup(_ProcessGroup):
     """The default group of `torch.distributed`."""
 
     def __init__(self) -> None:
@@ -152,58 +158,59 @@ class TorchGroup(_Processes):
         self._engine = ref(distributed.distributed_c10d._get_default_group())
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         backend = distributed.get_backend()
-        self._on_gpu, self._waits = backend == "nccl", backend == "gloo"
+        self._on_gpu, self._waits_with_timeout = backend == "nccl", backend == "gloo"
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum."""
-        return self._exchange(self._distributed.all_reduce, array)
+        """Begin to replace an array by its sum; return a function that waits for it."""
+        return self._start_exchange(self._distributed.all_reduce, array)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by that of another process."""
-        self._exchange(self._distributed.broadcast, array, root)()
+        """Replace an array by the array of the process `root`."""
+        self._start_exchange(self._distributed.broadcast, array, root)()
 
-    def _exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
+    def _start_exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
+        """Begin an exchange of an array; return a function that waits for it."""
         tensor = self._torch.from_numpy(array)
         tensor = tensor.cuda() if self._on_gpu else tensor
         with self._translate_errors():
             work = begin(tensor, *more, async_op=True)
 
         def wait() -> None:
-            self._finish(work)
+            self._wait_for_exchange(work)
             if self._on_gpu:
                 np.copyto(array, tensor.cpu().numpy())
 
         return wait
 
-    def _finish(self, work: Any) -> None:
-        """Wait for an exchange, and look from time to time whether another process has failed."""
+    def _wait_for_exchange(self, work: Any) -> None:
+        """Wait for an exchange; raise `ProcessLostError` if another process fails meanwhile."""
         with self._translate_errors():
-            while self._waits:
+            while self._waits_with_timeout:
                 try:
                     work.wait(timedelta(seconds=_POLL))
                     return
                 except RuntimeError:
                     if work.is_completed():
                         break
-                self._check()
-            work.wait()  # raises what has ended it
+                self._raise_failure()
+            work.wait()  # raises the error that has ended the exchange
 
-    def _tell(self, reason: str) -> None:
-        store, key = self._store(), f"onnxgrad/{self._call}"
+    def _announce_failure(self, reason: str) -> None:
+        store, key = self._key_value_store(), f"onnxgrad/{self._call}"
         store.set(f"{key}/{store.add(key, 1)}", f"{self.rank} {reason}")
 
-    def _listen(self) -> None:
-        store = self._store()
-        while store.check([key := f"onnxgrad/{self._call}/{len(self._left) + 1}"]):
+    def _read_failures(self) -> None:
+        store = self._key_value_store()
+        while store.check([key := f"onnxgrad/{self._call}/{len(self._failures) + 1}"]):
             rank, _, reason = store.get(key).decode().partition(" ")
-            self._left[int(rank)] = reason
+            self._failures[int(rank)] = reason
 
-    def _store(self) -> Any:
+    def _key_value_store(self) -> Any:
         return self._distributed.distributed_c10d._get_default_store()
 
 
-def mpi() -> Any:
-    """Import `mpi4py.MPI`, which enters the group of the processes that `mpirun` has started."""
+def import_mpi() -> Any:
+    """Return the module `mpi4py.MPI`; its import enters the group that `mpirun` has started."""
     try:
         from mpi4py import MPI
     except ImportError as e:
@@ -211,61 +218,61 @@ def mpi() -> Any:
     return MPI
 
 
-class MpiGroup(_Processes):
+class MpiGroup(_ProcessGroup):
     """The processes that `mpirun` has started."""
 
     def __init__(self) -> None:
-        MPI = mpi()
+        MPI = import_mpi()
         super().__init__()
         end_together()
-        self._engine, self._mpi, self._all = ref(MPI), MPI, MPI.COMM_WORLD
-        self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
+        self._engine, self._mpi, self._world = ref(MPI), MPI, MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum."""
+        """Begin to replace an array by its sum; return a function that waits for it."""
         with self._translate_errors():
-            request = self._all.Iallreduce(self._mpi.IN_PLACE, array)
-        return lambda: self._finish(request)
+            request = self._world.Iallreduce(self._mpi.IN_PLACE, array)
+        return lambda: self._wait_for_exchange(request)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by that of another process."""
+        """Replace an array by the array of the process `root`."""
         with self._translate_errors():
-            request = self._all.Ibcast(array, root)
-        self._finish(request)
+            request = self._world.Ibcast(array, root)
+        self._wait_for_exchange(request)
 
-    def _finish(self, request: Any) -> None:
-        """Wait for an exchange, and look from time to time whether another process has failed."""
+    def _wait_for_exchange(self, request: Any) -> None:
+        """Wait for an exchange; raise `ProcessLostError` if another process fails meanwhile."""
         with self._translate_errors():
-            _unfinished.append(request)
+            _unfinished_requests.append(request)
             checked = time.monotonic()
             while not request.Test():
                 time.sleep(0)
                 if time.monotonic() - checked > _POLL:
-                    self._check()
+                    self._raise_failure()
                     checked = time.monotonic()
-            _unfinished.remove(request)
+            _unfinished_requests.remove(request)
 
-    def _tell(self, reason: str) -> None:
+    def _announce_failure(self, reason: str) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        told = (self._call, reason)
-        _unfinished.extend(self._all.isend(told, rank, _TAG) for rank in others)
+        message = self._call, reason
+        _unfinished_requests.extend(self._world.isend(message, rank, _TAG) for rank in others)
 
-    def _listen(self) -> None:
+    def _read_failures(self) -> None:
         status = self._mpi.Status()
-        while self._all.iprobe(self._mpi.ANY_SOURCE, _TAG, status):
-            call, reason = self._all.recv(source=status.Get_source(), tag=_TAG)
-            _told.setdefault(call, {})[status.Get_source()] = reason
-        self._left |= _told.get(self._call, {})
+        while self._world.iprobe(self._mpi.ANY_SOURCE, _TAG, status):
+            call, reason = self._world.recv(source=status.Get_source(), tag=_TAG)
+            _announced.setdefault(call, {})[status.Get_source()] = reason
+        self._failures |= _announced.get(self._call, {})
 
     def _end_program(self) -> None:
         error = sys.exc_info()[1]
         traceback.print_exception(error)
-        abort(_code_of(error))
+        abort_processes(_exit_code(error))
 
 
-def abort(code: int) -> None:
-    """End all processes that `mpirun` has started, if there are several."""
-    if (module := world()) is not None:
+def abort_processes(code: int) -> None:
+    """End all processes that `mpirun` has started, with an exit code, if there are several."""
+    if (module := mpi_in_use()) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         module.COMM_WORLD.Abort(code)
@@ -273,39 +280,38 @@ def abort(code: int) -> None:
 
 @cache
 def end_together() -> None:
-    """Let a process that ends, by an error or otherwise, end those that MPI has started with it.
+    """Let the processes that MPI has started end when one of them ends, by an error or otherwise.
 
-    Without it, the process waits for the others while it ends, and they wait for it.
+    Without this, a process that ends waits for the other processes, and they wait for it.
     """
-    before = sys.excepthook
+    show_error = sys.excepthook
 
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        before(kind, error, trace)
+    def abort_after_error(kind: Any, error: BaseException, trace: Any) -> None:
+        show_error(kind, error, trace)
         if isinstance(error, ProcessLostError):
-            time.sleep(1)  # the process whose error it was ends the others, after its traceback
-        abort(_code_of(error))
+            time.sleep(1)  # the process that failed first shows its traceback, and ends the others
+        abort_processes(_exit_code(error))
 
-    sys.excepthook = hook
-    atexit.register(_tell_of_end)
+    def announce_end() -> None:
+        """Let other processes fail in the next call, which this process will never enter."""
+        if mpi_in_use() is not None:
+            group = MpiGroup()
+            group._call = next(_call_numbers)
+            group._announce_failure("its program has ended")
+
+    sys.excepthook = abort_after_error
+    atexit.register(announce_end)
 
 
-def _tell_of_end() -> None:
-    """Let the call that this process will never enter fail in the others."""
-    if world() is not None:
-        group = MpiGroup()
-        group._call = next(_calls)
-        group._tell("its program has ended")
-
-
-def _code_of(error: BaseException | None) -> int:
-    """Return the exit code of a process that an error ends."""
+def _exit_code(error: BaseException | None) -> int:
+    """Return the exit code of a process that ends by an error."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) and error.code else 1
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def world() -> Any:
-    """Return the module of MPI, if it is in use and has started several processes."""
+def mpi_in_use() -> Any:
+    """Return the module `mpi4py.MPI` if it is initialized and has several processes, else None."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():
         return None

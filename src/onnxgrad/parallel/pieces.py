@@ -1,4 +1,4 @@
-"""A graph with nodes that exchange values, cut into models that run between the exchanges."""
+"""Cut a graph at its nodes that exchange values, into models that run between the exchanges."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import exchanges
 
-Numbers = dict[ir.Node, int]
-
 
 @dataclass(frozen=True)
 class Exchange:
-    """A value that processes exchange: `sent` becomes `received`.
+    """A value that processes exchange.
 
-    `root` is the process whose value it is; None: it is the sum. `ratio` names (r, n): the sum is
-    multiplied by r / n, where n is received in the same piece or an earlier one. `shape` is None if
-    it is not static.
+    Attributes:
+        sent: name of the value before the exchange.
+        received: name of the value after the exchange.
+        root: rank of the process whose value all receive; None if they receive the sum.
+        ratio: names of (r, n), by whose ratio r / n the sum is multiplied; n is received in the
+            same piece or an earlier one.
+        shape: shape of the value; None if it is not static.
+        dtype: dtype of the value.
     """
 
     sent: str
@@ -37,9 +40,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Piece:
-    """A model, and the exchanges that follow its run; `last` are values that nothing reads later.
+    """A model that runs between two exchanges.
 
-    The model may be without nodes.
+    Attributes:
+        model: the model; it may be without nodes.
+        exchanges: the exchanges that follow its run.
+        last: names of the values that no later piece reads.
     """
 
     model: ModelProto
@@ -47,23 +53,23 @@ class Piece:
     last: list[str]
 
 
-def cut(model: ir.Model, most: float = inf) -> list[Piece]:
+def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
     """Return the pieces of a model, in the order of their runs.
 
-    Each node is in the last piece that it can be in, so that few values go from piece to piece: the
-    forward pass is in that of the gradients, though what it reads is there before.
+    Each node is in the last piece that can compute it, so that few values go from piece to piece:
+    the forward pass is in the piece of the gradients, though an earlier piece could compute it.
 
     Args:
-        model: nodes that exchange values are not in its subgraphs.
-        most: bytes of a message. Of one that is larger, a half has a piece of its own, and is under
-            way while what the other half needs is computed.
+        model: a model without nodes that exchange values in its subgraphs.
+        most: the largest number of bytes of a message. A larger message is split into two halves;
+            the first half is sent while the nodes in front of the second half run.
     """
     graph = model.graph
-    number = _numbers(graph)
+    number = _piece_numbers(graph)
     for node, i in list(number.items()):
-        if (total := _ratio_total(node)) is not None:
+        if (total := _total_of_ratio(node)) is not None:
             number[total] = min(number[total], i)
-    _divide(number, most)
+    _split_largest_message(number, most)
     last_read: dict[ir.Value, int] = {}
     for node, i in number.items():
         for v in reads(node):
@@ -75,21 +81,21 @@ def cut(model: ir.Model, most: float = inf) -> list[Piece]:
     written = dict(zip(graph, proto.graph.node, strict=True))
     pieces = []
     for i in range(count):
-        own = [node for node, n in number.items() if n == i]
-        nodes = [node for node in own if not exchanges(node)]
+        in_piece = [node for node, n in number.items() if n == i]
+        nodes = [node for node in in_piece if not exchanges(node)]
         results = {y: None for node in nodes for y in node.outputs}
         sent = {x for node, n in number.items() if n >= i and exchanges(node) for x in node.inputs}
         taken = {v: None for node in nodes for v in reads(node) if v not in results}
         given = [y for y in results if last_read.get(y, 0) > i or y in sent]
-        part = _model(proto, [written[n] for n in nodes], list(taken), given)
+        part = _extract_model(proto, [written[n] for n in nodes], list(taken), given)
         unread = [str(v.name) for v, n in last_read.items() if n == i]
-        pieces.append(Piece(part, [_exchange(n) for n in own if exchanges(n)], unread))
+        pieces.append(Piece(part, [_exchange_record(n) for n in in_piece if exchanges(n)], unread))
     return pieces
 
 
-def _numbers(graph: ir.Graph) -> Numbers:
-    """Return the piece of each node: the last one, of as few pieces as there can be."""
-    first: Numbers = {}
+def _piece_numbers(graph: ir.Graph) -> dict[ir.Node, int]:
+    """Return the number of the piece of each node: the last one possible, of as few as possible."""
+    first: dict[ir.Node, int] = {}
     for node in graph:
         before = [p for v in reads(node) if (p := v.producer()) is not None and p in first]
         first[node] = max((first[p] + exchanges(p) for p in before), default=0)
@@ -104,12 +110,16 @@ def _numbers(graph: ir.Graph) -> Numbers:
     return number
 
 
-def _divide(number: Numbers, most: float) -> None:
-    """Give what sends the first half of the largest message a piece of its own, if it is large.
+def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
+    """Give the first half of the largest message a separate piece, if it is larger than `most`.
 
-    The first half is that which is computed first.
+    The first half are the values that are computed first.
     """
-    sizes = {n: _nbytes(_sent(n)) for n in number if exchanges(n) and "root" not in n.attributes}
+    sizes = {
+        n: _value_nbytes(_sent_value(n))
+        for n in number
+        if exchanges(n) and "root" not in n.attributes
+    }
     of_piece = Counter[int]()
     for node, size in sizes.items():
         of_piece[number[node]] += size
@@ -117,16 +127,16 @@ def _divide(number: Numbers, most: float) -> None:
     if total <= most:
         return
     positions = {y: i for i, node in enumerate(number) for y in node.outputs}
-    own = [node for node in sizes if number[node] == piece]
+    in_piece = [node for node in sizes if number[node] == piece]
     first, done = set[ir.Node](), 0
-    for node in sorted(own, key=lambda node: positions.get(_sent(node), 0)):
+    for node in sorted(in_piece, key=lambda node: positions.get(_sent_value(node), 0)):
         if done + sizes[node] / 2 > total / 2:
             break
         first.add(node)
         done += sizes[node]
     if not first:
         return
-    waiting = [*first, *(t for n in first if (t := _ratio_total(n)) is not None)]
+    waiting = [*first, *(t for n in first if (t := _total_of_ratio(n)) is not None)]
     while waiting:
         node = waiting.pop()
         first.add(node)
@@ -137,29 +147,30 @@ def _divide(number: Numbers, most: float) -> None:
             number[node] = i + 1
 
 
-def _sent(node: ir.Node) -> ir.Value:
-    """Return the value that a node which exchanges one sends."""
+def _sent_value(node: ir.Node) -> ir.Value:
+    """Return the value that a node sends to other processes."""
     x = node.inputs[0]
     assert x is not None
     return x
 
 
-def _nbytes(value: ir.Value) -> int:
-    """Return the size of a value; 0 if it is not known."""
+def _value_nbytes(value: ir.Value) -> int:
+    """Return the number of bytes of a value; 0 if its shape is not static."""
     shape = static(dims(value))
     return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
 
 
-def _ratio_total(node: ir.Node) -> ir.Node | None:
-    """Return the sum over processes by which that of `node` is divided; None: by none."""
+def _total_of_ratio(node: ir.Node) -> ir.Node | None:
+    """Return the AllReduce of n in the ratio r / n of an AllReduce; None without a ratio."""
     if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
         return None
     readers = (reader for reader, _ in node.inputs[2].uses())
     return next(r for r in readers if exchanges(r) and len(r.inputs) == 1)
 
 
-def _exchange(node: ir.Node) -> Exchange:
-    x, y, total = _sent(node), node.outputs[0], _ratio_total(node)
+def _exchange_record(node: ir.Node) -> Exchange:
+    """Return the `Exchange` of a node."""
+    x, y, total = _sent_value(node), node.outputs[0], _total_of_ratio(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     values = () if total is None else (node.inputs[1], total.outputs[0])
@@ -167,13 +178,13 @@ def _exchange(node: ir.Node) -> Exchange:
     return Exchange(str(x.name), str(y.name), root, ratio, static(dims(x)), x.dtype)
 
 
-def _model(
+def _extract_model(
     whole: ModelProto,
     nodes: Sequence[NodeProto],
     inputs: Sequence[ir.Value],
     outputs: Sequence[ir.Value],
 ) -> ModelProto:
-    """Return the model of some nodes of `whole`; initializers among its inputs stay such."""
+    """Return the model of some nodes of `whole`; initializers among `inputs` stay initializers."""
     model = ModelProto(ir_version=whole.ir_version, producer_name="onnxgrad")
     model.opset_import.extend(whole.opset_import)
     graph = model.graph

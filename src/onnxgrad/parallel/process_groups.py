@@ -13,13 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from onnxgrad.checks import check_choice
-from onnxgrad.parallel.engines import (
-    MpiGroup,
-    TorchGroup,
-    Wait,
-    mpi,
-    world,
-)
+from onnxgrad.parallel.engines import MpiGroup, TorchGroup, Wait, import_mpi, mpi_in_use
 from onnxgrad.runtime.session import process_count
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
@@ -30,20 +24,20 @@ class DataParallel:
     """How the processes of a group train one model: each computes the gradient of its rows.
 
     Without it, a `Trainer` inside of an initialized group of `torch.distributed`, or of MPI, uses
-    the defaults. The batch size is that of all processes together, and the weights are those of one
-    process up to rounding, except where masks of dropout are drawn, and with statistics of batches
-    that are not synchronised.
+    the defaults. The batch size is the number of rows in all processes together. The trained
+    weights equal the weights that one process trains, up to rounding; unless masks of dropout are
+    drawn, or statistics of batches are not synchronized.
 
     Args:
         engine: "torch": the default group of `torch.distributed`, with gloo, mpi or nccl; "mpi":
-            `mpi4py.MPI.COMM_WORLD`; "auto": the one that is there.
+            `mpi4py.MPI.COMM_WORLD`; "auto": whichever of these is initialized.
         sync_batch_norm: `batch_norm="train"` normalizes by the statistics of the rows of all
-            processes, as one process would; otherwise by those of its own rows, and the running
-            statistics are averaged.
-        shard_optimizer: each process keeps the slots of some of the weights only, updates these,
-            and sends them to the others (ZeRO, stage 1).
-        shards: whether the data that a process passes are its own rows, of which its batches
-            consist, such as those of a DataLoader with a DistributedSampler. Otherwise all pass the
+            processes, as one process would; otherwise each process normalizes by the statistics of
+            its rows, and the running statistics are averaged.
+        shard_optimizer: each process keeps the slots of some of the weights only, updates these
+            weights, and sends them to the other processes (ZeRO, stage 1).
+        shards: whether each process passes different rows, of which its batches consist, such as
+            the rows of a DataLoader with a DistributedSampler. Otherwise all processes pass the
             same data, and each takes its part of every batch.
 
     Raises:
@@ -74,49 +68,80 @@ class Group(Protocol):
     size: int
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace a contiguous array by its sum over the processes; return what waits."""
+        """Begin to replace a contiguous array by its sum over the processes.
+
+        Returns:
+            A function that waits until the sum is in the array.
+        """
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace a contiguous array by that of the process `root`."""
+        """Replace a contiguous array by the array of the process `root`."""
 
     def gather(self, item: Any) -> list[Any]:
         """Return the item of every process, by rank; any object that can be pickled."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Let the block, which all processes enter, end in all of them, or fail in all."""
+        """Return a context in which all processes end the block, or all of them raise."""
 
 
 class Alone:
-    """One process, which is the whole group."""
+    """A group of one process."""
 
     rank, size = 0, 1
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Leave the array as it is."""
+        """Return a function that does nothing: the array is its sum."""
         return lambda: None
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Leave the array as it is."""
+        """Leave the array unchanged."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the item."""
+        """Return a list of the item."""
         return [item]
 
     def together(self) -> AbstractContextManager[None]:
-        """Let the block fail by itself."""
+        """Return a context without effect."""
         return nullcontext()
 
 
+@dataclass(frozen=True)
+class Part:
+    """The part of a batch that one process computes.
+
+    Attributes:
+        rank: number of the part.
+        size: number of parts, whose numbers of rows differ by one at most.
+    """
+
+    rank: int
+    size: int
+
+    def rows(self, count: int) -> slice:
+        """Return the rows of this part of a batch of `count` rows; it may have none."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def count(self, count: int) -> int:
+        """Return the number of rows that `fed` takes of a batch of `count` rows."""
+        return len(range(count)[self.fed(count)])
+
+    def fed(self, count: int) -> slice:
+        """Return the rows of this part, or another row if it has none: a model needs a row."""
+        rows = self.rows(count)
+        first = min(rows.start, count - 1)
+        return slice(first, max(rows.stop, first + 1))
+
+
 def group_of(parallel: DataParallel | bool | None) -> Group | None:
-    """Return the group that this process is in; None: it trains alone.
+    """Return the group of this process; None if it trains alone.
 
     Args:
-        parallel: False: alone. None: in the group that is there, if it has several processes. A
-            `DataParallel`, True for the defaults: in that of its engine, also if there is only one
-            process.
+        parallel: False: no group. None: the initialized group, if it has several processes. A
+            `DataParallel`, or True for its defaults: the group of its engine, also if it has only
+            one process.
 
     Raises:
-        ValueError: the group is not there.
+        ValueError: no group of the engine is initialized.
     """
     if parallel is False:
         return None
@@ -135,33 +160,34 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
             raise ValueError(
                 "parallel: this process is in no group: call "
                 "torch.distributed.init_process_group('gloo') first, in a program that torchrun "
-                "starts; or start it by mpirun, with mpi4py installed"
+                "starts; or start the program by mpirun, with mpi4py installed"
             )
         return group if group.size > 1 else Alone()
     if group is None and (size := process_count("WORLD_SIZE", *_MPI_SIZES)) > 1:
         warnings.warn(
-            f"the launcher has started {size} processes, and each trains a model of its own: call "
+            f"the launcher has started {size} processes, and each trains a separate model: call "
             "torch.distributed.init_process_group() or import mpi4py.MPI before fit, so that they "
-            "train one together; parallel=False if this is meant",
+            "train one model together; or pass parallel=False",
             stacklevel=4,
         )
     return group if group is not None and group.size > 1 else None
 
 
 def _in_mpi(parallel: DataParallel | bool | None) -> bool:
-    """Return whether MPI has started several processes, which know it or are told to."""
+    """Return whether MPI has started several processes, and is imported or asked for."""
     if "mpi4py.MPI" in sys.modules:
-        return world() is not None
+        return mpi_in_use() is not None
     return isinstance(parallel, DataParallel) and process_count(*_MPI_SIZES) > 1
 
 
-def join() -> bool:
-    """Enter the group of the launcher that has started this process, if one has.
+def join_launched_group() -> bool:
+    """Enter the group of the launcher that has started this process, if there is one.
 
-    Return whether this process is the first one, or the only one.
+    Returns:
+        Whether this process is the first process, or the only one.
     """
     if process_count(*_MPI_SIZES) > 1:
-        mpi()
+        import_mpi()
     elif process_count("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 

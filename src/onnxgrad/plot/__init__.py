@@ -1,4 +1,9 @@
-"""Pictures, tables, texts and reports of models and trainings."""
+"""Pictures, tables, texts and reports of models and trainings.
+
+A picture is the scene of a model (`scene.py`), whose items get rows (`layering.py`) and coordinates
+(`placement.py`); `svg.py`, `figure.py` and `html.py` draw these, and `dot.py` prints the scene for
+Graphviz. `text.py` prints a model, `layer_table.py` sums up its layers.
+"""
 
 from onnxgrad.lazy_names import offer_names
 

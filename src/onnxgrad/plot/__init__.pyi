@@ -4,6 +4,7 @@ from onnxgrad.plot.dot import (
     to_dot as to_dot,
 )
 from onnxgrad.plot.figure import (
+    plot_history as plot_history,
     plot_onnxs as plot_onnxs,
 )
 from onnxgrad.plot.html import (
@@ -15,9 +16,6 @@ from onnxgrad.plot.layer_table import (
     LayerRow as LayerRow,
     Summary as Summary,
     summary as summary,
-)
-from onnxgrad.plot.loss_curves import (
-    plot_history as plot_history,
 )
 from onnxgrad.plot.svg import (
     to_svg as to_svg,

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import join_first, printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import reads
 from onnxgrad.graph.walk import fold_sizes
@@ -105,8 +105,8 @@ class Summary(list[LayerRow]):
     def _table_cells(self) -> list[list[str]]:
         rows = []
         for layer in self:
-            operators = _join_first(operator_counts(layer.operators), 3)
-            texts = (layer.name, operators, _join_first([*map(_shape_text, layer.shapes)], 2))
+            operators = join_first(operator_counts(layer.operators), 3)
+            texts = (layer.name, operators, join_first([*map(_shape_text, layer.shapes)], 2))
             numbers = (getattr(layer, name) for name in _NUMBERS.values())
             rows.append([*map(printable, texts), *(f"{n:,}" if n else "-" for n in numbers)])
         total = ["total", "", "", *(f"{self.total(name):,}" for name in _NUMBERS.values())]
@@ -301,12 +301,6 @@ class _LayerCounts:
             self.unsized[f"bytes of {value.name!r}, whose shape or type is not known"] = None
             return 0
         return ceil(prod(shape) * value.dtype.itemsize)
-
-
-def _join_first(texts: list[str], most: int) -> str:
-    """Return at most `most` texts, and the number of further ones."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
 
 
 def _shape_text(shape: Dims | None) -> str:

@@ -90,13 +90,9 @@ def onnx_text_plot_io(model: ModelLike) -> str:
         output: name='y' type=dtype('float32') shape=('N',)
     """
     proto = read(model)
-    constants = [_constant_line(t) for t in proto.graph.initializer]
-    inputs, outputs = (
-        _value_lines("input", proto.graph.input),
-        _value_lines("output", proto.graph.output),
-    )
-    lines = [*_opset_lines(proto), *inputs, *constants, *outputs]
-    return "\n".join(map(printable, lines))
+    lines = [*_opset_lines(proto), *_value_lines("input", proto.graph.input)]
+    lines += map(_constant_line, proto.graph.initializer)
+    return "\n".join(map(printable, [*lines, *_value_lines("output", proto.graph.output)]))
 
 
 def _opset_lines(proto: ModelProto) -> list[str]:

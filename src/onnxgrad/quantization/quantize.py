@@ -17,9 +17,9 @@ from onnx import ModelProto, TensorProto
 
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.checks import check_choice, check_count
-from onnxgrad.data.indices import tables
+from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import ModelError, argument, printable, unknown
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import external
 from onnxgrad.model.draft import Draft
 from onnxgrad.model.read import ModelLike, read
@@ -210,7 +210,9 @@ def calibration_feeds(
     """
     model = prepare(proto, batch=BATCH)  # tells symbols of one name apart
     graph, inputs = model.graph, list(model.graph.inputs)
-    objective = Objective(Job(proto), model, inputs, [], Written(), {}, tables(graph, inputs))
+    objective = Objective(
+        Job(proto), model, inputs, [], WrittenLoss(), {}, indexed_tables(graph, inputs)
+    )
     fields = Fields(objective)
     fields.left_out = _LABELS
     size = fields.fixed_rows or min(batch_size, rows)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.files import check_writable, replacing
 from onnxgrad.report.environment import environment
@@ -123,7 +123,6 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
     state, identity = trainer.state, trainer.state.identity or {}
     kept, names = Kept.of(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return {
         "epochs": state.epoch,
         "steps": state.step,
@@ -133,7 +132,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
         "shuffled": identity.get("shuffle", UNKNOWN),
         "ended because": end_reason(trainer) or UNKNOWN,
         "trained weights": f"{len(names)}, of {count:,} elements",
-        "their names": ", ".join(names[:_SHOWN]) + more,
+        "their names": join_first(names, _SHOWN),
         **json_value(parameters_of(trainer)),
     }
 

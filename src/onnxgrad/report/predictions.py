@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.image_files import is_image, is_path, open_image
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecision
 from onnxgrad.metrics.base import PredictionInfo
-from onnxgrad.metrics.metric_batch import Batch
-from onnxgrad.report.measures import histogram
-from onnxgrad.report.row_files import describe_row
-from onnxgrad.training.batches import ArraySource, BatchSource, ReaderSource
+from onnxgrad.metrics.metric_batch import MetricBatch
+from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.output_metrics import prediction_info
 
-WORST = 20  # rows
-POINTS = 1000  # of a scatter of predictions
-COLUMNS = 8  # numbers of a row whose residuals are kept
-_MOST_ELEMENTS = 6  # elements of a label or a prediction
+BINS = 40  # intervals of a histogram
+WORST = 20  # rows of largest loss that are shown
+POINTS = 1000  # most points of a scatter of predictions
+COLUMNS = 8  # most numbers of a row for which residuals are kept
+EDGE = 64  # pixels of the longer side of a picture of a row
+_LOSSLESS = 32 * 32  # pixels up to which PNG is as small as JPEG
+_MOST_ELEMENTS = 6  # elements of a label or a prediction that are shown
 _NAME = "report"  # the metric that error messages name
 
 Arrays = Mapping[str, np.ndarray]
@@ -31,15 +38,17 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Output:
-    """An output of the model, as its loss and metrics read it."""
+    """An output of the model with the loss that reads it."""
 
     info: LossInfo
-    axis: int  # of the rows in the output of the model
+    axis: int  # axis of rows in the output
 
-    def compare(self, prediction: np.ndarray, label: np.ndarray) -> tuple[PredictionInfo, Batch]:
-        """Return predictions and labels as metrics get them."""
+    def compare(
+        self, prediction: np.ndarray, label: np.ndarray
+    ) -> tuple[PredictionInfo, MetricBatch]:
+        """Return predictions and labels in the form that metrics take."""
         about = prediction_info(self.info, prediction, self.axis)
-        return about, Batch(_NAME, about, prediction, label)
+        return about, MetricBatch(_NAME, about, prediction, label)
 
 
 @dataclass
@@ -82,7 +91,7 @@ class _Numbers(_Output):
 
     def result(self) -> dict[str, Any]:
         if self.wide or not self.predictions:
-            reason = f"a row has {self.wide} numbers, and residuals are kept of up to {COLUMNS}"
+            reason = f"a row has {self.wide} numbers, and residuals of up to {COLUMNS} are kept"
             return {"kind": "none", "reason": reason if self.wide else "there is no row"}
         shown, wanted = np.concatenate(self.predictions), np.concatenate(self.labels)
         columns = []
@@ -123,7 +132,7 @@ def examine_predictions(
 ) -> dict[str, Any]:
     """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
 
-    They are of the validation data or, without any, of the training data.
+    The rows are validation data or, without any, training data.
 
     Args:
         trainer: a `Trainer` whose training has ended.
@@ -133,7 +142,9 @@ def examine_predictions(
     """
     call = trainer._call
     if call.sharing is not None:
-        raise ValueError("several processes trained the model, and each has some of the rows")
+        raise ValueError(
+            "several processes trained the model, and each has only a part of the rows"
+        )
     source, name = _examined_data(call)
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
@@ -149,7 +160,8 @@ def examine_predictions(
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
     count = losses = 0
-    numbers = getattr(source, "numbers", None) if numbers is None else numbers
+    reader, order = getattr(source, "reader", None), getattr(source, "numbers", None)
+    numbers = order if numbers is None else numbers
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
@@ -177,7 +189,7 @@ def examine_predictions(
                 "row": first + _row_number(-i, numbers),
                 "loss": loss,
                 "values": shown,
-                **_row_file(-i, source),
+                **describe_row(reader, _row_number(-i, order)),
             }
             for loss, i, shown in worst
         ],
@@ -197,11 +209,32 @@ def _row_number(row: int, numbers: np.ndarray | None) -> int:
     return row if numbers is None else int(numbers[row])
 
 
-def _row_file(row: int, source: BatchSource) -> dict[str, str]:
-    """Return the name and the picture of the file of a row, where rows are files."""
-    if not isinstance(source, ReaderSource):
+def describe_row(reader: Any, row: int) -> dict[str, str]:
+    """Return `file`, relative to the folder of the reader, and `picture`, a data URI.
+
+    The result is empty for a reader without `files`, and lacks `picture` for other files than
+    readable images.
+    """
+    files = getattr(reader, "files", None)
+    if not isinstance(files, list) or not is_path(files[row]):
         return {}
-    return describe_row(source.reader, _row_number(row, source.numbers))
+    file, folder = Path(files[row]), Path(getattr(reader, "path", "."))
+    name = file.relative_to(folder) if file.is_relative_to(folder) else file
+    shown = {"file": name.as_posix()}
+    if is_image(file):
+        with suppress(OSError, ValueError, ImportError):  # the name of the file is enough
+            shown["picture"] = picture(file)
+    return shown
+
+
+def picture(file: str | os.PathLike) -> str:
+    """Return a small copy of an image as a data URI."""
+    image = open_image(file)
+    image.thumbnail((EDGE, EDGE))
+    kind = "png" if image.width * image.height <= _LOSSLESS else "jpeg"
+    out = io.BytesIO()
+    image.save(out, kind, **({"quality": 80} if kind == "jpeg" else {}))
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _has_classes(info: LossInfo) -> bool:
@@ -241,6 +274,20 @@ def _first_elements(array: np.ndarray) -> list[Any]:
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
     return [*flat[:_MOST_ELEMENTS].tolist(), *(["…"] if flat.size > _MOST_ELEMENTS else [])]
+
+
+def histogram(array: np.ndarray) -> dict[str, Any]:
+    """Return a histogram between the smallest and the largest element, as numbers for JSON.
+
+    `low` and `high` are these elements, `counts` the number of elements in each of `BINS` equal
+    intervals between them.
+    """
+    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
+    if not flat.size:
+        return {"low": 0.0, "high": 0.0, "counts": []}
+    low, high = float(flat.min()), float(flat.max())
+    bins = BINS if high > low else 1
+    return {"low": low, "high": high, "counts": np.histogram(flat, bins)[0].tolist()}
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:

@@ -20,8 +20,7 @@ from onnxgrad.language.generation import generate
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
-from onnxgrad.report.measures import change, description, histograms, norm, thin
-from onnxgrad.report.predictions import examine_predictions
+from onnxgrad.report.predictions import examine_predictions, histogram
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
@@ -30,8 +29,9 @@ from onnxgrad.training.callbacks.trackers import parameters_of
 from onnxgrad.training.diagnose import Kept, end_reason, sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
-_STEPS = 1000  # points of the loss by step: then neighbors are joined
-_LINES = 400  # of the text of the model
+MOST_NORMS = 256  # records of norms, above which every second one is removed
+_STEPS = 1000  # points of the loss by step, above which neighbors are joined
+_LINES = 400  # lines of the text of the model
 
 
 class Recorder(Callback):
@@ -49,7 +49,7 @@ class Recorder(Callback):
     losses of single rows, and `profile` + 1 steps. Norms of gradients are computed in the step.
 
     Put it behind `EarlyStopping` in the list, so that the restored weights are examined. A
-    checkpoint holds what was recorded so far; a resumed training goes on with it.
+    checkpoint holds the records so far; a resumed training adds to them.
 
     Args:
         folder: where to write; created if it is missing.
@@ -132,8 +132,8 @@ class Recorder(Callback):
                 "about": self.about,
                 "parameters": json_value(parameters_of(trainer)),
                 "model": _summary_of(trainer._job.proto),
-                "weights": {n: description(w) for n, w in self._weights.items()},
-                "before": histograms(self._weights),
+                "weights": {n: describe_weight(w) for n, w in self._weights.items()},
+                "before": {n: histogram(w) for n, w in self._weights.items()},
                 "classes": None if self.classes is None else [str(c) for c in self.classes],
                 "steps": [],
                 "norms": [],
@@ -173,7 +173,7 @@ class Recorder(Callback):
         kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
-            "after": histograms(state.weights),
+            "after": {n: histogram(w) for n, w in state.weights.items()},
             "stop_reason": state.stop_reason,
             "reason": end_reason(trainer),
             "kept": {"epoch": kept.epoch, "step": kept.step, "whole": kept.whole},
@@ -181,7 +181,7 @@ class Recorder(Callback):
             "step": state.step,
         }
         absent: dict[str, str] = {}
-        parts = {"examined": self._examine_predictions, "operators": self._profile_operators}
+        parts = {"examined": self._examine_rows, "operators": self._profile_operators}
         if state.stop_reason in (*UNFINISHED, "not finite"):
             absent = dict.fromkeys(parts, f"the training broke off ({state.stop_reason})")
             parts = {}
@@ -212,14 +212,16 @@ class Recorder(Callback):
                 "step": state.step,
                 "since": self._since,
                 "gradient": {n: float(v) for n, v in (gradients or {}).items()},
-                "weight": {n: norm(w) for n, w in new.items()},
-                "update": {n: change(w, old[n]) for n, w in new.items()},
+                "weight": {n: two_norm(w) for n, w in new.items()},
+                "update": {n: two_norm(w, old[n]) for n, w in new.items()},
             }
         )
         self._weights, self._since = dict(new), state.step
-        entry["stride"] = thin(records, entry["stride"])
+        if len(records) > MOST_NORMS:
+            del records[-2::-2]  # every second record, without the last
+            entry["stride"] *= 2
 
-    def _examine_predictions(self, trainer: Any) -> Any:
+    def _examine_rows(self, trainer: Any) -> Any:
         return examine_predictions(trainer, self.seconds, self.row_numbers, self.first_row)
 
     def _continue_prompts(self, trainer: Any) -> Any:
@@ -230,7 +232,7 @@ class Recorder(Callback):
     def _profile_operators(self, trainer: Any) -> Any:
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
-            raise ValueError("the recorder was told so: profile=0")
+            raise ValueError("the recorder has profile=0")
         call = trainer._call
         sample = sample_step(call)
         if sample is None:
@@ -247,6 +249,16 @@ class Recorder(Callback):
         text = json.dumps(json_value(written), allow_nan=False)
         with replacing(self.path) as file:
             file.write_text(text, encoding="utf-8")
+
+
+def describe_weight(array: np.ndarray) -> dict[str, Any]:
+    """Return shape, dtype and size of a weight, as values for JSON."""
+    return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
+
+
+def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
+    """Return the 2-norm of the elements of a difference of arrays, in float64."""
+    return float(np.linalg.norm(np.subtract(array, subtracted, dtype=np.float64)))
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxgrad.report.measures import description, histograms
-from onnxgrad.report.recorder import FILE, FORMAT
+from onnxgrad.report.predictions import histogram
+from onnxgrad.report.recorder import FILE, FORMAT, describe_weight
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 
@@ -34,13 +34,13 @@ def load_run(path: str | os.PathLike) -> Run:
     if path.is_dir():
         return _load_folder(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: name the folder or the log of a training")
+        raise FileNotFoundError(f"{path} does not exist: pass the folder or history of a training")
     if path.suffix == ".csv":
         return {"source": "history", "history": _read_csv(path)}
     if path.suffix != ".json":
         raise ValueError(
-            f"{path} holds no recorded training: name the folder of --record, a history (.csv or "
-            ".json), or the folder of a checkpoint"
+            f"{path} is no record of a training: pass the folder of a Recorder (--record), a "
+            "history (.csv or .json), or the folder of a checkpoint"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -50,10 +50,11 @@ def load_run(path: str | os.PathLike) -> Run:
         return {"source": "history", "history": content}
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return {"source": "run", **content}
-    raise ValueError(f"{path} is neither a history nor in the format {FORMAT}")
+    raise ValueError(f"{path} is neither a history nor a file in the format {FORMAT}")
 
 
 def _load_folder(folder: Path) -> Run:
+    """Return the records in the folder of a `Recorder` or of a `Checkpoint`."""
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
     found = newest(folder, saving.read)
@@ -67,8 +68,8 @@ def _load_folder(folder: Path) -> Run:
     run: Run = {"source": "checkpoint", "history": numbers.get("history", [])}
     run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}
     if weights := arrays.get("weights"):
-        run["after"] = histograms(weights)
-        run["weights"] = {n: description(w) for n, w in weights.items()}
+        run["after"] = {n: histogram(w) for n, w in weights.items()}
+        run["weights"] = {n: describe_weight(w) for n, w in weights.items()}
     for entry in callbacks.values():
         if entry.get("format") == FORMAT:
             run = entry | run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ Provider = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Device:
-    """A processor and its memory.
+    """A processor with its memory: the CPU, or one GPU.
 
     Args:
         kind: "cpu" or "cuda".
@@ -88,11 +88,6 @@ class Device:
         """Return an OrtValue with newly allocated memory on this device."""
         return ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.kind, self.index)
 
-    def bind_outputs(self, binding: ort.IOBinding, names: Iterable[str]) -> None:
-        """Bind the outputs `names` to new memory on this device."""
-        for name in names:
-            binding.bind_output(name, self.kind, self.index)
-
     def check_holds(self, what: str, value: ort.OrtValue) -> None:
         """Raise ValueError if `value` is on another device, as far as onnxruntime reports it."""
         kind = value.device_name().lower().replace("gpu", "cuda")
@@ -115,13 +110,13 @@ def read_providers(
 
     Args:
         providers: a device, or a list of names or of pairs (name, options); None is the CPU.
-        options: options of the providers, a dict for each, if they are no pairs.
+        options: the options of each provider, a dict, if `providers` are no pairs.
         index: number of the GPU; None takes it from the options, or 0.
 
     Raises:
         ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
             that contradict each other.
-        ValueError: options that are no dicts, not as many as there are providers, or twice.
+        ValueError: `options` beside a device or pairs, or not one for each provider.
     """
     pairs = _provider_pairs(providers, options)
     on_gpu = [settings for name, settings in pairs if name in _ON_CUDA]
@@ -145,18 +140,25 @@ def read_providers(
 
 
 def _gpu_number(device_id: Any) -> int:
+    """Return the number of a GPU, which providers take as a text, too."""
     if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
         raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
     return int(device_id)
 
 
 def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
+    """Return execution providers, each with a copy of its options; see `read_providers`."""
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
-        chosen = _device_of(providers).providers
+        try:
+            device = Device.of(providers)
+        except ProviderError:
+            raise ProviderError(
+                f"providers is a list of names, not {providers!r}; or {VALID}"
+            ) from None
         numbered = isinstance(providers, Device) or ":" in str(providers)
-        return chosen if numbered else [(name, {}) for name, _ in chosen]
+        return device.providers if numbered else [(name, {}) for name, _ in device.providers]
     names = list(providers or [_CPU])
     if options is not None:
         if not all(isinstance(name, str) for name in names):
@@ -165,13 +167,6 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
             raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
         names = list(zip(names, options, strict=True))
     return [_with_options(name) for name in names]
-
-
-def _device_of(device: Any) -> Device:
-    try:
-        return Device.of(device)
-    except ProviderError:
-        raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
 
 
 def _with_options(provider: Any) -> Provider:

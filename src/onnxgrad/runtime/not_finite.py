@@ -30,9 +30,9 @@ def first_not_finite(
 ) -> str | None:
     """Return which node first computes NaN or infinity, though its inputs are finite.
 
-    Only nodes on which an output that is not finite depends are considered, through values that are
-    not finite either: the infinities of a mask in front of a Softmax are no fault. Of an If, the
-    node of the branch that it takes is named, too; of a Loop or Scan, none of its body.
+    Only nodes are considered on which an output that is not finite depends through values that are
+    not finite, either: the infinities of a mask in front of a Softmax are no fault. In the branch
+    that an If takes, the first such node is named, too; in the body of a Loop or Scan, none is.
 
     The model runs once, in pieces, on the CPU. Only those values are kept that later pieces read.
 
@@ -40,7 +40,7 @@ def first_not_finite(
         model: model; never modified.
         feed: its inputs.
         rows: the number of each row of `feed`, so that the rows at fault are named.
-        of: the end of the list of rows, such as " of batch 3".
+        of: the text behind the list of rows, such as " of batch 3".
 
     Returns:
         The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
@@ -130,7 +130,7 @@ class _Search:
         return model
 
     def _first_in_branch(self, node: NodeProto) -> str:
-        """Return which node is at fault in the branch that an If takes; "" for other operators."""
+        """Return a text on the node at fault in the branch that an If takes; "" for other nodes."""
         if node.op_type != "If":
             return ""
         try:
@@ -239,6 +239,7 @@ class _Search:
     # -- messages -------------------------------------------------------------------------------
 
     def _node_message(self, name: str, outputs: Sequence[str]) -> str:
+        """Return the message on the node that computes the value `name`."""
         i = self.producers[name]
         text = f"{_node_title(self.nodes[i], name)} gives {self._value_state(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
@@ -253,6 +254,7 @@ class _Search:
         return text
 
     def _constant_message(self, name: str, node: int | None) -> str:
+        """Return the message on an input or constant, from which `node` computes NaN."""
         kind = "input" if name in self.feed else "constant"
         text = f"the {kind} {printable(name)!r} holds {self._value_state(name)}"
         if name in self.feed and np.ndim(self.feed[name]):
@@ -279,5 +281,6 @@ def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
 
 
 def _node_title(node: NodeProto, output: str | None = None) -> str:
+    """Return the operator of a node with its name and one output, for messages."""
     name = f"node {printable(node.name)!r}, " if node.name else ""
     return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from onnx import ModelProto
 
 from onnxgrad.errors import argument, escaping
 from onnxgrad.model.feeds import session_dtype
@@ -16,57 +17,60 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import warn_once
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, session
+from onnxgrad.runtime.values import take_rows
 
 Arrays = dict[str, np.ndarray]
 ROWS = 256  # of a call
+MANY_ROWS = 4 * ROWS  # of a call of a model that computes little for each row
 
 
 class Predictor:
-    """Runs a model on arrays, which it casts to the dtypes of the inputs.
+    """Runs a model on rows of arrays.
 
     Args:
-        model: model, serialized model or path.
+        model: model, serialized model or path; or a session of onnxruntime.
         outputs: names of the outputs that calls return; empty: all.
-        device: where to run.
+        device: where a model runs.
         fixed_rows: rows of a static batch, which every call has; None: as the model declares, 0:
             any number of rows.
-        work: multiply-adds of a call, for which there are threads; None: a thread for each core.
+        work: multiply-adds of a call of a model, for which there are threads; None: a thread for
+            each core.
 
     Attributes:
-        inputs, outputs: the descriptions by onnxruntime, by name: types and shapes.
+        inputs, outputs: onnxruntime's description of each input and output, by name.
         fixed_rows: rows of a static batch; 0 if a call takes any number of rows.
     """
 
     def __init__(
         self,
-        model: ModelLike,
+        model: ModelLike | ort.InferenceSession,
         outputs: Sequence[str] = (),
         device: Device | str = "cpu",
         fixed_rows: int | None = None,
         work: float | None = None,
     ) -> None:
-        running, device = read(model), Device.of(device).check()
-        if work is None:
-            settings = ort.SessionOptions()
-            settings.log_severity_level = 4  # files hold constants that no node reads, and more
-            self.session = loaded(running, settings, providers=device.providers)
+        proto = ModelProto()
+        if isinstance(model, ort.InferenceSession):
+            self.session = model
         else:
-            self.session = session(running, device, work)
+            proto, device = read(model), Device.of(device).check()
+            if work is None:
+                self.session = loaded(proto, providers=device.providers)
+            else:
+                self.session = session(proto, device, work)
         self.inputs = {x.name: x for x in self.session.get_inputs()}
         self.outputs = {y.name: y for y in self.session.get_outputs()}
-        self.returned = list(outputs) or list(self.outputs)
-        self.fixed_rows = self._declared_rows if fixed_rows is None else fixed_rows
-        # whether the file states any number of rows for an output: else it may be of all rows
-        returned = (y for y in running.graph.output if y.name in self.returned)
+        # a graph may list an output twice
+        self.returned = list(outputs) or [y.name for y in self.session.get_outputs()]
+        if fixed_rows is None:
+            declared = {x.shape[0] for x in self.inputs.values() if x.shape}
+            (rows,) = declared if len(declared) == 1 else (0,)
+            fixed_rows = rows if isinstance(rows, int) else 0
+        self.fixed_rows = fixed_rows
+        # whether the file declares any number of rows for an output: else it may be of all rows
+        returned = (y for y in proto.graph.output if y.name in self.returned)
         first = [d for y in returned for d in y.type.tensor_type.shape.dim[:1]]
-        self._stated_rows = any(not d.dim_value for d in first)
-
-    @property
-    def _declared_rows(self) -> int:
-        """The first length of all inputs, if all declare the same one; 0 otherwise."""
-        first = {x.shape[0] for x in self.inputs.values() if x.shape}
-        (rows,) = first if len(first) == 1 else (0,)
-        return rows if isinstance(rows, int) else 0
+        self._declares_any_rows = any(not d.dim_value for d in first)
 
     @cached_property
     def dtypes(self) -> dict[str, np.dtype]:
@@ -78,63 +82,75 @@ class Predictor:
     def run(self, feed: Any, outputs: Sequence[str] = ()) -> list[Any]:
         """Return outputs of one call, for arrays by name, or for the array of the only input.
 
+        The arrays are cast to the dtypes of the inputs.
+
         Raises:
             ValueError: an input without an array, or an array that no input takes.
         """
         by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
-        if by_name.keys() != self.inputs.keys() or any(a is None for a in by_name.values()):
-            self._refuse_names(by_name)
-        arrays = {n: np.asarray(array, self.dtypes.get(n)) for n, array in by_name.items()}
-        return self.session.run(list(outputs) or self.returned, arrays)
-
-    def _refuse_names(self, by_name: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for inputs that have no array, or arrays that no input takes."""
         if missing := [name for name in self.inputs if by_name.get(name) is None]:
             raise ValueError(f"the model needs the inputs {missing}, and got {list(by_name)}")
-        unknown = [name for name in by_name if name not in self.inputs]
-        raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
+        if unknown := [name for name in by_name if name not in self.inputs]:
+            raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
+        arrays = {n: np.asarray(array, self.dtypes.get(n)) for n, array in by_name.items()}
+        return self.compute(arrays, outputs)
 
-    def run_rows(self, feed: Mapping[str, np.ndarray], most: int | None = None) -> dict[str, Any]:
+    def compute(self, values: Mapping[str, Any], outputs: Sequence[str] = ()) -> list[Any]:
+        """Return outputs of one call as `run`, without its checks and casts.
+
+        `values` has arrays of the dtypes of the inputs, or OrtValues, and may have more names, such
+        as all the weights of a training. Names in messages are not escaped.
+        """
+        fed = {name: values[name] for name in self.inputs}
+        return self.session.run(list(outputs) or self.returned, fed)
+
+    def run_rows(
+        self,
+        feed: Mapping[str, np.ndarray],
+        most: int | None = None,
+        whole: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Return the outputs that have a row for each row of `feed`, by name.
 
-        A call has at most so many rows, or the rows of a static batch: missing ones are copies of
-        the last row, and are cut from the outputs. A file may declare any number of rows, and not
-        compute them: where it runs on one row, and not on two copies of it, each call gets one.
+        A call has at most `most` rows, or the rows of a static batch: missing rows are copies of
+        the last row, and are cut from the outputs. Every call gets the arrays that `whole` names,
+        which have no rows. A file may declare any number of rows, and not compute them: where it
+        runs on one row, and not on two copies of it, each call gets one row.
 
         Raises:
-            ValueError: as `run`.
+            ValueError: as `run`; no rows for a static batch; an output that differs in length
+                between calls, along another axis than the rows.
         """
-        count = len(next(iter(feed.values())))
+        count = next(len(array) for name, array in feed.items() if name not in whole)
         size = self.fixed_rows or min(count, most or count)
         if count > size:
-            starts = range(0, count, size)
-            parts = [self.run_rows({n: a[i : i + size] for n, a in feed.items()}) for i in starts]
+            cuts = (slice(i, i + size) for i in range(0, count, size))
+            parts = [self.run_rows(take_rows(feed, cut, whole), None, whole) for cut in cuts]
             names = [name for name in self.returned if all(name in part for part in parts)]
-            return {name: _join_rows([part[name] for part in parts]) for name in names}
+            return {name: join_rows(name, [part[name] for part in parts]) for name in names}
         if count < size:
-            feed = {
-                name: np.concatenate([array, np.repeat(array[-1:], size - count, axis=0)])
-                for name, array in feed.items()
-            }
+            if not count:
+                raise ValueError(f"the model takes {size} rows at once, and the data have no row")
+            feed = take_rows(feed, np.minimum(np.arange(size), count - 1), whole)
         try:
             named = dict(zip(self.returned, self.run(feed), strict=True))
         except Exception:  # of several types
-            if self.fixed_rows or count < 2 or not self._takes_one_row(feed):
+            if self.fixed_rows or count < 2 or not self._takes_one_row(feed, whole):
                 raise
-            return self.run_rows(feed)
+            return self.run_rows(feed, None, whole)
         found = {name: y[:count] for name, y in named.items() if _count_rows(y) == size}
-        several = count > 1 and not self.fixed_rows
-        if several and not found and self._stated_rows and self._takes_one_row(feed):
-            return self.run_rows(feed)
+        may_be_single = count > 1 and not self.fixed_rows and self._declares_any_rows
+        if not found and may_be_single and self._takes_one_row(feed, whole):
+            return self.run_rows(feed, None, whole)
         return found
 
-    def _takes_one_row(self, feed: Mapping[str, np.ndarray]) -> bool:
+    def _takes_one_row(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
         """Return whether the model runs on the first row, and not on two copies of it.
 
         If so, each call gets one row from now on, and the logger warns.
         """
         for count in (1, 2):
-            rows = {n: np.repeat(array[:1], count, axis=0) for n, array in feed.items()}
+            rows = take_rows(feed, np.zeros(count, int), whole)
             try:
                 runs = any(_count_rows(y) == count for y in self.run(rows))
             except Exception:  # of several types
@@ -160,9 +176,23 @@ class Predictor:
         return found
 
 
-def _join_rows(parts: list[Any]) -> Any:
-    """Return the rows of several calls as one array, or as one list of maps."""
-    return list(chain(*parts)) if isinstance(parts[0], list) else np.concatenate(parts)
+def join_rows(name: str, parts: Sequence[Any], axis: int = 0) -> Any:
+    """Return the rows of an output in several calls: one array, or one list of maps.
+
+    Raises:
+        ValueError: the arrays differ in length along another axis than `axis`, the rows.
+    """
+    if len(parts) == 1 or isinstance(parts[0], list):
+        return parts[0] if len(parts) == 1 else list(chain(*parts))
+    shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
+    if len(shapes) > 1:
+        first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
+        raise ValueError(
+            f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
+            "differ in length: predict rows of one length at a time, or all rows in one batch: "
+            f"{argument('batch_size')}<number of rows>"
+        )
+    return np.concatenate(parts, axis)
 
 
 def _count_rows(y: Any) -> int | None:

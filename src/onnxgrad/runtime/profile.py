@@ -17,12 +17,12 @@ from onnxgrad.operators import WITH_SUBGRAPHS
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 
-_KERNEL = "_kernel_time"  # the last letters of the name of an event that is a run of a node
+_KERNEL = "_kernel_time"  # the end of the name of an event that is a run of a node
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The number of nodes of one operator in one run, their seconds, and the bytes they return."""
+    """The nodes of one operator in one run: their number, their seconds, the bytes they return."""
 
     operator: str
     nodes: float
@@ -41,8 +41,8 @@ def operator_times(
 ) -> list[OperatorTime]:
     """Return the time of each operator in a run of a model, the slowest first.
 
-    The times are means of `runs` runs, after one that does not count. The nodes are counted after
-    onnxruntime's optimizations. `session` documents the other arguments.
+    The times are means over `runs` runs, after a first run that does not count. The nodes are
+    counted after onnxruntime's optimizations. `session` documents the other arguments.
     """
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prefix = os.path.join(folder, "profile")

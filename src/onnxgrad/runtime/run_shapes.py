@@ -15,14 +15,15 @@ from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-# lengths of symbolic dimensions, of first axes and of others; a Squeeze without axes removes ones
+# the lengths of symbolic dimensions in a run: of first axes, and of other axes. A Squeeze without
+# axes removes axes of length one: a second run, in which all are one, shows such a rank
 _LENGTHS, _ONES = (3, 2), (1, 1)
 _KEPT = 64  # models whose run is remembered: a training prepares a model several times
 _runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
-    """Return a function that corrects the stated shape of an output of `proto` by a run.
+    """Return a function that corrects the declared shape of an output of `proto` by a run.
 
     The model runs on random inputs when the first output is asked for. The run gives the rank,
     unless a second run, in which all lengths are one, gives another rank; lengths that the run
@@ -48,7 +49,7 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
         if confirmed != stated:
             warn_once(
                 f"the file states the shape {shape_text(stated)} of the output {y.name!r}, which "
-                f"is {actual} when the model runs: what it states is ignored"
+                f"is {actual} when the model runs: the stated shape is ignored"
             )
         return confirmed
 

@@ -45,8 +45,18 @@ def threads(work: float) -> int:
     return max(1, min((cores or 1) // process_count(*_PROCESS_COUNTS), int(work / WORK_PER_THREAD)))
 
 
+def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
+    """Return the multiply-adds for whose threads a session for calls of `rows` rows is built.
+
+    It is 0 where the rows are not worth another thread, and the work of `most_rows` rows otherwise:
+    two sessions serve calls of any number of rows.
+    """
+    few = work_per_row * min(rows, most_rows) < 2 * WORK_PER_THREAD
+    return 0.0 if few else work_per_row * most_rows
+
+
 def process_count(*names: str) -> int:
-    """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
+    """Return how many processes a launcher has started, from its variables `names`; at least 1."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
 
@@ -106,7 +116,7 @@ def ordered_session(
 
 
 def _give_back_freed() -> None:
-    """Return freed memory of copies to the system: glibc would keep it during a training."""
+    """Return memory freed by copies of a model to the system: glibc would keep it."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -164,13 +174,18 @@ def _session_options(
 
 
 @escaping()
-def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Return a session for a model of any size.
+def loaded(
+    model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
+) -> ort.InferenceSession:
+    """Return a session for a model of any size; by default it writes no log.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
     """
     model = dense_inside(model)
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
     with ExitStack() as stack:
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
@@ -196,6 +211,7 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
 def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
+    """Return a session for a serialized model, without an optimizer that fails on it."""
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
@@ -234,9 +250,9 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
 
 
 def work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the products and convolutions of a graph, per row of the batch.
+    """Return the multiply-adds of the products and convolutions of a graph, for one row.
 
-    Lengths that are not static count as one, and nodes of unknown shapes not at all.
+    Lengths that are not static count as one, and nodes of unknown shapes do not count.
     """
     total = 0
     for node in graph:
@@ -247,7 +263,7 @@ def work(graph: ir.Graph) -> float:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the lengths of a value, one in place of each that is not static."""
+    """Return the lengths of the axes of a value, with one in place of lengths that are unknown."""
     shape = dims(value)
     if shape is None:
         raise UnknownShapeError

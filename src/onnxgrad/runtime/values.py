@@ -6,7 +6,7 @@ Inputs are bound again only if their memory has changed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -27,12 +27,12 @@ FLOATS = {  # by the names of onnxruntime
 }
 
 
-_VIEWED = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-_CACHED_PART = 1 << 16  # elements that stay in the cache
+_NUMPY_FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_CACHED_PART = 1 << 16  # elements of an array that stay in the cache of the processor
 
 
 def wrapped(value: Any) -> Any:
-    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; leave other values."""
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`, or another value."""
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
@@ -52,7 +52,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
-    """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
+    """Return an array or an OrtValue as an OrtValue, which shares the memory of the CPU."""
     if isinstance(value, ort.OrtValue):
         return value
     return device.ortvalue(np.asarray(value, order="C"))
@@ -74,7 +74,7 @@ def array_of(value: Value) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     kind = FLOATS.get(value.data_type())
-    if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
+    if value.device_name().lower() != "cpu" or kind is None or kind not in _NUMPY_FLOATS:
         return value.numpy()
     shape, dtype = tuple(value.shape()), kind.numpy()
     if not (count := prod(shape)):
@@ -103,6 +103,24 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.shape() if isinstance(value, ort.OrtValue) else np.shape(value))
 
 
+def take_rows(
+    arrays: Mapping[str, np.ndarray], rows: slice | np.ndarray, whole: Collection[str] = ()
+) -> dict[str, np.ndarray]:
+    """Return some rows of arrays that have them first, and the arrays `whole`, which have none.
+
+    `take` is faster than an index, but copies the whole of an array that is not contiguous.
+    """
+    taken = {}
+    for name, array in arrays.items():
+        if name in whole:
+            taken[name] = array
+        elif isinstance(rows, slice) or not array.flags.c_contiguous:
+            taken[name] = array[rows]
+        else:
+            taken[name] = array.take(rows, 0)
+    return taken
+
+
 def fit(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
@@ -123,7 +141,7 @@ def fit(
 class Binding:
     """Runs a session on arrays and OrtValues; inputs on its device are not copied.
 
-    An input stays bound while its memory, shape and dtype equal the ones of the previous call. Each
+    An input stays bound while its memory, shape and dtype do not change between calls. Each
     call returns new outputs, except for the outputs that `into` names.
     """
 
@@ -149,16 +167,14 @@ class Binding:
         ):
             self._binding.clear_binding_outputs()  # outputs returned before keep their memory
             for name in outputs:
-                if name in places:
-                    bind_output(self._binding, name, places[name])
-                else:
-                    self._device.bind_outputs(self._binding, [name])
+                bind_output(self._binding, name, places.get(name, self._device))
             self._places = places
         with escaping():
             self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()
 
     def _bind_input(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
+        """Bind an input to a value, unless it is bound to this memory already."""
         if isinstance(value, ort.OrtValue):
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
@@ -175,7 +191,10 @@ class Binding:
         self._bound[name] = key
 
 
-def bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
-    """Let the session write an output into `array`, in the memory of the CPU."""
-    place = array.ctypes.data
-    binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)
+def bind_output(binding: ort.IOBinding, name: str, place: np.ndarray | Device) -> None:
+    """Let the session write an output into an array, or into new memory of a device."""
+    if isinstance(place, Device):
+        binding.bind_output(name, place.kind, place.index)
+    else:
+        memory = place.dtype, place.shape, place.ctypes.data
+        binding.bind_output(name, CPU.kind, CPU.index, *memory)

@@ -1,4 +1,4 @@
-"""What a learning rate is, and a schedule: a learning rate as a function of the step."""
+"""The interface of learning rates, and schedules: learning rates as functions of the step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 Check = Callable[[str, Any], Any]
 
 
-def argument(check: Check, default: Any = MISSING, called: str = "") -> Any:
+def checked_field(check: Check, default: Any = MISSING, called: str = "") -> Any:
     """Return a field of a schedule, which `check(name, value)` validates and converts.
 
-    `called`: the argument of the function that returns the schedule, where it has another name.
+    `called`: name of the argument of the function that returns the schedule, if it is another name.
     """
     return field(default=default, metadata={"check": check, "called": called})
 
 
 class LearningRate:
-    """Base of what a trainer takes as a learning rate."""
+    """Base of the learning rates that a trainer takes."""
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -35,9 +35,9 @@ class LearningRate:
         """Return the rates of a training.
 
         Args:
-            state: the `TrainState` with which it begins.
-            steps: their number in the whole training; None if it is not known.
-            member: the number of that of a stack whose rates they are; None: there is one model.
+            state: the `TrainState` with which the training begins.
+            steps: number of steps of the whole training; None if it is not known.
+            member: index of a model in a stack, whose rates are returned; None: there is one model.
 
         Raises:
             ValueError: the rate needs the number of steps.
@@ -49,8 +49,8 @@ class Schedule(LearningRate):
     """Base of the learning rates by step; a schedule of your own overrides `__call__`.
 
     Schedules are frozen dataclasses: compared, printed and pickled by their arguments. Steps count
-    from 0, as in optax and PyTorch. Nothing changes in a schedule during training: one that follows
-    metrics, such as `plateau`, overrides `rate` and `observed`, and trainers keep its state.
+    from 0, as in optax and PyTorch. A schedule does not change during training: if it follows
+    metrics, as `plateau` does, it overrides `rate` and `observed`, and trainers keep its state.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -82,8 +82,7 @@ class Schedule(LearningRate):
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps.
 
-        It fills in `steps=None`, and counts that are shares of the run. A schedule that has neither
-        is returned as it is.
+        It fills in `steps=None`, and counts that are shares of the run.
 
         Raises:
             ValueError: `steps` is no integer of 1 or more.
@@ -91,7 +90,7 @@ class Schedule(LearningRate):
         steps, own = check_count("steps", steps), vars(self)
         arguments: Any = fields(self) if is_dataclass(type(self)) else ()  # type: ignore[arg-type]
         shares = [f.name for f in arguments if f.metadata.get("check") is count_or_share]
-        filled: dict[str, Any] = {name: resolve(own[name], steps) for name in shares}
+        filled: dict[str, Any] = {name: resolve_share(own[name], steps) for name in shares}
         if own.get("steps", steps) is None:
             filled["steps"] = steps
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
@@ -104,34 +103,34 @@ class Schedule(LearningRate):
         """Return the state, which JSON can hold, after one more entry of the history.
 
         Args:
-            state: what `observed` returned last; {} at the beginning.
+            state: the last result of `observed`; {} at the beginning.
             record: the entry: `step` (the number of steps so far), `loss`, `validation_loss` and
                 metrics by name. An entry without the monitored value changes nothing.
         """
         return dict(state)
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
-        """Return the rates of a training, whose `state` keeps what the schedule has observed."""
-        from onnxgrad.schedules.rates import ByStep  # it brings numpy
+        """Return the rates of a training, whose `state` keeps the observations of the schedule."""
+        from onnxgrad.schedules.rates import ScheduleRates  # which imports numpy
 
         schedule = self if steps is None else self.over(steps)
-        rates = ByStep(schedule, state, member)
-        rates.at(0, 1)  # raises if it needs the number of steps
+        rates = ScheduleRates(schedule, state, member)
+        rates.at(0, 1)  # raises if the schedule needs the number of steps
         return rates
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate stays as it is; None if there is none."""
+        """The number of steps after which the rate is constant; None if there is none."""
         return vars(self).get("steps")
 
     def plot(self, steps: int | None = None, ax: Any = None) -> Any:
         """Draw the rate over the steps with matplotlib, and return the axes.
 
-        A rate that depends on metrics is drawn as it is before any observation.
+        A rate that depends on metrics is drawn as before any observation.
 
         Args:
-            steps: number of steps to draw; `steps=None` in the schedule is filled in by it. By
-                default, those of the schedule.
+            steps: number of steps to draw, which also fills in `steps=None` of the schedule. None:
+                the length of the schedule.
             ax: axes to draw on; None creates a figure.
 
         Raises:
@@ -153,7 +152,7 @@ class Schedule(LearningRate):
 
 
 def steps_or_none(name: str, value: Any) -> int | None:
-    """Return a number of steps; None is that of the whole run."""
+    """Return a number of steps, or None for the steps of the whole run."""
     return None if value is None else check_count(name, value)
 
 
@@ -170,7 +169,7 @@ def count_or_share(name: str, value: Any) -> int | float:
         ) from None
 
 
-def resolve(value: int | float, steps: int) -> int:
+def resolve_share(value: int | float, steps: int) -> int:
     """Return a `count_or_share` as a number of steps, at least 1 for a share."""
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
@@ -195,7 +194,7 @@ def steps_in(schedule: Schedule, name: str) -> int:
 class Constant(Schedule):
     """The same rate in every step: see `constant`."""
 
-    value: float = argument(check_number, called="rate")
+    value: float = checked_field(check_number, called="rate")
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -220,7 +219,7 @@ def constant(rate: float) -> Schedule:
 
 
 def select(schedule: Any) -> Schedule:
-    """Return the schedule that a user means: a `Schedule` as it is, a number as a constant rate.
+    """Return a `Schedule` unchanged, and a number as a constant rate.
 
     Raises:
         ValueError: anything else, or a negative or infinite number or NaN.

@@ -9,30 +9,37 @@ from itertools import pairwise
 from typing import Any, Self
 
 from onnxgrad.checks import check_count, check_number
-from onnxgrad.schedules.base import Schedule, argument, count_or_share, resolve, select, steps_in
+from onnxgrad.schedules.base import (
+    Schedule,
+    checked_field,
+    count_or_share,
+    resolve_share,
+    select,
+    steps_in,
+)
 
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
     """A line from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
 
-    schedule: Schedule = argument(lambda name, value: select(value))  # noqa: RUF009 (a field)
-    warmup: int | float = argument(count_or_share)
-    start: float = argument(check_number, 0.0)
+    schedule: Schedule = checked_field(lambda name, value: select(value))  # noqa: RUF009 (a field)
+    warmup: int | float = checked_field(count_or_share)
+    start: float = checked_field(check_number, 0.0)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the rate of a step; `state` is that of the schedule."""
+        """Return the rate of a step; `state` is the state of the schedule after the warm-up."""
         warmup = steps_in(self, "warmup")
         if step >= warmup:
             return self.schedule.rate(step - warmup, state)
         return self.start + (self.schedule.rate(0, state) - self.start) * step / warmup
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state of the schedule after a record; those of the warm-up do not count."""
+        """Return the state of the schedule after a record; records of the warm-up do not count."""
         warmup = steps_in(self, "warmup")
         if not self.monitors or _steps_so_far(self, record) <= warmup:
             return dict(state)
@@ -40,7 +47,7 @@ class Warmup(Schedule):
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, the warm-up included."""
-        warmup = resolve(self.warmup, check_count("steps", steps))
+        warmup = resolve_share(self.warmup, check_count("steps", steps))
         return replace(self, schedule=self.schedule.over(max(steps - warmup, 1)), warmup=warmup)
 
     @property
@@ -50,21 +57,23 @@ class Warmup(Schedule):
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate stays as it is; None if there is none."""
+        """The number of steps after which the rate is constant; None if there is none."""
         length = self.schedule.length
         return None if length is None or isinstance(self.warmup, float) else self.warmup + length
 
 
-def _schedules(name: str, value: Any) -> tuple[Schedule, ...]:
+def _check_schedules(name: str, value: Any) -> tuple[Schedule, ...]:
+    """Return schedules, or numbers as constant rates; raise `ValueError` if there are none."""
     schedules = tuple(map(select, value))
     if not schedules:
-        raise ValueError(f"{name} must be one schedule or more")
+        raise ValueError(f"{name} must be one schedule or more, not none")
     return schedules
 
 
-def _boundaries(name: str, value: Any) -> tuple[int | float, ...]:
+def _check_boundaries(name: str, value: Any) -> tuple[int | float, ...]:
+    """Return numbers of steps and shares of the run; raise `ValueError` if they decrease."""
     boundaries = tuple(count_or_share(f"each of {name}", v) for v in value)
-    for kind in (int, float):  # a share and a number of steps compare once the run is known
+    for kind in (int, float):  # shares and numbers of steps can be compared once the run is known
         chosen = [b for b in boundaries if isinstance(b, kind)]
         if sorted(chosen) != chosen or 0 in chosen:
             raise ValueError(f"{name} must be 1 or more and not decrease, unlike {[*boundaries]}")
@@ -75,11 +84,11 @@ def _boundaries(name: str, value: Any) -> tuple[int | float, ...]:
 class Join(Schedule):
     """Schedules one after the other, each counting its steps from its boundary: see `join`.
 
-    The state is that of each schedule under its index, as a string.
+    The state has the state of each schedule under its index, as a string.
     """
 
-    schedules: tuple[Schedule, ...] = argument(_schedules)
-    boundaries: tuple[int | float, ...] = argument(_boundaries)
+    schedules: tuple[Schedule, ...] = checked_field(_check_schedules)
+    boundaries: tuple[int | float, ...] = checked_field(_check_boundaries)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,8 +103,8 @@ class Join(Schedule):
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the rate of a step; `state` is as `observed` returns it."""
-        starts = self._starts()
+        """Return the rate of a step; `state` is a result of `observed`."""
+        starts = self._first_steps()
         i = bisect_right(starts, step) - 1
         return self.schedules[i].rate(step - starts[i], state.get(str(i), {}))
 
@@ -103,14 +112,14 @@ class Join(Schedule):
         """Return the state after a record, which only the schedule of its last step observes."""
         if not self.monitors:
             return dict(state)
-        starts = self._starts()
+        starts = self._first_steps()
         i = max(bisect_left(starts, _steps_so_far(self, record)) - 1, 0)
         own = self.schedules[i].observed(state.get(str(i), {}), _counted_from(record, starts[i]))
         return {**state, str(i): own} if own else dict(state)
 
     def over(self, steps: int) -> Self:
         """Return the schedule for a run of that many steps, which ends with the last schedule."""
-        boundaries = tuple(resolve(b, check_count("steps", steps)) for b in self.boundaries)
+        boundaries = tuple(resolve_share(b, check_count("steps", steps)) for b in self.boundaries)
         edges = [0, *boundaries, max(steps, (boundaries or (0,))[-1] + 1)]
         lengths = [end - start for start, end in pairwise(edges)]
         filled = (s.over(max(n, 1)) for s, n in zip(self.schedules, lengths, strict=True))
@@ -123,12 +132,12 @@ class Join(Schedule):
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate stays as it is; None if there is none."""
+        """The number of steps after which the rate is constant; None if there is none."""
         last = self.schedules[-1].length
         shares = any(isinstance(b, float) for b in self.boundaries)
         return None if last is None or shares else int((0, *self.boundaries)[-1]) + last
 
-    def _starts(self) -> list[int]:
+    def _first_steps(self) -> list[int]:
         """Return the first step of each schedule."""
         if any(isinstance(b, float) for b in self.boundaries):
             steps_in(self, "boundaries")
@@ -136,6 +145,7 @@ class Join(Schedule):
 
 
 def _steps_so_far(schedule: Schedule, record: Mapping[str, float]) -> float:
+    """Return the number of steps in a record; raise `ValueError` if it has none."""
     if "step" not in record:
         raise ValueError(
             f"{schedule!r} depends on {schedule.monitors} from a certain step on: the record must "
@@ -154,7 +164,7 @@ def warmup(schedule: Schedule | float, steps: int | float, start: float = 0.0) -
 
     Args:
         schedule: the schedule after the warm-up, or a number, a constant rate. Its `steps=None` is
-            the rest of the run, and metrics count for it once the warm-up is over.
+            the rest of the run, and metrics during the warm-up do not count for it.
         steps: number of steps of the warm-up, or its share of the run, between 0 and 1. A shorter
             run ends within the warm-up, with a warning.
         start: the rate of step 0, of 0 or more.
@@ -180,8 +190,7 @@ def join(schedules: Sequence[Schedule | float], boundaries: Sequence[int | float
             number or as a share of the run, between 0 and 1.
 
     Raises:
-        ValueError: a number of boundaries that is not one less than that of the schedules, or
-            boundaries that decrease.
+        ValueError: boundaries that are not one fewer than the schedules, or that decrease.
 
     Examples:
         >>> from onnxgrad.schedules.compose import join

@@ -8,9 +8,9 @@ from math import cos, pi, sqrt
 from onnxgrad.checks import check_choice, check_count, check_number, check_positive, check_share
 from onnxgrad.schedules.base import (
     Schedule,
-    argument,
+    checked_field,
     count_or_share,
-    resolve,
+    resolve_share,
     steps_in,
     steps_or_none,
 )
@@ -21,9 +21,9 @@ from onnxgrad.schedules.compose import Warmup
 class Exponential(Schedule):
     """start * factor^(step / every), the exponent rounded down if `staircase`."""
 
-    start: float = argument(check_number, called="rate")
-    factor: float = argument(check_positive)
-    every: int = argument(check_count, 1)
+    start: float = checked_field(check_number, called="rate")
+    factor: float = checked_field(check_positive)
+    every: int = checked_field(check_count, 1)
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
@@ -36,10 +36,10 @@ class Exponential(Schedule):
 class Polynomial(Schedule):
     """end + (start - end) (1 - step / steps)^power, then `end`."""
 
-    start: float = argument(check_number)
-    end: float = argument(check_number, 0.0)
-    power: float = argument(check_positive, 1.0)
-    steps: int | None = argument(steps_or_none, None)
+    start: float = checked_field(check_number)
+    end: float = checked_field(check_number, 0.0)
+    power: float = checked_field(check_positive, 1.0)
+    steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
@@ -51,24 +51,24 @@ class Polynomial(Schedule):
 class Cosine(Schedule):
     """end + (peak - end) (1 + cos(pi step / steps)) / 2, then `end`."""
 
-    peak: float = argument(check_number)
-    end: float = argument(check_number, 0.0)
-    steps: int | None = argument(steps_or_none, None)
+    peak: float = checked_field(check_number)
+    end: float = checked_field(check_number, 0.0)
+    steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step."""
         steps = steps_in(self, "steps")
-        return _cosine(self.peak, self.end, min(step, steps) / steps)
+        return _cosine_between(self.peak, self.end, min(step, steps) / steps)
 
 
 @dataclass(frozen=True)
 class CosineRestarts(Schedule):
     """Half cosines from `peak` to `end`, one after the other, each `factor` times as long."""
 
-    peak: float = argument(check_number)
-    period: int | float = argument(count_or_share)
-    factor: int = argument(check_count, 1)
-    end: float = argument(check_number, 0.0)
+    peak: float = checked_field(check_number)
+    period: int | float = checked_field(count_or_share)
+    factor: int = checked_field(check_count, 1)
+    end: float = checked_field(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,19 +83,19 @@ class CosineRestarts(Schedule):
         while step >= period:
             step -= period
             period *= self.factor
-        return _cosine(self.peak, self.end, step / period)
+        return _cosine_between(self.peak, self.end, step / period)
 
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Up from peak / div_factor to the peak, and down to that / final_div_factor: `one_cycle`."""
+    """Up from peak / div_factor to the peak, and down to the final rate: see `one_cycle`."""
 
-    peak: float = argument(check_number)
-    steps: int | None = argument(steps_or_none, None)
-    pct_start: float = argument(check_share, 0.3)
+    peak: float = checked_field(check_number)
+    steps: int | None = checked_field(steps_or_none, None)
+    pct_start: float = checked_field(check_share, 0.3)
     anneal_strategy: str = "cos"
-    div_factor: float = argument(check_positive, 25.0)
-    final_div_factor: float = argument(check_positive, 1e4)
+    div_factor: float = checked_field(check_positive, 25.0)
+    final_div_factor: float = checked_field(check_positive, 1e4)
     three_phase: bool = False
 
     def __post_init__(self) -> None:
@@ -111,7 +111,10 @@ class OneCycle(Schedule):
         """Return the rate of a step."""
         steps = steps_in(self, "steps")
         first = self.peak / self.div_factor
-        up, last = self.pct_start * steps - 1, steps - 1  # where phases end, not always integers
+        up, last = (
+            self.pct_start * steps - 1,
+            steps - 1,
+        )  # last steps of phases, not always integers
         phases = [(up, self.peak), (last, first / self.final_div_factor)]
         if self.three_phase:
             phases.insert(1, (2 * up, first))
@@ -120,7 +123,7 @@ class OneCycle(Schedule):
             if step <= end or end == last:
                 done = (step - start) / (end - start) if end > start else 1.0
                 if self.anneal_strategy == "cos":
-                    return _cosine(rate, target, done)
+                    return _cosine_between(rate, target, done)
                 return rate * (1 - done) + target * done
             start, rate = end, target
         raise AssertionError("the last phase ends with the last step")
@@ -130,8 +133,8 @@ class OneCycle(Schedule):
 class InverseSqrt(Schedule):
     """peak * min(step / warmup, sqrt(warmup / step))."""
 
-    peak: float = argument(check_number)
-    warmup: int | float = argument(count_or_share)
+    peak: float = checked_field(check_number)
+    warmup: int | float = checked_field(count_or_share)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,7 +147,8 @@ class InverseSqrt(Schedule):
         return self.peak * (step / warmup if step < warmup else sqrt(warmup / step))
 
 
-def _cosine(start: float, end: float, done: float) -> float:
+def _cosine_between(start: float, end: float, done: float) -> float:
+    """Return the rate on half a cosine from `start` to `end`, of which a share is `done`."""
     return end + (start - end) * (1 + cos(pi * done)) / 2
 
 
@@ -194,7 +198,7 @@ def linear(start: float, end: float = 0.0, steps: int | None = None) -> Schedule
     Args:
         start: the rate of step 0, of 0 or more.
         end: the rate of step number `steps` and all later ones, of 0 or more.
-        steps: number of steps; None for those of the whole run.
+        steps: number of steps; None: the whole run.
 
     Raises:
         ValueError: an argument outside of its bounds.
@@ -216,7 +220,7 @@ def polynomial(
         rate: the rate of step 0, of 0 or more.
         power: above 0.
         end: the rate of step number `steps` and all later ones, of 0 or more.
-        steps: number of steps; None for those of the whole run.
+        steps: number of steps; None: the whole run.
 
     Raises:
         ValueError: an argument outside of its bounds.
@@ -245,12 +249,12 @@ def cosine(
 
     Args:
         peak: the highest rate, of 0 or more.
-        steps: number of steps including the warm-up, after which the rate is `end`; None for those
-            of the whole run.
+        steps: number of steps including the warm-up, after which the rate is `end`; None: the whole
+            run.
         warmup: number of steps of the warm-up, or its share of the steps, between 0 and 1.
         end: the lowest rate, of 0 or more.
         period: number of steps from one restart to the next, or their share of the steps after the
-            warm-up. Restarts do not end, and so `steps` is then only what shares refer to.
+            warm-up. Restarts do not end: `steps` only says how many steps shares refer to.
         factor: how many times longer each period is than the last.
 
     Raises:
@@ -271,7 +275,7 @@ def cosine(
     if steps is None:
         return schedule
     steps = check_count("steps of cosine", steps)
-    if isinstance(schedule, Warmup) and resolve(schedule.warmup, steps) >= steps:
+    if isinstance(schedule, Warmup) and resolve_share(schedule.warmup, steps) >= steps:
         raise ValueError(f"warmup of cosine, {warmup}, leaves none of its {steps} steps")
     return schedule.over(steps)
 
@@ -287,12 +291,12 @@ def one_cycle(
 ) -> Schedule:
     """Up from peak / div_factor to the peak, then down to peak / (div_factor final_div_factor).
 
-    Arguments and values are those of `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
+    Arguments and values are as in `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
     momentum; here only the rate changes. Smith and Topin 2018, "Super-Convergence".
 
     Args:
         peak: the highest rate, of 0 or more; PyTorch's `max_lr`.
-        steps: number of steps, after which the rate stays; None for those of the whole run.
+        steps: number of steps, after which the rate is constant; None: the whole run.
         pct_start: share of the steps on the way up, from 0 to 1.
         anneal_strategy: "cos" or "linear".
         div_factor: the peak divided by the rate of step 0.
@@ -320,7 +324,7 @@ def inverse_sqrt(peak: float, warmup: int | float) -> Schedule:
     The schedule of Vaswani et al. 2017, "Attention is all you need", by its peak.
 
     Args:
-        peak: the highest rate, that of step number `warmup`, of 0 or more.
+        peak: the highest rate, in step number `warmup`, of 0 or more.
         warmup: number of steps of the linear warm-up, or its share of the run, between 0 and 1.
 
     Raises:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from onnxgrad.checks import check_choice, check_count, check_number
-from onnxgrad.schedules.base import Schedule, argument
+from onnxgrad.schedules.base import Schedule, checked_field
 
 _zero_or_more = partial(check_count, least=0)
 
@@ -17,18 +17,18 @@ _zero_or_more = partial(check_count, least=0)
 class Plateau(Schedule):
     """The rate, multiplied by `factor` after `patience` entries without improvement: `plateau`.
 
-    The state has `rate`; `best`, absent before any improvement; `bad`, the entries since; and
-    `cooldown`, the entries for which none counts as bad.
+    The state has `rate`; `best`, the best value, absent before any improvement; `bad`, the number
+    of entries since then that count as bad; and `cooldown`, the number of entries not to count.
     """
 
-    initial: float = argument(check_number, called="rate")
-    factor: float = argument(check_number, 0.1)
-    patience: int = argument(_zero_or_more, 10)
+    initial: float = checked_field(check_number, called="rate")
+    factor: float = checked_field(check_number, 0.1)
+    patience: int = checked_field(_zero_or_more, 10)
     monitor: str = "validation_loss"
     mode: str = "min"
-    threshold: float = argument(check_number, 1e-4)
-    cooldown: int = argument(_zero_or_more, 0)
-    min_rate: float = argument(check_number, 0.0)
+    threshold: float = checked_field(check_number, 1e-4)
+    cooldown: int = checked_field(_zero_or_more, 0)
+    min_rate: float = checked_field(check_number, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +54,7 @@ class Plateau(Schedule):
             return dict(state)
         value, best = float(record[self.monitor]), state.get("best")
         rate, cooldown = self.rate(0, state), state.get("cooldown", 0)
-        better = self._better(value, best)
+        better = self._is_better(value, best)
         bad = 0 if better or cooldown else state.get("bad", 0) + 1
         cooldown = max(cooldown - 1, 0)
         if bad > self.patience:
@@ -62,7 +62,8 @@ class Plateau(Schedule):
         after = {"rate": rate, "best": value if better else best, "bad": bad, "cooldown": cooldown}
         return {key: v for key, v in after.items() if v is not None}
 
-    def _better(self, value: float, best: float | None) -> bool:
+    def _is_better(self, value: float, best: float | None) -> bool:
+        """Return whether a value is better than the best one by more than the threshold."""
         if self.mode == "min":
             return value < (float("inf") if best is None else best * (1 - self.threshold))
         return value > (float("-inf") if best is None else best * (1 + self.threshold))
@@ -89,7 +90,7 @@ def plateau(
 
     Args:
         rate: the first rate, of 0 or more.
-        factor: what the rate is multiplied by, between 0 and 1.
+        factor: factor of the rate, between 0 and 1.
         patience: number of entries of the history in a row without improvement after which the next
             one lowers the rate.
         monitor: name in an entry of the history: "loss", "validation_loss" or a metric. Entries

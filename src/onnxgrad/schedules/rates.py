@@ -12,19 +12,19 @@ class Rates(Protocol):
 
     @property
     def steady(self) -> bool:
-        """Whether what is observed changes no rate."""
+        """Whether no observation changes a rate."""
 
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps from the number `step` on, which counts from 0."""
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Take notice of an entry of the history."""
+        """Observe an entry of the history, on which later rates may depend."""
 
 
-class ByStep:
+class ScheduleRates:
     """The rates of a `Schedule`, whose state is in the `TrainState` of the training.
 
-    `member` is the number of that of a stack whose rates they are; None: there is one model.
+    `member` is the index of the model in a stack; None: there is one model.
     """
 
     def __init__(self, schedule: Any, state: Any, member: int | None = None) -> None:
@@ -38,23 +38,24 @@ class ByStep:
 
     def at(self, step: int, count: int) -> np.ndarray:
         """Return the rates of `count` steps."""
-        kept = self._kept
-        return np.array([self.schedule.rate(step + i, kept) for i in range(count)])
+        state = self._own_state
+        return np.array([self.schedule.rate(step + i, state) for i in range(count)])
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Let the schedule see an entry of the history."""
-        new = self.schedule.observed(self._kept, entry)
+        """Let the schedule observe an entry of the history."""
+        new = self.schedule.observed(self._own_state, entry)
         if self.member is not None:
             new = {**self.state.schedule, self.member: new}
         self.state.schedule = new
 
     @property
-    def _kept(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
+        """The state of the schedule of this model."""
         every = self.state.schedule
         return every if self.member is None else every.get(self.member, {})
 
 
-class OfMembers:
+class MemberRates:
     """The rates of the members of a stack, (steps, members)."""
 
     def __init__(self, members: list[Rates], state: Any) -> None:
@@ -62,7 +63,7 @@ class OfMembers:
 
     @property
     def steady(self) -> bool:
-        """Whether those of all members are."""
+        """Whether no observation changes a rate of a member."""
         return all(rates.steady for rates in self.members)
 
     def at(self, step: int, count: int) -> np.ndarray:
@@ -70,7 +71,7 @@ class OfMembers:
         return np.stack([rates.at(step, count) for rates in self.members], axis=1)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Let the members that train see their numbers in an entry of the history."""
+        """Let the members that still train observe their numbers in an entry of the history."""
         frozen = self.state.frozen
         for k, rates in enumerate(self.members):
             if k not in frozen:

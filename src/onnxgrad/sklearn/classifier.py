@@ -22,40 +22,40 @@ from onnxgrad.sklearn.head import Head
 
 
 def _has_probabilities(self: Any) -> bool:
-    """Return whether the loss says what probabilities the predictions stand for."""
-    if self._begun:
+    """Return whether the loss says how probabilities follow from predictions."""
+    if self._has_network:
         return self._network.from_logits is not None
-    spec = _spec(self.loss)
+    spec = _loss_spec(self.loss)
     return self.loss is None or (spec is not None and "from_logits" in spec.all_options)
 
 
 def _has_scores(self: Any) -> bool:
-    """Return whether the model computes scores."""
-    return self._begun and self._network.from_logits is not False
+    """Return whether the model in training computes scores, not probabilities."""
+    return self._has_network and self._network.from_logits is not False
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     """A classifier that trains an ONNX model, with the manners of scikit-learn.
 
-    It is a face of `onnxgrad.Trainer`. Labels are numbers or text, of two or more classes; or the
-    indicators of several labels a row, (rows, labels). The file that `to_onnx` returns predicts the
-    same labels.
+    It trains by `onnxgrad.Trainer`. Labels are numbers or text, of two or more classes; or the
+    indicators of several labels a row, (rows, labels). The model that `to_onnx` returns predicts
+    the same labels.
 
     Args:
-        model: path, model or serialized model; its labels must be those of the file, if that has
-            any, as files of skl2onnx. A model of scikit-learn is converted by skl2onnx: a fitted
-            one goes on training, one that is not is fitted first. `clone`, and so a grid search,
-            makes a fitted one unfitted, unless it is in a `sklearn.frozen.FrozenEstimator`. None: a
-            multi-layer perceptron like `MLPClassifier`, in the dtype of X, with the outputs "label"
-            and "probabilities".
+        model: path, model or serialized model. If the file stores labels, as files of skl2onnx do,
+            y must have no other labels. A model of scikit-learn is converted by skl2onnx: if it is
+            fitted, training begins with its weights; otherwise it is fitted first. `clone`, and so
+            a grid search, makes a fitted model unfitted, unless it is in a
+            `sklearn.frozen.FrozenEstimator`. None: a multi-layer perceptron like `MLPClassifier`,
+            in the dtype of X, with the outputs "label" and "probabilities".
         hidden_layer_sizes: units of the hidden layers of the perceptron.
         activation: "relu", "tanh", "logistic" or "identity", of its hidden layers.
-        loss: as that of `Trainer`. None: the cross entropy, of scores or probabilities as the graph
-            computes them.
+        loss: as in `Trainer`. None: the cross entropy, of scores or of probabilities, whichever
+            the graph computes.
         loss_options: options of a loss that is a name.
         optimizer: name or optimizer of onnxgrad.
-        learning_rate: number or schedule. None: that of the optimizer, as for `Trainer`.
+        learning_rate: number or schedule. None: the default of the optimizer, as in `Trainer`.
         max_iter: largest number of epochs.
         batch_size: rows of a step; "auto" is 200, or all rows if they are fewer.
         shuffle: whether the rows are ordered anew for every epoch.
@@ -66,12 +66,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         validation_fraction: share of the rows that are held out.
         class_weight: `{label: weight}`, or "balanced"; they multiply the sample weights.
         train: names and patterns of the tensors that train; None: see `onnxgrad.trainable`.
-        freeze: names and patterns of those that do not.
+        freeze: names and patterns of the tensors that do not train.
         clip_norm: largest norm of all gradients together.
-        batch_norm: "frozen" or "train", as of `Trainer`.
-        dropout: `{pattern: p}`, as of `Trainer`.
+        batch_norm: "frozen" or "train", as in `Trainer`.
+        dropout: `{pattern: p}`, as in `Trainer`.
         callbacks: callbacks of onnxgrad.
-        precision: of a model with floats of 16 bits, as for `Trainer`.
+        precision: precision of a model with floats of 16 bits, as in `Trainer`.
         device: "cpu", "cuda" or "cuda:1".
         warm_start: whether `fit` begins with the weights of the last call.
         verbose: 1 shows the progress.
@@ -83,10 +83,10 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a table with names.
         loss_curve_: mean training loss of each epoch.
-        loss_: the last one.
-        best_loss_: the lowest one; None with `early_stopping`.
+        loss_: training loss of the last epoch.
+        best_loss_: lowest training loss of an epoch; None with `early_stopping`.
         validation_scores_: accuracy of the rows held out after each epoch; None without them.
-        best_validation_score_: the highest one.
+        best_validation_score_: highest accuracy of the rows held out.
         n_iter_: number of epochs.
 
     Examples:
@@ -101,15 +101,15 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     class_weight: Any = None
 
-    _metric_name, _probes = "accuracy", True
+    _metric_name, _probes_model = "accuracy", True
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, going on where the last call ended.
+        """Train for one epoch on data, with the state that the last call has left.
 
         Args:
             X: as in `fit`.
             y: as in `fit`.
-            classes: all labels that there are, at the first call; None if y has all of them.
+            classes: the labels of all classes, at the first call; None if y has all of them.
             sample_weight: as in `fit`.
 
         Raises:
@@ -120,18 +120,17 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 f"class_weight={self.class_weight!r} is not supported by partial_fit, which does "
                 "not see all labels: pass {class: weight}, as compute_class_weight returns"
             )
-        own = np.sort(self.classes_) if classes is not None and self._begun else None
-        if own is not None and not np.isin(classes, own).all():
+        if classes is not None and self._has_network and not np.isin(classes, self.classes_).all():
             raise ValueError(
-                f"classes={list(classes)} are not those of the first call of partial_fit: "
-                f"{own.tolist()}"
+                f"classes={list(classes)}, and the first call of partial_fit had the classes "
+                f"{np.sort(self.classes_).tolist()}: pass the same"
             )
-        return self._continue(X, y, sample_weight, classes=classes)
+        return self._train_one_epoch(X, y, sample_weight, classes=classes)
 
     # -- predictions --------------------------------------------------------------------------
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the labels, (rows,); of several labels a row, 0 and 1, (rows, labels).
+        """Return the labels, (rows,); for several labels a row 0 and 1, (rows, labels).
 
         Args:
             X: as in `fit`.
@@ -139,13 +138,13 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        computed, head = self._compute(X), self._network.head
+        computed, head = self._compute_outputs(X), self._network.head
         if head.label is not None:
             labels = computed[head.label]
-            return labels if self._several else self.classes_[head.index(labels.ravel())]
+            return labels if self._is_multilabel else self.classes_[head.index(labels.ravel())]
         values = computed[head.target]
         threshold = 0.5 if self._network.from_logits is False else 0.0
-        if self._several:
+        if self._is_multilabel:
             return (values > threshold).astype(np.int64)
         if head.width == 1:
             return self.classes_[(values.reshape(len(values)) > threshold).astype(np.int64)]
@@ -161,12 +160,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._columns(X)
-        shares = values.shape[1] > 1 and not (self._several or self._network.head.one_vs_rest)
+        values = self._class_columns(X)
+        shares = values.shape[1] > 1 and not (self._is_multilabel or self._network.head.one_vs_rest)
         p = values
         if self._network.from_logits:
             p = softmax(values, axis=1) if shares else expit(values)
-        if shares or self._several:
+        if shares or self._is_multilabel:
             return p
         return np.hstack([1 - p, p]) if p.shape[1] == 1 else p / p.sum(axis=1, keepdims=True)
 
@@ -185,19 +184,21 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     @available_if(_has_scores)
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return the scores of a model that computes scores: (rows, classes), or (rows,) of two.
+        """Return the scores of the classes, (rows, classes); of two classes (rows,).
+
+        Only for models that compute scores, not probabilities.
 
         Args:
             X: as in `fit`.
         """
-        values = self._columns(X)
-        if self._several or values.shape[1] > 2:
+        values = self._class_columns(X)
+        if self._is_multilabel or values.shape[1] > 2:
             return values
         return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
 
-    def _columns(self, X: Any) -> np.ndarray:
-        """Return the target of the loss, (rows, columns), in the order of `classes_`."""
-        computed, head = self._compute(X), self._network.head
+    def _class_columns(self, X: Any) -> np.ndarray:
+        """Return the columns that the loss reads, (rows, columns), in the order of `classes_`."""
+        computed, head = self._compute_outputs(X), self._network.head
         values = computed[head.target].reshape(len(computed[head.target]), -1)
         if not head.flipped:
             return values
@@ -218,31 +219,26 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             raise ValueError(f"Unknown label type: {type_of_target(y)}")
         return y
 
-    def _learn_labels(self, y: np.ndarray, classes: Any = None) -> None:
-        self._several = y.ndim > 1
-        if self._several:
+    def _learn_labels(self, y: np.ndarray, classes: Any = None) -> tuple[int, Any]:
+        self._is_multilabel = y.ndim > 1
+        if self._is_multilabel:
             self.classes_ = np.arange(y.shape[1])
-            return
-        self.classes_ = np.unique(y if classes is None else classes)
-        if len(self.classes_) < 2:
+            return y.shape[1], []
+        self.classes_ = classes = np.unique(y if classes is None else classes)
+        if len(classes) < 2:
             raise ValueError(
-                f"a classifier needs labels of at least 2 classes, and y has one class, "
-                f"{self.classes_.tolist()}"
+                "a classifier needs labels of at least 2 classes, and y has one class, "
+                f"{classes.tolist()}"
             )
-
-    def _outputs(self, y: np.ndarray) -> tuple[int, Any]:
-        classes = self.classes_
-        if self._several:
-            return len(classes), []
         whole = classes.dtype.kind in "iub" or (
             classes.dtype.kind == "f" and (classes == classes.astype(np.int64)).all()
         )
         names = classes.astype(np.int64) if whole else [str(c) for c in classes]
         return (1 if len(classes) == 2 else len(classes)), list(names)
 
-    def _agree(self, head: Head, y: np.ndarray) -> None:
+    def _check_head(self, head: Head, y: np.ndarray) -> None:
         new, columns = self.classes_, head.width
-        if self._several:
+        if self._is_multilabel:
             if columns != len(new):
                 raise other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
             return
@@ -255,67 +251,64 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 raise other_head(what, len(new))
             self.classes_ = np.arange(units)
         elif self.model is not None:
-            own, text = head.classes, head.classes.dtype.kind == "U"
-            if text != (new.dtype.kind in "UO") or not np.isin(new, own).all():
-                what = f"the classes {own.tolist()}, and y {new.tolist()}"
+            stored, text = head.classes, head.classes.dtype.kind == "U"
+            if text != (new.dtype.kind in "UO") or not np.isin(new, stored).all():
+                what = f"the classes {stored.tolist()}, and y {new.tolist()}"
                 raise other_head(what, len(new))
-            self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
+            self.classes_ = stored.astype(new.dtype if new.dtype.kind != "U" else stored.dtype)
 
-    def _loss_of(self, head: Head) -> Any:
-        binary = self._several or head.width == 1 or head.one_vs_rest
+    def _loss_or_default(self, head: Head) -> Any:
+        """Return the argument `loss`, or the cross entropy for the columns of the head."""
+        binary = self._is_multilabel or head.width == 1 or head.one_vs_rest
         default = "binary_cross_entropy" if binary else "cross_entropy"
         return default if self.loss is None else self.loss
 
-    def _objective(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:
-        loss, options, metric = self._loss_of(head), self.loss_options, "accuracy"
-        spec = _spec(loss)
+    def _loss_and_metric(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:
+        loss, options, metric = self._loss_or_default(head), self.loss_options, "accuracy"
+        spec = _loss_spec(loss)
         left_open = spec and "from_logits" in {*spec.all_options} - {*(options or {})}
-        if left_open and not head.decided:
-            if head.shares:  # the graph may not prove that these are probabilities
-                options = {**(options or {}), "from_logits": False}
-            elif head.flipped and head.width == 2:  # columns of a support vector machine, as labels
-                options = {**(options or {}), "from_logits": True}
-        if self._several or head.width == 1 or self._has_indices(head):
+        # The graph of a model that no activation ends does not say what its columns are: they are
+        # probabilities if their sum was 1, and scores if a support vector machine has two of them.
+        if left_open and not head.decided and (head.shares or (head.flipped and head.width == 2)):
+            options = {**(options or {}), "from_logits": not head.shares}
+        if self._is_multilabel or head.width == 1 or self._has_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
     def _has_indices(self, head: Head) -> bool:
-        """Return whether the loss takes class indices, rather than a number for each column."""
-        loss = self._loss_of(head)
-        spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
+        """Return whether the loss takes class indices, not a number for each column."""
+        loss = self._loss_or_default(head)
+        spec = _loss_spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
 
     def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         head = self._network.head
-        if self._several:
-            return head.as_target(y.astype(np.float64))
+        if self._is_multilabel:
+            return head.reshape_as_target(y.astype(np.float64))
         y = y.astype(self.classes_.dtype) if y.dtype.kind == "b" else y
         index, wrong = ClassNames(self.classes_.tolist()).encode(y)
         if wrong.any():
             raise ValueError(
-                f"y has the labels {np.unique(y[wrong]).tolist()}, which are not in classes: "
-                f"{self.classes_.tolist()}"
+                f"y has the labels {np.unique(y[wrong]).tolist()}, which are not among the "
+                f"classes: {self.classes_.tolist()}"
             )
         if head.flipped:
             index = 1 - index
         if self._has_indices(head):
             return index
         if head.width == 1:
-            return head.as_target(index.astype(np.float64))
-        return head.as_target(np.eye(head.width)[index])
+            return head.reshape_as_target(index.astype(np.float64))
+        return head.reshape_as_target(np.eye(head.width)[index])
 
     def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         if self.class_weight is None:
             return weight
-        own = compute_sample_weight(self.class_weight, y)
-        return own if weight is None else own * weight
-
-    def _strata(self, y: np.ndarray) -> np.ndarray | None:
-        return None if self._several else y
+        class_weights = compute_sample_weight(self.class_weight, y)
+        return class_weights if weight is None else class_weights * weight
 
 
-def _spec(loss: Any) -> LossSpec | None:
-    """Return what is known of a loss that is one of onnxgrad, by its name."""
+def _loss_spec(loss: Any) -> LossSpec | None:
+    """Return the `LossSpec` of a loss; None if it is no name of a loss and no `LossSpec`."""
     if isinstance(loss, LossSpec):
         return loss
     return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None

@@ -1,7 +1,8 @@
-"""Models of scikit-learn that an estimator begins with: skl2onnx converts them."""
+"""Convert a model of scikit-learn, with which an estimator begins, by skl2onnx."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from onnxgrad.model.read import read
 
 
 def is_estimator(model: Any) -> bool:
-    """Return whether a model is an estimator of scikit-learn, rather than an ONNX model."""
+    """Return whether a model is an estimator of scikit-learn, not an ONNX model."""
     return hasattr(model, "get_params")
 
 
@@ -42,15 +43,15 @@ def holds_text(X: Any) -> bool:
 
 
 def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
-    """Return an estimator of scikit-learn as a model that computes in float32.
+    """Return the ONNX model of an estimator of scikit-learn, in float32.
 
-    One that is not fitted yet is cloned, and the clone fitted to the data.
+    An estimator that is not fitted yet is cloned, and the clone is fitted to the data.
 
     Args:
         model: the estimator, or a `FrozenEstimator` of one; it is not changed.
         X: the data of `fit`.
-        y: its labels.
-        sample_weight: its sample weights, or None; passed on if the estimator takes them.
+        y: the labels of `fit`.
+        sample_weight: the sample weights of `fit`, or None; passed on if the estimator takes them.
 
     Raises:
         ImportError: skl2onnx is missing.
@@ -77,15 +78,13 @@ def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelPr
 def _convert_without_zipmap(to_onnx: Any, model: Any, row: Any) -> ModelProto:
     """Return the model of an estimator; the probabilities of a classifier are an array."""
     if is_classifier(model):
-        try:
+        with suppress(NameError):  # LinearSVC has no option `zipmap`
             return to_onnx(model, row, options={"zipmap": False})
-        except NameError:  # it has no such option, as LinearSVC
-            pass
     return to_onnx(model, row)
 
 
 def _first_row(X: Any) -> Any:
-    """Return a row for skl2onnx to read types from; floats in float32."""
+    """Return the first row, from which skl2onnx reads the dtypes; floats in float32."""
     if not is_table(X):
         if holds_text(X):
             return np.asarray(X[:1], str)

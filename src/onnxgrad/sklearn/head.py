@@ -1,4 +1,4 @@
-"""The last layer of a file: the tensor that a loss reads, its columns, and the labels."""
+"""`Head`, the end of a model: the tensor that a loss reads, its columns, and the labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head:
         target: the float tensor that the loss reads.
         label: the output of the predicted labels; None without one, or if its labels are unknown.
         classes: the labels in the order of the columns, if the file has them.
-        shape: of `target` without the rows; None where it is not static.
+        shape: shape of `target` without the axis of rows; None where it is not static.
         one_vs_rest: whether each column is the probability, or score, of one class against the
             other classes, as a Sigmoid computes it.
         flipped: whether the two columns are in the other order than `classes`, or the one column
@@ -47,23 +47,23 @@ class Head:
 
     @property
     def width(self) -> int:
-        """The number of columns; 1 for a prediction (N,)."""
+        """The number of columns of the target; 1 for a prediction (N,)."""
         return self.shape[0] if self.shape else 1
 
     @property
     def tensors(self) -> list[str]:
-        """The target, and the label if there is one."""
+        """The names of the target, and of the label if there is one."""
         return [self.target, *filter(None, [self.label])]
 
-    def as_target(self, array: np.ndarray) -> np.ndarray:
-        """Return an array, a row each, in the shape of the target."""
+    def reshape_as_target(self, array: np.ndarray) -> np.ndarray:
+        """Return an array with the shape of the target, rows first."""
         return array.reshape(len(array), *(self.shape or ()))
 
     def probe(self, computed: Mapping[str, np.ndarray]) -> None:
-        """Set the shape of the target, and check its columns by the labels, from some rows.
+        """Set `shape`, `shares` and `flipped` by values of some rows; check columns by labels.
 
         Args:
-            computed: the tensors `target` and `label`.
+            computed: values of the tensors `target` and `label`, by name.
 
         Raises:
             ValueError: in most rows, the label is not the class of the largest column.
@@ -84,7 +84,7 @@ class Head:
         agreeing = float((labels == columns.argmax(axis=1)).mean())
         if agreeing < 0.5 and columns.shape[1] > 2:
             raise ValueError(
-                f"the largest column of {self.target!r} is the label {self.label!r} in "
+                f"the largest column of {self.target!r} is the label in {self.label!r} for "
                 f"{agreeing:.0%} of the rows only: name the tensor of the scores of the classes, "
                 "as loss={tensor: 'cross_entropy'}, or give the model a new head, by "
                 "onnxgrad.replace_head"
@@ -135,7 +135,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
 
 
 def _single_column(known: LabelNodes, name: str) -> str:
-    """Return p for the columns 1 - p and p, s for -s and s; otherwise `name`."""
+    """Return the tensor p if `name` joins 1 - p and p, s if it joins -s and s; otherwise `name`."""
     node = known.producers.get(name)
     if node is None or node.op_type != "Concat" or len(node.input) != 2:
         return name
@@ -154,7 +154,7 @@ def _single_column(known: LabelNodes, name: str) -> str:
 
 
 def _activation_name(node: NodeProto | None) -> str:
-    """Return "LOGISTIC" or "SOFTMAX" if the node computes one; otherwise another text."""
+    """Return "LOGISTIC" or "SOFTMAX" if the node computes this function; otherwise another text."""
     if node is None:
         return ""
     if node.op_type in ("Softmax", "LogSoftmax"):
@@ -164,10 +164,10 @@ def _activation_name(node: NodeProto | None) -> str:
 
 
 def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
-    """Return the scores s of 1 / (1 + exp(-s)), divided by their sum, and whether `name` is this.
+    """Return the scores s if `name` is 1 / (1 + exp(-s)) divided by its sum, and whether it is.
 
-    skl2onnx writes it for linear models with several classes. Its gradient is NaN where exp(-s)
-    overflows.
+    skl2onnx writes this normalization for linear models with several classes. Its gradient is NaN
+    where exp(-s) overflows.
     """
     at: str = name
     for op_type in ("Div", "Add", "Reciprocal", "Add", "Exp", "Mul"):
@@ -179,7 +179,7 @@ def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
 
 
 def _refuse_pairs(node: NodeProto | None) -> None:
-    """Raise for the scores of a support vector machine, one for each pair of three classes."""
+    """Raise `ValueError` for a support vector machine with a score for each pair of classes."""
     if node is None or node.op_type != "SVMClassifier":
         return
     labels = own_labels(node) or []
@@ -191,7 +191,7 @@ def _refuse_pairs(node: NodeProto | None) -> None:
 
 
 def _static_row_shape(proto: ModelProto, target: str) -> tuple[int, ...] | None:
-    """Return the shape of a tensor without the axis of rows, None if it is not static."""
+    """Return the shape of a tensor without the axis of rows; None if it is not static."""
     kind = select_model_inputs_outputs(proto, [target]).graph.output[0].type.tensor_type
     sizes = [d.dim_value for d in kind.shape.dim[1:]]
     return tuple(sizes) if kind.HasField("shape") and kind.shape.dim and all(sizes) else None

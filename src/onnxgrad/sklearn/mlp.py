@@ -1,4 +1,4 @@
-"""A multi-layer perceptron with the layers and the initial weights of scikit-learn's."""
+"""A multi-layer perceptron with the layers and initial weights of scikit-learn's perceptrons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxgrad.model.draft import Draft
 ACTIVATIONS = {"relu": "Relu", "tanh": "Tanh", "logistic": "Sigmoid", "identity": "Identity"}
 
 
-def mlp(
+def build_mlp(
     features: int,
     hidden: int | Iterable[int],
     outputs: int,
@@ -28,7 +28,7 @@ def mlp(
     dtype: Any,
     classes: Sequence[Any] | None = None,
 ) -> ModelProto:
-    """Return a perceptron; its weights are drawn as scikit-learn draws them from the same `rng`.
+    """Return a perceptron with the weights that scikit-learn draws from the same `rng`.
 
     The weights and biases of a layer are uniform in +-sqrt(6 / (inputs + outputs)), or
     +-sqrt(2 / (inputs + outputs)) before a logistic function (Glorot and Bengio 2010).
@@ -41,8 +41,8 @@ def mlp(
         rng: draws the weights.
         dtype: float32 or float64, of the input and the weights.
         classes: labels, as integers or strings. Two of them for one unit, or as many as units; then
-            the outputs are "label" and "probabilities". Empty: every unit is a label of its own, 0
-            or 1. None: a regression, whose output is "prediction".
+            the outputs are "label" and "probabilities". Empty: every unit is a separate label, 0 or
+            1. None: a regression, whose output is "prediction".
 
     Raises:
         ValueError: an unknown activation, or a layer without units.
@@ -70,11 +70,11 @@ def mlp(
             x = op.emit(ACTIVATIONS[activation], [x], {})
     if classes is None:
         return draft.model({"prediction": x})
-    return draft.model(_classifier(op, x, classes))
+    return draft.model(_write_classifier_outputs(op, x, classes))
 
 
-def _classifier(op: Any, x: ir.Value, classes: Sequence[Any]) -> dict[str, ir.Value]:
-    """Write the labels and the probabilities, as the files of skl2onnx return them."""
+def _write_classifier_outputs(op: Any, x: ir.Value, classes: Sequence[Any]) -> dict[str, ir.Value]:
+    """Write the outputs `label` and `probabilities`, which files of skl2onnx have."""
     with op:
         if not len(classes):
             p = op.Sigmoid(x)

@@ -1,4 +1,4 @@
-"""A model in training: its trainer, and a session that predicts; pickled without sessions."""
+"""`Network`, a model in training with its trainer, and `RowPredictor`, which runs a model."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
-from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import WORK_PER_THREAD, work
-from onnxgrad.sklearn.front import Front, by_name, raw_array
+from onnxgrad.runtime.predictor import MANY_ROWS, Predictor
+from onnxgrad.runtime.session import work, work_of_calls
+from onnxgrad.sklearn.frozen_part import FrozenPart, is_by_input, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.trainer import Trainer
 
-_ROWS = 1024  # of a call of the runtime
-_FEW = 2 * WORK_PER_THREAD  # multiply-adds of a call for which one thread is enough
-
 
 class Network:
-    """A model in training.
+    """A model in training; it is pickled without sessions.
 
     Args:
         proto: the model.
-        head: what it says of its end.
-        arguments: those of its `Trainer`, without callbacks.
-        raw: whether data hold text, or lack values: then a frozen part in front of what trains runs
-            once, see `Front`.
+        head: the end of the model.
+        arguments: the arguments of its `Trainer`, without callbacks.
+        raw: whether data hold text or NaN: then the encoders in front of the layers that train run
+            once, see `FrozenPart`.
 
     Attributes:
-        from_logits: whether the target holds scores, not probabilities; None if the loss does not
-            say, or before training.
+        from_logits: whether the target holds scores, not probabilities; None before training, and
+            for a loss that takes neither.
     """
 
     def __init__(
@@ -46,15 +43,15 @@ class Network:
     ) -> None:
         self.head, self.arguments = head, arguments
         self.from_logits: bool | None = None
-        self.front = Front(proto, head.target, arguments) if raw else None
+        self.front = FrozenPart(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self.trainer._is_watched = False  # as estimators of scikit-learn, which have `verbose`
+        self.trainer._is_watched = False  # estimators print nothing unless they are `verbose`
         self._encoder: RowPredictor | None = None
         self._predictor: RowPredictor | None = None
 
     def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
-        """Train: `fit` of the trainer, or `partial_fit` with `further`, on encoded labels."""
+        """Train on encoded labels, by `partial_fit` of the trainer if `further`, else by `fit`."""
         if self.front is not None:
             if self._encoder is None:
                 device = self.arguments["device"]
@@ -68,7 +65,7 @@ class Network:
 
     @property
     def model(self) -> ModelProto:
-        """The trained model, with the names of columns."""
+        """The trained model, which stores the names of columns."""
         model = self.trainer.model
         model = self.front.merge(model) if self.front else model
         self.trainer._names.keep(model)
@@ -76,16 +73,14 @@ class Network:
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
         """Let the trained model store the names of the columns of inputs and labels."""
-        whole, names = (
-            self.front.whole if self.front else self.trainer._job.proto,
-            self.trainer._names,
-        )
-        inputs = names_without_default(whole)
-        names.columns |= names.by_input(columns, inputs) if columns else {}
+        names = self.trainer._names
+        if columns:
+            whole = self.front.whole if self.front else self.trainer._job.proto
+            names.columns |= names.by_input(columns, names_without_default(whole))
         names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the target, and the labels if the model has an output of them."""
+        """Return the values of the target, and of the label if the model has one, by name."""
         if self._predictor is None:
             raw, device = self.front is not None, self.arguments["device"]
             self._predictor = RowPredictor(self.model, self.head.tensors, device, raw)
@@ -102,7 +97,7 @@ class RowPredictor:
         proto: the model.
         outputs: names of tensors of the graph.
         device: where to run.
-        raw: whether data may hold text, or lack values.
+        raw: whether data may hold text or NaN.
     """
 
     def __init__(
@@ -116,48 +111,51 @@ class RowPredictor:
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
         self._device, self._work = device, work(model.graph)
-        self._predictors: dict[bool, Predictor] = {}
+        self._predictors = dict[float, Predictor]()  # by their multiply-adds
         self._proto = proto
-        if self._work >= _FEW:  # the only session: large weights are not kept twice
+        if work_of_calls(self._work, 1, 1):  # the only session: large weights are not kept twice
             self._predictor_for(1)
             self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the tensors, by name.
+        """Return the values of the tensors for rows of data, by name.
 
         Raises:
             ValueError: data that an input does not accept.
         """
-        fed = self._feeds(X)
+        fed = self._input_arrays(X)
         rows = len(next(iter(fed.values())))
-        predictor = self._predictor_for(min(rows, self.fixed_rows or _ROWS))
-        if predictor.fixed_rows or not 0 < rows <= _ROWS:
-            return predictor.predict(fed, _ROWS)
-        try:  # a row takes less time: it is checked
+        predictor = self._predictor_for(rows)
+        if predictor.fixed_rows or not 0 < rows <= MANY_ROWS:
+            return predictor.predict(fed, MANY_ROWS)
+        try:  # without the checks of `predict`, which take longer than the session for one row
             found = predictor.session.run(self.outputs, fed)
-        except Exception:  # of several types; the file may take one row at a time
-            return predictor.predict(fed, _ROWS)
+        except Exception:  # onnxruntime raises several types; the file may take one row at a time
+            return predictor.predict(fed, MANY_ROWS)
         return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
-        """Return what runs calls of `rows` rows: a few may not be worth another thread."""
-        few = self._work * rows < _FEW
-        if few not in self._predictors:
-            most = 0.0 if few else self._work * (self.fixed_rows or _ROWS)
-            arguments = self._proto, self.outputs, self._device, self.fixed_rows, most
-            self._predictors[few] = Predictor(*arguments)
-        return self._predictors[few]
+        """Return the predictor for calls of `rows` rows: it has one thread where they are few."""
+        effort = work_of_calls(self._work, rows, self.fixed_rows or MANY_ROWS)
+        if effort not in self._predictors:
+            arguments = self._proto, self.outputs, self._device, self.fixed_rows, effort
+            self._predictors[effort] = Predictor(*arguments)
+        return self._predictors[effort]
 
-    def _feeds(self, X: Any) -> dict[str, np.ndarray]:
+    def _input_arrays(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the array of each input, from arrays by input, a table, or the only array."""
         names = [field.name for field in self.fields]
         columns: Mapping[str, Any] = X
-        if not by_name(X):
+        if not is_by_input(X):
             if len(names) == 1:
                 columns = {names[0]: X}
-            elif (own := column_names(X)) is None:
-                raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
+            elif (in_table := column_names(X)) is None:
+                raise ValueError(
+                    f"the model has the inputs {names}: pass a table with these columns, or a "
+                    "dict with an array for each"
+                )
             else:
-                groups = Names().by_input(own, names)
+                groups = Names().by_input(in_table, names)
                 columns = {name: X[group[0]] for name, group in groups.items()}
         read = raw_array if self.raw else Field.check
         return {field.name: read(field, columns[field.name]) for field in self.fields}

@@ -15,17 +15,17 @@ from onnxgrad.sklearn.head import Head
 class OnnxRegressor(RegressorMixin, OnnxEstimator):
     """A regressor that trains an ONNX model, with the manners of scikit-learn.
 
-    It is a face of `onnxgrad.Trainer`, for one target, (rows,), or several, (rows, targets).
+    It trains by `onnxgrad.Trainer`, for one target, (rows,), or several, (rows, targets).
 
     Args:
-        model: path, model or serialized model, or a model of scikit-learn, as of `OnnxClassifier`.
+        model: path, model or serialized model, or a model of scikit-learn, as in `OnnxClassifier`.
             None: a multi-layer perceptron like `MLPRegressor`, with the output "prediction".
         hidden_layer_sizes: units of the hidden layers of the perceptron.
         activation: "relu", "tanh", "logistic" or "identity", of its hidden layers.
-        loss: as that of `Trainer`; None: the squared error.
+        loss: as in `Trainer`; None: the squared error.
         loss_options: options of a loss that is a name; with `ignore_nan`, labels may be NaN.
         optimizer: name or optimizer of onnxgrad.
-        learning_rate: number or schedule. None: that of the optimizer, as for `Trainer`.
+        learning_rate: number or schedule. None: the default of the optimizer, as in `Trainer`.
         max_iter: largest number of epochs.
         batch_size: rows of a step; "auto" is 200, or all rows if they are fewer.
         shuffle: whether the rows are ordered anew for every epoch.
@@ -35,12 +35,12 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         early_stopping: hold out rows for validation, and keep the weights of the best epoch.
         validation_fraction: share of the rows that are held out.
         train: names and patterns of the tensors that train; None: see `onnxgrad.trainable`.
-        freeze: names and patterns of those that do not.
+        freeze: names and patterns of the tensors that do not train.
         clip_norm: largest norm of all gradients together.
-        batch_norm: "frozen" or "train", as of `Trainer`.
-        dropout: `{pattern: p}`, as of `Trainer`.
+        batch_norm: "frozen" or "train", as in `Trainer`.
+        dropout: `{pattern: p}`, as in `Trainer`.
         callbacks: callbacks of onnxgrad.
-        precision: of a model with floats of 16 bits, as for `Trainer`.
+        precision: precision of a model with floats of 16 bits, as in `Trainer`.
         device: "cpu", "cuda" or "cuda:1".
         warm_start: whether `fit` begins with the weights of the last call.
         verbose: 1 shows the progress.
@@ -51,10 +51,10 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         n_features_in_: number of columns of X.
         feature_names_in_: names of the columns, if X was a table with names.
         loss_curve_: mean training loss of each epoch.
-        loss_: the last one.
-        best_loss_: the lowest one; None with `early_stopping`.
+        loss_: training loss of the last epoch.
+        best_loss_: lowest training loss of an epoch; None with `early_stopping`.
         validation_scores_: R² of the rows held out after each epoch; None without them.
-        best_validation_score_: the highest one.
+        best_validation_score_: highest R² of the rows held out.
         n_iter_: number of epochs.
 
     Examples:
@@ -66,10 +66,10 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         True
     """
 
-    _metric_name, _probes = "r2", False
+    _metric_name, _probes_model = "r2", False
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, going on where the last call ended.
+        """Train for one epoch on data, with the state that the last call has left.
 
         Args:
             X: as in `fit`.
@@ -79,7 +79,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             ValueError: as `fit`; or `early_stopping=True`.
         """
-        return self._continue(X, y, sample_weight)
+        return self._train_one_epoch(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the predictions, in the shape of the labels of `fit`.
@@ -90,8 +90,12 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._compute(X)[self._network.head.target]
-        return values.reshape(len(values)) if self._flat and values.size == len(values) else values
+        values = self._compute_outputs(X)[self._network.head.target]
+        return (
+            values.reshape(len(values))
+            if self._is_one_target and values.size == len(values)
+            else values
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -101,21 +105,19 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _check_labels(self, y: np.ndarray) -> np.ndarray:
         return y if y.dtype.kind == "f" else y.astype(np.float64)
 
-    def _ignores_nan(self) -> bool:
+    def _allows_nan(self) -> bool:
         losses = self.loss.values() if isinstance(self.loss, Mapping) else [self.loss]
         options = dict(self.loss_options or {})
-        each = [options, *(own for own in options.values() if isinstance(own, Mapping))]
-        return any(own.get("ignore_nan") for own in each) or any(
+        each = [options, *(given for given in options.values() if isinstance(given, Mapping))]
+        return any(given.get("ignore_nan") for given in each) or any(
             getattr(loss, "ignore_nan", False) for loss in losses
         )
 
-    def _learn_labels(self, y: np.ndarray) -> None:
-        self._flat = y.ndim == 1
-
-    def _outputs(self, y: np.ndarray) -> tuple[int, Any]:
+    def _learn_labels(self, y: np.ndarray) -> tuple[int, Any]:
+        self._is_one_target = y.ndim == 1
         return 1 if y.ndim == 1 else y.shape[1], None
 
-    def _agree(self, head: Head, y: np.ndarray) -> None:
+    def _check_head(self, head: Head, y: np.ndarray) -> None:
         shape = y.shape[1:] or (1,)
         if (head.shape or (1,)) != shape:
             what = f"predictions of the shape {head.shape} for each row, and y {shape}"

@@ -1,7 +1,7 @@
-"""Tasks: what a job needs beside a `Trainer`: reader, loss, metrics, predictions.
+"""Tasks: the reader, the loss, the metrics and the predictions of a job, beside a `Trainer`.
 
-A module a task, each with a class of one scheme: see `Task`. They use the public names, and
-the records of operators, so that each is also an example of how to write one's own.
+Each module holds one task, a subclass of `Task`. Most of its code uses public names, so that it is
+also an example of how to write a task.
 
 Examples:
     >>> import onnxgrad as og

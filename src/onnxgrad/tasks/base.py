@@ -1,17 +1,21 @@
-"""What all tasks have."""
+"""`Task`, the base class of tasks, and how tasks read models, classes and options."""
 
 from __future__ import annotations
 
 import ast
+import csv
+import dataclasses
 import filecmp
 import functools
 import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 import onnx
@@ -21,7 +25,17 @@ import onnxgrad as og
 from onnxgrad.data.readers import Reader
 from onnxgrad.errors import argument
 from onnxgrad.language.tokenizer import FILE, VOCABULARY
-from onnxgrad.tasks.options import lost_loss, named_loss, read_options, write_options
+
+USUAL_SHARE = 0.2  # share of rows that are held out
+LARGEST_SHARE = 0.9
+_FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of cells that spreadsheets compute
+OPTIONS = "onnxgrad.task"  # metadata: {class name of a task: options}, as JSON
+CLASSES = "onnxgrad.classes"  # metadata: names of classes, also by `replace_head`, `add_head`
+GENTLE_RATE, _DEEP = 1e-4, 10  # the rate of all weights; number of layers of a deep model
+_FUNCTION, _MAKER = "function", "onnxgrad"  # keys of options that JSON lacks
+# {public function that makes the value of an option: its submodule}
+_MAKERS = {name: submodule for submodule in (og.data, og.losses) for name in submodule.__all__}
+T = TypeVar("T")
 
 
 class Task:
@@ -70,15 +84,15 @@ class Task:
     metrics: Any = ()
     arguments: dict[str, Any]
     batch_size: int | None = None
-    classes: Sequence[str] = ()
+    classes: Any = ()
     remembered: ClassVar[tuple[str, ...]] = ()
     notes: Sequence[str] = ()
     remarks: Sequence[str] = ()
     held_out: np.ndarray | None = None
     rows: int | None = None
-    _tokenizer: Any = None  # of tasks on texts: an argument of `as_tokenizer`
-    _also_try: ClassVar[str] = ""  # the end of the sentence of `advise`
-    _lost_loss: str | None = None  # the name of an object, which the file of a trained model lacks
+    _tokenizer: Any = None  # an argument of `as_tokenizer`, of tasks on texts
+    _also_try: ClassVar[str] = ""  # how the sentence of `advise` ends
+    _lost_loss: str | None = None  # name of a loss that the file of the model cannot hold
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -86,7 +100,7 @@ class Task:
             cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given as a trained model needs them."""
+        """Return the given options in the form that predictions with the trained model need."""
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
@@ -122,7 +136,7 @@ class Task:
         return own
 
     def _new_trainer(self, model: ModelProto, arguments: Mapping[str, Any]) -> og.Trainer:
-        """Return a trainer whose steps have the rows of the task."""
+        """Return a trainer of `model` whose batches have `batch_size` rows by default."""
         trainer = og.Trainer(model, **arguments)
         if self.batch_size is not None:
             trainer._usual_batch_size = self.batch_size
@@ -141,7 +155,7 @@ class Task:
         return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
 
     def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
-        """Return a clause if the epochs of a history say that nothing was learned; else ""."""
+        """Return a clause that says why the training learned nothing; "" if it learned."""
         first, last = epochs[0]["loss"], epochs[-1]["loss"]
         if len(epochs) > 1 and not last < first:
             return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
@@ -190,7 +204,7 @@ class Task:
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the numbers of the classes of the rows, of each of which a share is held out."""
+        """Return the class number of each row, (rows,), where a share of each class is held out."""
         return None
 
     def evaluate(
@@ -229,7 +243,7 @@ class Task:
         raise NotImplementedError
 
     def describe_results(self, results: Sequence[Any]) -> str:
-        """Return how many results there are, and of what, as text."""
+        """Return the number of results and their kind, as text."""
         return f"{len(results)} predictions"
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -251,6 +265,17 @@ class Task:
             A sentence about the file, "" if nothing was to be done.
         """
         return _copy_tokenizer(self._tokenizer, Path(folder))
+
+
+@dataclass_transform(eq_default=False)
+def with_fields(task: type[T]) -> type[T]:
+    """Return the class of a task whose constructor takes its fields, as a dataclass does."""
+    made: Any = dataclass(eq=False, repr=False)(task)
+    hints = made.__init__.__annotations__  # which `help` shows
+    hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
+    if made.remembered:
+        made.__init__ = remembering(made.__init__)
+    return made
 
 
 def row_count(data: Any) -> int | None:
@@ -291,7 +316,7 @@ def _draw_rows(
 
 
 def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the `__init__` of a task that takes options from the metadata of a trained model."""
+    """Return `init` of a task, with options that are not given read from the model's metadata."""
     parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -300,44 +325,38 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
         given = {name: value for name, value in given.items() if value is not None}
         own = _stored_options(model, type(self).__name__)
         own = {name: value for name, value in own.items() if name not in given}
-        self._lost_loss = lost_loss(own)
-        if self._lost_loss is not None:
-            del own["loss"]
-        kept = read_options(own)
+        if isinstance(own.get("loss"), dict) and _FUNCTION in own["loss"]:
+            self._lost_loss = own.pop("loss")[_FUNCTION]
+        read = {name: _read_option(name, value) for name, value in own.items()}
+        kept = {name: value for name, value in read.items() if value is not None}
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
-            note = json.dumps({type(self).__name__: write_options(stated)})
+            if isinstance(stated.get("tokenizer"), str):
+                stated["tokenizer"] = Path(stated["tokenizer"])
+            note = json.dumps({type(self).__name__: stated}, default=_as_json)
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
 
 
 def _stored_options(model: Any, task: str) -> dict[str, Any]:
-    """Return the options in JSON that a model stores for the task of this class name."""
-    return dict(json.loads(_notes_at(model).get(OPTIONS, "{}")).get(task, {}))
-
-
-def _notes_at(model: Any) -> dict[str, str]:
-    """Return the metadata of a model, without reading the data of one in a file."""
-    if isinstance(model, (str, os.PathLike)):
-        return notes_of(onnx.load(model, load_external_data=False))
-    return notes_of(model_of(model))
+    """Return the options that a model stores for a task, by the class name, as JSON values."""
+    is_path = isinstance(model, (str, os.PathLike))
+    proto = onnx.load(model, load_external_data=False) if is_path else model_of(model)
+    return dict(json.loads(notes_of(proto).get(OPTIONS, "{}")).get(task, {}))
 
 
 def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
-    """Return the argument `learning_rate` of a `Trainer` of all weights; {}: the usual one.
+    """Return `{"learning_rate": 1e-4}` for a `Trainer` of all weights of a deep model, else {}.
 
-    Deep models lose at 0.001 what they learned: many layers change together, and statistics of
-    BatchNormalization, stored or fused into its convolution, no longer fit what they normalize.
+    At 0.001, deep models forget: many layers change together, and the statistics of
+    BatchNormalization, stored or fused into its convolution, no longer fit the activations.
     """
     kinds = [node.op_type for node in model.graph.node]
     layers = sum(kind.endswith(("Conv", "MatMul", "Gemm", "Attention")) for kind in kinds)
     deep = layers >= _DEEP or "BatchNormalization" in kinds
     return {"learning_rate": GENTLE_RATE} if deep else {}
-
-
-GENTLE_RATE, _DEEP = 1e-4, 10  # of all weights of a model with so many layers, or with statistics
 
 
 def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
@@ -350,15 +369,8 @@ def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[
     return {"learning_rate": og.schedules.warmup(rate, steps) if steps else rate, "clip_norm": 10.0}
 
 
-USUAL_SHARE = 0.2  # of the rows that are held out
-LARGEST_SHARE = 0.9
-_FORMULAS = (*"=+-@\t\r\n", *"＝＋－＠")  # first characters of what spreadsheets compute
-OPTIONS = "onnxgrad.task"  # the options of a class by its name, in JSON
-CLASSES = "onnxgrad.classes"  # where `replace_head` and `add_head` store them, too
-
-
 def model_of(model: Any) -> ModelProto:
-    """Return a model: given, in a file, serialized, or of a trainer."""
+    """Return a model as ModelProto: of a proto, a path, bytes or a trainer."""
     if isinstance(model, og.Trainer):
         return model.model
     if isinstance(model, bytes):
@@ -367,12 +379,12 @@ def model_of(model: Any) -> ModelProto:
 
 
 def notes_of(model: ModelProto) -> dict[str, str]:
-    """Return the metadata of a model."""
+    """Return the metadata of a model, {key: text}."""
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
 def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto:
-    """Return a model with other metadata of these keys; a value of None removes its key."""
+    """Return the model with metadata replaced, {key: text}; a text of None removes the key."""
     old = notes_of(model)
     if (new := {k: v for k, v in {**old, **notes}.items() if v is not None}) == old:
         return model
@@ -404,7 +416,7 @@ def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
 
 
 def stored_classes(model: ModelProto) -> list[str]:
-    """Return the classes in the metadata, as this package or ultralytics write them, or none."""
+    """Return the names of classes in the metadata of onnxgrad or ultralytics; [] without them."""
     notes = notes_of(model)
     try:
         own = CLASSES in notes
@@ -422,7 +434,7 @@ def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
 
 
 def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
-    """Return the classes in the `config.json` of transformers beside a model with logits."""
+    """Return the names of classes in `config.json` of transformers, beside a model with logits."""
     path = None if home is None else home / "config.json"
     if path is None or not path.is_file() or "logits" not in outputs_of(model):
         return []
@@ -431,14 +443,20 @@ def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
 
 
 def class_probabilities(scores: np.ndarray) -> np.ndarray:
-    """Return the probabilities of classes on the last axis, of scores or of probabilities."""
-    if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # no softmax yet
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
+    """Return probabilities of classes, on the last axis, from scores or from probabilities."""
+    if scores.min() < 0 or not np.allclose(scores.sum(-1), 1, atol=1e-3):  # these are scores
+        return softmax(scores)
     return scores / scores.sum(-1, keepdims=True)
 
 
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the softmax of scores on the last axis."""
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
 def safe_cell(value: Any) -> Any:
-    """Return a cell of a CSV file: a text that spreadsheets would run gets an apostrophe."""
+    """Return the cell of a CSV file; a text that a spreadsheet would run gets an apostrophe."""
     if not isinstance(value, str) or value[:1] not in _FORMULAS:
         return value
     try:
@@ -448,13 +466,26 @@ def safe_cell(value: Any) -> Any:
     return value
 
 
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Iterable[Any]]) -> Path:
+    """Write a CSV file with cells that spreadsheets do not run, and return its path.
+
+    Folders above it are created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(header)
+        table.writerows(map(safe_cell, row) for row in rows)
+    return path
+
+
 def home_of(model: Any) -> Path | None:
-    """Return the folder of a model that is given by its path."""
+    """Return the folder of a model that is a path; None for other models."""
     return Path(model).parent if isinstance(model, (str, os.PathLike)) else None
 
 
 def tokenizer_for(source: Any, home: Path | None) -> Any:
-    """Return a tokenizer that is given, or the path of one beside a model or above its folder."""
+    """Return the given tokenizer, or the path of its file beside the model or one folder above."""
     if source is None and home is not None:
         places = (home / FILE, home / VOCABULARY, home.parent / FILE)
         source = next((path for path in places if path.is_file()), None)
@@ -480,3 +511,42 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
     except OSError as e:  # the model is written already
         return f"{target} is not written: {e.strerror or e}"
     return f"wrote {target}"
+
+
+def named_loss(loss: Any) -> dict[str, str]:
+    """Return `{"function": name}` for a loss: the name by which users are asked to pass it."""
+    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+    return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
+
+
+def _as_json(value: Any) -> Any:
+    """Return an object as a value of JSON, for `json.dumps`; None if users cannot pass it again."""
+    maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
+    if isinstance(value, os.PathLike):
+        return {"path": os.path.abspath(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if dataclasses.is_dataclass(value) and maker in _MAKERS:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {_MAKER: maker, "arguments": fields}
+    is_named = callable(value) or isinstance(value, og.losses.LossSpec)
+    return named_loss(value) if is_named else None
+
+
+def _read_option(name: str, value: Any) -> Any:
+    """Return the value of an option from JSON; None for a path that does not exist."""
+    if isinstance(value, list):
+        return tuple(_read_option(name, each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    if _FUNCTION in value:
+        raise ValueError(
+            f"{name}=: the model was trained with the function {value[_FUNCTION]!r}, which its "
+            "file cannot hold: pass it"
+        )
+    if "path" in value:
+        return value["path"] if Path(value["path"]).exists() else None
+    if _MAKER in value:
+        maker = value[_MAKER]
+        return getattr(_MAKERS[maker], maker)(**_read_option(name, value["arguments"]))
+    return {key: _read_option(name, each) for key, each in value.items()}

@@ -15,7 +15,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.data.boxes import coco_image_ids, names_annotations
+from onnxgrad.data.boxes import names_annotations
+from onnxgrad.data.coco_files import coco_image_ids
 from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
@@ -36,12 +37,12 @@ from onnxgrad.tasks.detection_heads import (
     class_layers,
     head_of,
     output_shapes,
+    scale_outputs,
 )
 from onnxgrad.tasks.detection_losses import detection_loss, matcher
 from onnxgrad.tasks.image_values import as_pixels
 
-_PIXELS = {"yolox": "bgr255", "detr": "imagenet"}  # other heads take 0 to 1
-_IDS = "onnxgrad.category_ids"  # metadata: the numbers of the classes in COCO's files
+_IDS = "onnxgrad.category_ids"  # metadata: the numbers of classes in a COCO file
 
 __all__ = [
     "Detection",
@@ -52,7 +53,7 @@ __all__ = [
 
 
 class Detections(NamedTuple):
-    """What was found in a picture, the best first.
+    """The boxes that were found in a picture, the best first.
 
     Attributes:
         boxes: x1, y1, x2, y2 in pixels of the picture, float32 (n, 4).
@@ -85,8 +86,9 @@ class Detection(Task):
     `confusion_matrix`, of true boxes (rows) and found ones of a score of 0.25 or more (columns)
     that overlap by half. Its last row and column count boxes that are only found or only true.
 
-    Models with queries ("detr", "rtdetr") get a further output, "detections", of both of theirs,
-    which the loss reads; `finished` takes it away again. Their rows are matched to boxes when they
+    Models with several outputs ("picodet", "detr", "rtdetr") get a further output, "detections",
+    which joins them for the loss; `finished` takes it away again. Rows for queries ("detr",
+    "rtdetr") are matched to boxes when they
     are read, by a prediction of the trainer that `trainer` returned last. That is a forward pass
     more for each row, whose weights are some batches old, with small data an epoch.
 
@@ -151,12 +153,13 @@ class Detection(Task):
             self._replace_classes()
         self.classes = self.classes or [str(i) for i in range(self.head.classes)]
         self.class_layers = class_layers(self.model, self.head)
-        if not self.head.has_anchors:
+        joins = self.head.layout.joins_outputs
+        if joins:
             self.model = _with_joined_output(self.model)
-        self.pixels = as_pixels(pixels or _PIXELS.get(self.head.kind))
+        self.pixels = as_pixels(pixels or self.head.layout.pixels)
         self.decoder = Decoder(self.head)
         outputs = [y.name for y in self.model.graph.output]
-        only = JOINED if not self.head.has_anchors else outputs[0] if outputs[1:] else None
+        only = JOINED if joins else outputs[0] if outputs[1:] else None
         spec = detection_loss(self.head, **(loss or {}))
         self.loss = {only: spec} if only else spec
         self.batch_size = 8
@@ -176,7 +179,7 @@ class Detection(Task):
                 )
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the head of the trained model."""
+        """Return the given options, with the head of the trained model."""
         own = {"head": asdict(self.head)} if "head" in options else {}
         return options | own
 
@@ -210,7 +213,7 @@ class Detection(Task):
             Among others "map50_per_class", a dict by the names of the classes, NaN without a box;
             and "confusion_matrix", (classes + 1, classes + 1).
         """
-        if self.metrics and self.metrics is not self._usual_metrics:  # the user's own
+        if self.metrics and self.metrics is not self._usual_metrics:  # chosen by the user
             return super().evaluate(data, batch_size=batch_size, device=device)
         rows, lists, count = self.read(data), self.decoder.lists, len(self.classes)
         self.rows = row_count(rows)
@@ -272,14 +275,14 @@ class Detection(Task):
         Raises:
             ValueError: a picture that cannot be read.
         """
-        predictor, results = Predictor(model_of(model)), []
-        lengths = output_shapes(model_of(model))
-        outputs = list(lengths)[:1] if self.head.has_anchors else boxes_first(lengths)
+        proto, results = model_of(model), []
+        if self.head.layout.joins_outputs:
+            proto = _with_joined_output(proto)
+        predictor, outputs = Predictor(proto), [self._only] if self._only else []
         for _, picture in self._list_pictures(inputs):
             image = og.data.open_image(picture)
             x, scale, corner = og.data.letterbox(image, self.head.size, self.pixels)
-            values = predictor.run(x[None], outputs)
-            [found] = self.decoder(np.concatenate(values, 2), score, overlap)
+            [found] = self.decoder(predictor.run(x[None], outputs)[0], score, overlap)
             boxes = (found[:, 2:] - corner) / np.float32(scale)
             boxes = boxes.clip(0, np.array(image.size * 2, np.float32))
             names = [self.classes[int(i)] for i in found[:, 0]]
@@ -364,7 +367,7 @@ class Detection(Task):
 
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """The matcher of all batches, whose sessions it keeps."""
+        """The function that matches queries and boxes; it keeps its sessions."""
         return matcher(self.head)
 
     def _replace_classes(self) -> None:
@@ -373,7 +376,7 @@ class Detection(Task):
         if not layers:
             raise ValueError(
                 f"the model has {self.head.classes} classes and the data {len(self.classes)}, and "
-                "no layer was found that computes those: pass a model with these classes"
+                "no layer computes the classes alone: pass data with the classes of the model"
             )
         units = [*self.classes, *["no object"] * (self.head.kind == "detr")]
         self.model = og.replace_head(self.model, units, at=layers)
@@ -387,14 +390,17 @@ class Detection(Task):
 
 
 def _with_joined_output(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with a further output: boxes and classes (N, A, 4 + C)."""
-    read, lengths = ir.from_proto(model), output_shapes(model)
+    """Return the model with a further output: boxes or distances, then classes, (N, A, 4 R + C)."""
+    read = ir.from_proto(model)
     by_name = {str(y.name): y for y in read.graph.outputs}
     if JOINED in by_name:
         return model
-    parts = [by_name[name] for name in boxes_first(lengths)]
+    scales: Sequence[Any] = scale_outputs(read.graph)
+    if not scales:
+        scales = [[by_name[name] for name in boxes_first(output_shapes(model))]]
     with og.graph.Emit(read.graph) as op:
-        joined = op.emit("Concat", parts, {"axis": 2}, fresh=True)
+        each = [op.emit("Concat", [*parts], {"axis": 2}, fresh=True) for parts in scales]
+        joined = op.emit("Concat", each, {"axis": 1}, fresh=True) if each[1:] else each[0]
     joined.name = JOINED
     read.graph.outputs.append(joined)
     return ir.to_proto(read)

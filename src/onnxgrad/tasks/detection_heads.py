@@ -6,7 +6,8 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -20,9 +21,40 @@ from onnxgrad.tasks.base import inputs_of, notes_of, outputs_of
 _LEAST, _OVERLAP = 0.001, 0.65  # score and IoU for metrics
 _MOST = 100  # boxes of a class in a picture, as COCO counts
 JOINED = "detections"  # the output of a model with two outputs that the loss reads
-_SETS = ("detr", "rtdetr")
-_KINDS = ("yolov8", "yolov8_dfl", "yolox", "detr", "rtdetr")
 MOVERS = REORDERS | SELECTS
+
+
+class Layout(NamedTuple):
+    """How the output of a kind of detectors is laid out, and trained.
+
+    Attributes:
+        axis: the axis of boxes and classes.
+        others: the numbers of a box and whatever is no class on it.
+        gains: the factors of losses by name, as the sources of `detection_loss` have them.
+        pixels: the values of pictures, as of `Detection`.
+        has_anchors: whether predictions belong to places of the picture; otherwise they are a set.
+        joins_outputs: whether the file has several outputs, which a further one joins for the loss.
+    """
+
+    axis: int
+    others: int
+    gains: dict[str, float]
+    pixels: str | None = None
+    has_anchors: bool = True
+    joins_outputs: bool = False
+
+
+_YOLO = {"box": 7.5, "classes": 0.5, "distances": 1.5}
+_YOLOX = {"box": 5.0, "classes": 1.0, "objectness": 1.0}
+_QUERIES = {"box": 2.0, "classes": 1.0, "l1": 5.0}
+LAYOUTS = {
+    "yolov8": Layout(1, 4, _YOLO),
+    "yolov8_dfl": Layout(1, 4, _YOLO),
+    "yolox": Layout(2, 5, _YOLOX, "bgr255"),
+    "picodet": Layout(2, 0, _YOLO, "imagenet", joins_outputs=True),
+    "detr": Layout(2, 1, _QUERIES, "imagenet", has_anchors=False, joins_outputs=True),
+    "rtdetr": Layout(2, 0, _QUERIES, has_anchors=False, joins_outputs=True),
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +65,10 @@ class Head:
         kind: "yolov8": (N, 4 + C, A), center, width and height in pixels, then classes;
             "yolov8_dfl": (N, 4 R + C, A), the R logits of each distance from the anchor, in
             strides, to the left, top, right and bottom; "yolox": (N, A, 5 + C), center and size,
-            objectness, classes; "detr": (N, A, 4 + C + 1), center and size as shares of the
-            picture, logits of the classes and of no object (softmax); "rtdetr": (N, A, 4 + C), the
-            same with a sigmoid for each class.
+            objectness, classes; "picodet": two outputs for each scale, (N, A, 4 R), distances as
+            in "yolov8_dfl", and (N, A, C), classes; "detr": (N, A, 4 + C + 1), center and size as
+            shares of the picture, logits of the classes and of no object (softmax); "rtdetr":
+            (N, A, 4 + C), the same with a sigmoid for each class.
         classes: C.
         size: height and width of the pictures, in pixels.
         probabilities: whether a Sigmoid of the file computed objectness and classes.
@@ -58,14 +91,26 @@ class Head:
     strides: tuple[int, ...] = (8, 16, 32)
 
     def __post_init__(self) -> None:
-        _check_kind(self.kind)
-        if self.has_anchors and any(n % s for n in self.size for s in self.strides):
+        padded = self.kind == "picodet"  # its last cells reach beyond the picture
+        strides = self.strides if self.layout.has_anchors and not padded else ()
+        if any(n % s for n in self.size for s in strides):
             raise ValueError(f"image_size={self.size} must be multiples of strides={self.strides}")
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the output, by the kind.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if self.kind not in LAYOUTS:
+            raise ValueError(f"head={self.kind!r}: give one of {', '.join(map(repr, LAYOUTS))}")
+        return LAYOUTS[self.kind]
 
     @property
     def has_anchors(self) -> bool:
         """Whether predictions belong to places of the picture; otherwise they are a set."""
-        return self.kind not in _SETS
+        return self.layout.has_anchors
 
     @property
     def anchors(self) -> np.ndarray:
@@ -75,7 +120,7 @@ class Head:
         """
         grids = []
         for s in self.strides:
-            y, x = np.mgrid[: self.size[0] // s, : self.size[1] // s]
+            y, x = np.mgrid[: -(-self.size[0] // s), : -(-self.size[1] // s)]
             grids.append(np.stack([(x + 0.5) * s, (y + 0.5) * s, np.full(x.shape, s)], -1))
         return np.concatenate([g.reshape(-1, 3) for g in grids]).astype(np.float32)
 
@@ -84,17 +129,17 @@ class Head:
 
         Returns:
             "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
-            "yolov8_dfl" also "distances", logits (N, A, 4, R). With "detr" and "rtdetr", "raw" are
-            the boxes as the model returns them.
+            "yolov8_dfl" and "picodet" also "distances", logits (N, A, 4, R), and without these
+            "raw", the boxes as the model returns them.
         """
         height, width = self.size
         anchors = self.anchors if self.has_anchors else np.zeros((0, 3), np.float32)
         center, stride = anchors[:, :2], anchors[:, 2:]
+        channels = (x.shape or [None] * 3)[2 if self.kind == "picodet" else 1]
+        columns = channels if isinstance(channels, int) else 4 + self.classes
         if self.kind.startswith("yolov8"):
-            channels = (x.shape or [None] * 2)[1]
-            columns = channels if isinstance(channels, int) else 4 + self.classes
             x = op.Transpose(op.Reshape(x, [0, columns, len(anchors)]), perm=[0, 2, 1])
-        if self.kind == "yolov8_dfl":
+        if self.kind in ("yolov8_dfl", "picodet"):
             flat, classes = op.split(x, [columns - self.classes, self.classes], 2)
             logits = op.Reshape(flat, [0, len(anchors), 4, (columns - self.classes) // 4])
             far = op.Softmax(logits, axis=3) * np.arange(logits.shape[3], dtype=np.float32)
@@ -102,24 +147,20 @@ class Head:
             near, far = op.split(far, 2, 2)
             boxes = op.Concat(op.Sub(center, near), op.Add(center, far), axis=2)
             return {"boxes": boxes, "classes": classes, "distances": logits}
-        if self.kind == "yolox":
+        objectness = [1] * (self.kind == "yolox")
+        if objectness:
             x = op.Reshape(x, [0, len(anchors), 5 + self.classes])
-            middle, extent, objectness, classes = op.split(x, [2, 2, 1, self.classes], 2)
-            if not self.decoded:
-                middle = middle * stride + (center - stride / 2)
-                extent = op.Exp(extent) * stride
-            return {
-                "boxes": op.Concat(middle - extent / 2.0, middle + extent / 2.0, axis=2),
-                "objectness": objectness,
-                "classes": classes,
-            }
-        raw, classes = op.split(x, [4, self.classes + (self.kind == "detr")], 2)
+        lengths = [4, *objectness, self.classes + (self.kind == "detr")]
+        raw, *objectness, classes = op.split(x, lengths, 2)
         middle, extent = op.split(raw, 2, 2)
+        if objectness and not self.decoded:
+            middle = middle * stride + (center - stride / 2)
+            extent = op.Exp(extent) * stride
         boxes = op.Concat(middle - extent / 2.0, middle + extent / 2.0, axis=2)
-        if self.has_anchors:
-            return {"boxes": boxes, "classes": classes}
-        pixels = np.array([width, height, width, height], np.float32)
-        return {"boxes": boxes * pixels, "raw": raw, "classes": classes}
+        if not self.has_anchors:
+            boxes = boxes * np.array([width, height, width, height], np.float32)
+        parts = {"boxes": boxes, "raw": raw, "classes": classes}
+        return parts | ({"objectness": objectness[0]} if objectness else {})
 
     def scores(self, op: Any, parts: dict[str, ir.Value], probabilities: bool) -> ir.Value:
         """Write the probabilities of the classes (N, A, C): with objectness, the product."""
@@ -128,11 +169,6 @@ class Head:
         p = [parts[name] for name in ("classes", "objectness") if name in parts]
         p = p if probabilities else [op.Sigmoid(value) for value in p]
         return p[0] * p[1] if len(p) > 1 else p[0]
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in _KINDS:
-        raise ValueError(f"head={kind!r}: give one of {', '.join(map(repr, _KINDS))}")
 
 
 def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
@@ -150,39 +186,70 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     """
     if isinstance(kind, Head):
         return kind
-    (name, *_, high, wide), outputs = input_of(model), output_shapes(model)
+    inputs, outputs = inputs_of(model), output_shapes(model)
+    name, lengths = next(iter(inputs.items()), ("", ()))
+    if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
+        raise ValueError(
+            f"a detector has one input (N, 3, H, W), and the model has {[*inputs]} with the shape "
+            f"{lengths}"
+        )
     given = (size, size) if isinstance(size, int) else size
-    usual = given or _noted_size(model)
-    height, width = (own or usual[i] for i, own in enumerate((high, wide)))
+    # as ultralytics notes the size in a file
+    noted = re.fullmatch(r"\[(\d+), (\d+)\]", notes_of(model).get("imgsz", ""))
+    usual = given or (map(int, noted.groups()) if noted else (None, None))
+    height, width = (own or other for own, other in zip(lengths[2:], usual, strict=True))
     if not height or not width or (given and tuple(given) != (height, width)):
+        high, wide = lengths[2:]
         raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
-    shapes = list(outputs.values())
-    if kind is None:
-        kind = _kind_of_shapes(shapes, named, wanted)
-    _check_kind(kind)
-    of_boxes = boxes_first(outputs)[0] if kind in _SETS else None
-    if of_boxes is not None:
-        columns = next(s[2] or 0 for n, s in outputs.items() if n != of_boxes) - (kind == "detr")
-    elif kind == "yolox":
-        columns = (shapes[0][2] or 0) - 5
-    elif kind == "yolov8":
-        columns = (shapes[0][1] or 0) - 4
-    else:
+    graph = ir.from_proto(model).graph
+    scales = scale_outputs(graph)
+    kind = kind or ("picodet" if scales else _kind_of_shapes([*outputs.values()], named, wanted))
+    layout = Head(kind, 1, (height, width), strides=()).layout
+    if kind == "picodet":
+        strides = _scale_strides(scales, height, width)
+        return Head(kind, scales[0][1].shape[2], (height, width), strides=strides)
+    of_boxes = None if layout.has_anchors else boxes_first(outputs)[0]
+    shape = next(shape for name, shape in outputs.items() if name != of_boxes)
+    columns = (shape[layout.axis] or 0) - layout.others
+    if kind == "yolov8_dfl":  # where a distance has any number of columns
         columns = named or wanted
     if columns < 1:
         raise ValueError(
             f"head={kind!r}: the outputs are {outputs}, which say no number of classes"
         )
-    graph = ir.from_proto(model).graph
     sigmoids = any(has_sigmoid(y) for y in graph.outputs if y.name != of_boxes)
     exponents = any(node.op_type == "Exp" for node in graph)
     return Head(kind, columns, (height, width), sigmoids, kind != "yolox" or exponents)
 
 
-def _noted_size(model: ModelProto) -> Any:
-    """Return height and width as ultralytics notes them in a file, or None for both."""
-    noted = re.fullmatch(r"\[(\d+), (\d+)\]", notes_of(model).get("imgsz", ""))
-    return (None, None) if noted is None else tuple(map(int, noted.groups()))
+def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
+    """Return the outputs (distances, classes) of each scale of a PicoDet; [] of other models."""
+    by_anchors: dict[Any, list[ir.Value]] = {}
+    for y in graph.outputs:
+        if y.name != JOINED:
+            lengths = [*(y.shape or ())]
+            if len(lengths) != 3 or not all(isinstance(n, int) for n in lengths[1:]):
+                return []
+            by_anchors.setdefault(lengths[1], []).append(y)
+    pairs = [sorted(values, key=has_sigmoid) for values in by_anchors.values()]
+    if any([*map(has_sigmoid, pair)] != [False, True] for pair in pairs):
+        return []
+    widths = {tuple(ir.Shape(y.shape or ())[-1] for y in pair) for pair in pairs}
+    is_picodet = len(pairs) > 1 and len(widths) == 1 and all(n % 4 == 0 for n, _ in widths)
+    return [(distances, classes) for distances, classes in pairs] if is_picodet else []
+
+
+def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -> tuple[int, ...]:
+    """Return the pixels between anchors of each scale, by its number of anchors."""
+    strides = {-(-height // s) * -(-width // s): s for s in (128, 64, 32, 16, 8, 4)}
+    anchors = [classes.shape[1] for _, classes in scales]
+    if not scales or not {*anchors} <= {*strides}:
+        raise ValueError(
+            f"head='picodet': pictures of {height} x {width} pixels have {sorted(strides)} anchors "
+            f"by scale, and the outputs {anchors}: pass a model with (N, A, 4 R) and a Sigmoid in "
+            "front of (N, A, C) for each scale"
+        )
+    return tuple(strides[n] for n in anchors)
 
 
 def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
@@ -198,7 +265,7 @@ def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
         if second:
             return "yolox"
     raise ValueError(
-        f"the outputs have the shapes {shapes}: name their layout, as head={_KINDS[0]!r}; see Head"
+        f"the outputs have the shapes {shapes}: name their layout, as head='yolov8'; see Head"
     )
 
 
@@ -217,22 +284,6 @@ def boxes_first(outputs: dict[str, tuple]) -> list[str]:
             "of the boxes 'boxes'"
         )
     return [*found, *(name for name in outputs if name not in found)]
-
-
-def input_of(model: ModelProto) -> tuple:
-    """Return the name and the lengths of the only input, (N, 3, H, W).
-
-    Raises:
-        ValueError: several inputs, or not of pictures.
-    """
-    inputs = inputs_of(model)
-    name, lengths = next(iter(inputs.items()), ("", ()))
-    if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
-        raise ValueError(
-            f"a detector has one input (N, 3, H, W), and the model has {[*inputs]} with the shape "
-            f"{lengths}"
-        )
-    return name, *lengths
 
 
 def output_shapes(model: ModelProto) -> dict[str, tuple]:
@@ -275,7 +326,9 @@ def class_layers(model: ModelProto, head: Head) -> list[str]:
 
     for output in ir.from_proto(model).graph.outputs:
         visit(output)
-    if head.kind == "yolox" and head.classes == 1:  # objectness has one channel, too, in front
+    if (
+        head.kind == "yolox" and head.classes == 1
+    ):  # the layer of objectness has one channel, too, and comes first
         found = found[1::2]
     return [name for names in found for name in names]
 
@@ -285,8 +338,12 @@ class Decoder:
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        self._runs: dict[Any, Callable[..., list]] = {}
         self._newest: tuple = (None, [])
+
+    @cached_property
+    def _run(self) -> Callable[..., list]:
+        """The function of predictions, overlap and score, which keeps its sessions."""
+        return compiled(self._write_suppression)
 
     def __deepcopy__(self, memo: Any) -> Decoder:
         return self  # a session cannot be copied
@@ -299,22 +356,17 @@ class Decoder:
             score: the least probability.
             iou: the largest overlap of two boxes of a class; of a set, all boxes are kept.
         """
-        key = (prediction.shape[1:], score, iou)
-        seen = key, zlib.crc32(np.ascontiguousarray(prediction).data)
-        if self._newest[0] == seen:  # asked before, by another metric
+        seen = score, iou, prediction.shape, zlib.crc32(np.ascontiguousarray(prediction).data)
+        if self._newest[0] == seen:  # another metric asked before
             return self._newest[1]
-        if key not in self._runs:
-            self._runs[key] = compiled(
-                self._write_suppression(score, iou), (None, *prediction.shape[1:])
-            )
-        boxes, scores, chosen = self._runs[key](np.asarray(prediction, np.float32))
+        overlap = iou if self.head.has_anchors else 1.0
+        boxes, scores, chosen = self._run(prediction, [overlap], [score])
         rows, classes, at = chosen.T
-        found = np.concatenate(
-            [classes[:, None], scores[rows, classes, at][:, None], boxes[rows, at]], 1
-        ).astype(np.float32)
-        found = found[np.argsort(-found[:, 1], kind="stable")]
-        order = rows[np.argsort(-scores[rows, classes, at], kind="stable")]
-        results = [found[order == row] for row in range(len(prediction))]
+        best = scores[rows, classes, at]
+        found = np.column_stack([classes, best, boxes[rows, at]]).astype(np.float32)
+        order = np.argsort(-best, kind="stable")
+        found, rows = found[order], rows[order]
+        results = [found[rows == row] for row in range(len(prediction))]
         self._newest = seen, results
         return results
 
@@ -325,29 +377,33 @@ class Decoder:
         true = [boxes[boxes[:, 0] >= 0, :5] for boxes in label]
         return self(prediction, _LEAST, _OVERLAP), true
 
-    def _write_suppression(self, score: float, iou: float) -> Callable[..., Sequence]:
-        def write(op: Any, x: ir.Value) -> Sequence:
-            parts = self.head.read(op, x)
-            scores = self.head.scores(op, parts, self.head.probabilities)
-            best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
-            scores = op.Transpose(op.Where(best, scores, 0.0), perm=[0, 2, 1])
-            least = np.array([iou if self.head.has_anchors else 1.0], np.float32)
-            chosen = op.NonMaxSuppression(
-                parts["boxes"], scores, [_MOST], least, np.array([score], np.float32)
-            )
-            return parts["boxes"], scores, chosen
-
-        return write
+    def _write_suppression(self, op: Any, x: ir.Value, iou: ir.Value, score: ir.Value) -> Sequence:
+        """Write boxes, scores by class, and (row, class, place) of the boxes that are kept."""
+        parts = self.head.read(op, x)
+        scores = self.head.scores(op, parts, self.head.probabilities)
+        best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
+        scores = op.Transpose(op.Where(best, scores, 0.0), perm=[0, 2, 1])
+        chosen = op.NonMaxSuppression(parts["boxes"], scores, [_MOST], iou, score)
+        return parts["boxes"], scores, chosen
 
 
-def compiled(function: Callable[..., Sequence], *shapes: Sequence) -> Callable[..., list]:
+def compiled(function: Callable[..., Sequence]) -> Callable[..., list]:
     """Return a function of float32 arrays that runs what `function(op, *values)` writes."""
-    inputs = [
-        ir.Value(name=f"x{i}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
-        for i, shape in enumerate(shapes)
-    ]
-    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
-    with og.graph.Emit(graph) as op:
-        op.give(function(op, *inputs))
-    predictor = Predictor(ir.to_proto(ir.Model(graph, ir_version=9)))
-    return lambda *arrays: predictor.run({f"x{i}": x for i, x in enumerate(arrays)})
+
+    @cache
+    def predictor(*shapes: tuple[int | None, ...]) -> Predictor:
+        inputs = [
+            ir.Value(name=f"x{i}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+            for i, shape in enumerate(shapes)
+        ]
+        graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 20}, name="detection")
+        with og.graph.Emit(graph) as op:
+            op.give(function(op, *inputs))
+        return Predictor(ir.to_proto(ir.Model(graph, ir_version=9)))
+
+    def run(*values: Any) -> list:
+        arrays = [np.asarray(value, np.float32) for value in values]
+        running = predictor(*((None, *array.shape[1:]) for array in arrays))
+        return running.run({f"x{i}": array for i, array in enumerate(arrays)})
+
+    return run

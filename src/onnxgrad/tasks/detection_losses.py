@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.tasks.detection_heads import MOVERS, Head, compiled
-
-_GAINS = {  # of the papers and programs that `detection_loss` names
-    "yolov8": {"box": 7.5, "classes": 0.5, "distances": 1.5},
-    "yolox": {"box": 5.0, "classes": 1.0, "objectness": 1.0},
-    "detr": {"box": 2.0, "classes": 1.0, "l1": 5.0},
-}
+from onnxgrad.tasks.detection_heads import LAYOUTS, MOVERS, Head, compiled
 
 
 def detection_loss(
@@ -68,31 +63,34 @@ def detection_loss(
             f"box={box!r}, classes={classes!r}: box is 'ciou' or 'giou', classes 'bce', "
             "'varifocal' or 'focal'"
         )
-    own = _GAINS["yolov8" if head.kind == "yolov8_dfl" else head.kind.removeprefix("rt")]
-    if other := set(gains or ()) - set(own):
-        raise ValueError(f"gains of {head.kind!r} are {list(own)}, and have no {other.pop()!r}")
-    rule = _Rule(head, box, classes, {**own, **(gains or {})}, topk, alpha, beta)
-    kind = _box_labels(head)
-
-    def detection(op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        return rule.write(op, prediction, label)
-
-    return og.losses.LossSpec(detection, f"detection_{head.kind}", "mean", lambda options: kind)
-
-
-def _box_labels(head: Head) -> og.losses.LabelKind:
+    usual = head.layout.gains
+    if other := set(gains or ()) - set(usual):
+        raise ValueError(f"gains of {head.kind!r} are {list(usual)}, and have no {other.pop()!r}")
+    rule = _Rule(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
     columns = 5 if head.has_anchors else 6
-    return og.losses.LabelKind(
+    kind = og.losses.LabelKind(
         ir.DataType.FLOAT,
         lambda f: (f[0] if f else None, None, columns),
         lambda f: f is not None and len(f) == 3,
         f"the output of {head}",
     )
 
+    return og.losses.LossSpec(rule.write, f"detection_{head.kind}", "mean", lambda options: kind)
+
+
+def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
+    """Write centers and sizes of boxes in pixels, (..., 4), as shares of the picture."""
+    height, width = head.size
+    near, far = op.split(boxes / np.array([width, height] * 2, np.float32), 2, 2)
+    return op.Concat((near + far) / 2.0, far - near, axis=2)
+
+
+_binary_cross_entropy = partial(og.losses.LOSSES["binary_cross_entropy"].formula, from_logits=True)
+
 
 @dataclass(frozen=True)
 class _Rule:
-    """The arguments of `detection_loss`, which write the loss."""
+    """The loss of a head with the arguments of `detection_loss`, as a formula."""
 
     head: Head
     box: str
@@ -130,14 +128,16 @@ class _Rule:
             op, (boxes, scores, anchors[:, :2]), (truth, one_hot), (most, self.alpha, self.beta)
         )
         found = op.Clip(op.ReduceSum(named, [2], keepdims=1), 0.0, 1.0)  # (N, A, 1)
-        weight = share if "objectness" not in parts else found
-        aim = op.MatMul(named, one_hot) * (share if "objectness" not in parts else iou)
-        mine, learns = op.MatMul(named, truth), self._class_losses(op, parts["classes"], aim)
-        losses = {"box": (1.0 - og.losses.box_iou(op, parts["boxes"], mine, self.box), weight)}
-        losses["classes"] = op.ReduceSum(learns, [2], keepdims=0), None
-        if "objectness" in parts:
-            losses["classes"] = losses["classes"][0], found
-            entropy = _binary_cross_entropy(op, parts["objectness"], found)
+        objectness = parts.get("objectness")
+        weight, target = (share, share) if objectness is None else (found, iou)
+        aim, mine = op.MatMul(named, one_hot) * target, op.MatMul(named, truth)
+        learned = op.ReduceSum(self._class_losses(op, parts["classes"], aim), [2], keepdims=0)
+        losses = {
+            "box": (1.0 - og.losses.box_iou(op, parts["boxes"], mine, self.box), weight),
+            "classes": (learned, None if objectness is None else found),
+        }
+        if objectness is not None:
+            entropy = _binary_cross_entropy(op, objectness, found)
             losses["objectness"] = op.Squeeze(entropy, [2]), None
         sides_of = parts.get("distances")
         if head.kind == "yolov8":
@@ -170,14 +170,13 @@ class _Rule:
 
     def _of_queries(self, op, parts, one_hot, truth, query):
         """Write the losses of a set: the queries are matched before."""
-        raw, (height, width) = parts["raw"], self.head.size
+        raw = parts["raw"]
         places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])
         turned = op.Transpose(query, perm=[0, 2, 1])  # (N, 1, M)
         named = op.Cast(op.Equal(places, turned), to=ir.DataType.FLOAT)  # (N, Q, M)
         found = op.ReduceSum(named, [2], keepdims=1)
         mine, hit = op.MatMul(named, truth), op.MatMul(named, one_hot)
-        near, far = op.split(mine / np.array([width, height] * 2, np.float32), 2, 2)
-        aim = op.Concat((near + far) / 2.0, far - near, axis=2)
+        aim = _center_and_size(op, mine, self.head)
         iou = og.losses.box_iou(op, parts["boxes"], mine, self.box)
         losses = {
             "box": (1.0 - iou, found),
@@ -232,10 +231,6 @@ def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence)
     return tuple(op.Transpose(x, perm=[0, 2, 1]) for x in sides)
 
 
-def _binary_cross_entropy(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
-    return og.losses.LOSSES["binary_cross_entropy"].formula(op, logits, target, from_logits=True)
-
-
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
     """Write `x` without the Sigmoids that compute some of it; `x` itself if there are none."""
     node = x.producer()
@@ -245,7 +240,7 @@ def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
         return node.inputs[0] or x
     if node.op_type not in MOVERS:
         return x
-    every = node.op_type == "Concat"  # the other operands of the others are lengths
+    every = node.op_type == "Concat"  # other operands of other operators are lengths
     new = [
         _without_sigmoid(op, v) if v and (every or not i) else v for i, v in enumerate(node.inputs)
     ]
@@ -287,13 +282,12 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         raise ImportError(
             "matching queries to boxes needs scipy: pip install 'onnxgrad[detection]'"
         ) from e
-    gains = _GAINS["detr"]
+    gains = LAYOUTS["detr"].gains
 
-    def write(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
-        parts, (height, width) = head.read(op, prediction), head.size
+    def write_costs(op: Any, prediction: ir.Value, label: ir.Value) -> Sequence:
+        parts = head.read(op, prediction)
         number, truth = op.split(label, [1, 4], 2)
-        near, far = op.split(truth / np.array([width, height] * 2, np.float32), 2, 2)
-        aim = op.Unsqueeze(op.Concat((near + far) / 2.0, far - near, axis=2), [2])
+        aim = op.Unsqueeze(_center_and_size(op, truth, head), [2])
         l1 = op.ReduceSum(op.Abs(op.Unsqueeze(parts["raw"], [1]) - aim), [3], keepdims=0)
         pairs = op.Unsqueeze(parts["boxes"], [1]), op.Unsqueeze(truth, [2])
         one_hot = op.Equal(number, np.arange(head.classes, dtype=np.float32))
@@ -301,13 +295,10 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         p = op.MatMul(op.Cast(one_hot, to=ir.DataType.FLOAT), p)
         return [gains["l1"] * l1 - gains["box"] * og.losses.box_iou(op, *pairs, "giou") - p]
 
-    runs: dict[Any, Callable[..., list]] = {}
+    pair_costs = compiled(write_costs)
 
     def match(prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
-        shapes = (None, *prediction.shape[1:]), (None, None, 5)
-        if shapes not in runs:
-            runs[shapes] = compiled(write, *shapes)
-        [costs] = runs[shapes](np.asarray(prediction, np.float32), label)
+        [costs] = pair_costs(prediction, label)
         query = np.full((*label.shape[:2], 1), -1, np.float32)
         for row, cost in enumerate(costs):
             real = np.flatnonzero(label[row, :, 0] >= 0)

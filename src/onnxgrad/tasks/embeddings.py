@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ from onnxgrad.tasks.base import (
     home_of,
     inputs_of,
     model_of,
-    safe_cell,
     tokenizer_for,
     with_classes,
     with_notes,
+    write_csv,
 )
 
 __all__ = ["Embeddings"]
 
-_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}  # by the number of axes
+_POOLS: dict[int, str | None] = {2: None, 3: "mean", 4: "image"}  # {axes of an output: pool}
 _FLOATS = (1, 10, 11, 16)  # codes of dtypes
 _MARGINS = ("arcface", "cosface")
 # by the kind of the data: the loss, and metrics
@@ -130,11 +129,11 @@ class Embeddings(Task):
         self.loss = {self.output: name} if several else name
         options = dict(loss_options or {})
         self.arguments = {"loss_options": {self.output: options} if several else options}
-        if name not in _MARGINS:  # whose new centers must move
+        if name not in _MARGINS:  # new centers need the usual rate
             self.arguments |= fine_tuning_rate(self.model)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the output of the model that comes out."""
+        """Return the given options, with the output of the task's model."""
         return options | ({"output": self.output} if "output" in options else {})
 
     def _add_layers(
@@ -196,7 +195,7 @@ class Embeddings(Task):
             tokenizer, home, length = self._of_texts
             source = tokenizer if tokenizer is not None or home is None else str(home)
             own = type(self)(self.model, data, tokenizer=source, length=length)
-            if self.metrics != _DEFAULTS[self._kind][1]:  # the caller has chosen others
+            if self.metrics != _DEFAULTS[self._kind][1]:  # the user has chosen others
                 own.metrics = self.metrics
         results = super(Embeddings, own).evaluate(data, batch_size=batch_size, device=device)
         self.rows = own.rows
@@ -248,7 +247,8 @@ class Embeddings(Task):
         if isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs):
             inputs = self._read_texts(inputs)
         predictor = Predictor(self.finished(model), [self.output])
-        z = np.concatenate([predictor.run(feed)[0] for feed in _input_batches(predictor, inputs)])
+        feeds = _input_batches(predictor, inputs)
+        z = np.concatenate([predictor.predict(feed, _BATCH)[self.output] for feed in feeds])
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -262,33 +262,32 @@ class Embeddings(Task):
         names = getattr(names, "files", names)
         if not isinstance(names, (list, tuple)) or len(names) != len(z):
             names = range(len(z))
-        home = Path(folder)
-        home.mkdir(parents=True, exist_ok=True)
-        np.save(home / "embeddings.npy", z)
-        with (home / "neighbors.csv").open("w", encoding="utf-8", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["number", "id", "rank", "neighbor", "neighbor_id", "cosine"])
-            for start in range(0, len(z), _CHUNK):
-                cosines = z[start : start + _CHUNK] @ z.T
-                for i, row in enumerate(cosines, start):
-                    row[i] = -np.inf
-                    best = np.argsort(-row, kind="stable")[: min(_NEIGHBORS, len(z) - 1)]
-                    for rank, j in enumerate(best.tolist(), 1):
-                        cells = [i, names[i], rank, j, names[j], f"{row[j]:.6f}"]
-                        table.writerow(map(safe_cell, cells))
-        return [home / "embeddings.npy", home / "neighbors.csv"]
+        header = ["number", "id", "rank", "neighbor", "neighbor_id", "cosine"]
+        file = write_csv(Path(folder) / "neighbors.csv", header, _neighbor_rows(z, names))
+        np.save(file.with_name("embeddings.npy"), z)
+        return [file.with_name("embeddings.npy"), file]
+
+
+def _neighbor_rows(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the cells of the nearest other rows of each row, the nearest first."""
+    for start in range(0, len(z), _CHUNK):
+        cosines = z[start : start + _CHUNK] @ z.T
+        for i, row in enumerate(cosines, start):
+            row[i] = -np.inf
+            best = np.argsort(-row, kind="stable")[: min(_NEIGHBORS, len(z) - 1)]
+            for rank, j in enumerate(best.tolist(), 1):
+                yield [i, names[i], rank, j, names[j], f"{row[j]:.6f}"]
 
 
 def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
-    """Yield the inputs of a model, batch by batch, from a reader or arrays."""
+    """Yield the inputs of a model: the batches of a reader, or arrays of all rows."""
+    batches: Iterable[Any] = [inputs]
     if isinstance(inputs, og.data.Reader):
         reader = inputs.for_inputs({name: tuple(x.shape) for name, x in predictor.inputs.items()})
-        yield from (batch[0] for batch in reader.batches(_BATCH, None, 0))
-        return
-    columns = inputs if isinstance(inputs, Mapping) else {next(iter(predictor.inputs)): inputs}
-    columns = {name: np.asarray(column) for name, column in columns.items()}
-    for s in range(0, len(next(iter(columns.values()))), _BATCH):
-        yield {name: column[s : s + _BATCH] for name, column in columns.items()}
+        batches = (batch[0] for batch in reader.batches(_BATCH, None, 0))
+    for X in batches:
+        columns = X if isinstance(X, Mapping) else {next(iter(predictor.inputs)): X}
+        yield {name: np.asarray(column) for name, column in columns.items()}
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:

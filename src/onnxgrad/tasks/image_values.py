@@ -1,22 +1,28 @@
-"""How images become the numbers that a model takes: their size, and the scale of their values."""
+"""Sizes, scales and normalizations of images, and a warning if a model expects other values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from onnx import ModelProto, NodeProto
 
 from onnxgrad.data.image_transforms import Normalize
+from onnxgrad.data.images import ImageFolder
 from onnxgrad.errors import argument
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.model.weights import constant_refs
+from onnxgrad.operators import operator_of
+from onnxgrad.runtime.predictor import Predictor
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 1
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
-    """Return height and width of a size: a number for both, two numbers, or a text of these.
+    """Return (height, width) of a number for both, of two numbers, or of a text such as "48x320".
 
     Raises:
         ValueError: it is neither a number of pixels nor two of them.
@@ -34,7 +40,7 @@ def as_image_size(size: Any) -> tuple[int, int] | None:
 
 
 def checked_scale(scale: float) -> float:
-    """Return the value of white; raise `ValueError` if it is none."""
+    """Return the value of white as a float; raise `ValueError` unless it is above 0."""
     if not 0 < scale < np.inf:
         raise ValueError(
             f"{argument('scale', scale)} must be above 0: the value of white, 1 or 255"
@@ -92,10 +98,10 @@ PIXELS = {
 
 
 def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function from RGB of 0 to 1 to the values that a model takes; None without one.
+    """Return a function from RGB of 0 to 1 to the values of a model; None if these are the same.
 
     Args:
-        pixels: such a function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
+        pixels: the function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
 
     Raises:
         ValueError: a text that is none of these.
@@ -115,10 +121,94 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return what `scale` and `normalize` do to values from 0 to 1; None without them."""
+    """Return `scale` and `normalize` as one normalization of values from 0 to 1; None without."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)
     own = as_normalization(normalize, white) or Normalize((0.0,), (1.0,))
     mean, std = (tuple(x / white for x in each) for each in (own.mean, own.std))
     return Normalize(mean, std)
+
+
+_PASSES = {"reorders", "selects", "arithmetic", "convolution"}  # traits
+_IMAGES = 32  # number of images for statistics
+_FACTOR = 12.0  # ratio of variances that warns: ImageNet's normalization changes them by 19
+_BYTES = 64.0  # a constant that divides or is subtracted, of values up to 255
+
+
+def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFolder) -> str:
+    """Return a clause that says why the model was trained on another range of values, or "".
+
+    Its file may say so: by a division or subtraction in front, the range of a QuantizeLinear, or
+    the statistics of a BatchNormalization behind the first convolutions. Empty if it does not, or
+    if they agree.
+
+    Args:
+        proto: the model.
+        name: its input of images, of floats of this `dtype`.
+        reader: the images, for this input.
+    """
+    rows = np.linspace(0, reader.rows - 1, min(_IMAGES, reader.rows)).astype(int)
+    batch = reader.take(np.unique(rows), None)
+    images = (batch if isinstance(batch, np.ndarray) else batch[0]).astype(dtype)
+    constants = {ref.graph_name: ref for ref in constant_refs(proto)}
+    for node in _nodes_up_to_statistics(proto, name):
+        known = [constants[n].array() for n in node.input if n in constants]
+        reason = ""
+        if node.op_type in ("Div", "Mul", "Sub") and len(known) == 1:
+            reason = _reason_by_arithmetic(node, known[0], images)
+        elif node.op_type == "QuantizeLinear" and len(known) == 2 and known[0].size == 1:
+            reason = _reason_by_quantization(known[0], known[1], images)
+        elif node.op_type == "BatchNormalization" and len(known) == 4:
+            predictor = Predictor(select_model_inputs_outputs(proto, node.input[:1], inputs=[name]))
+            value = predictor.predict({name: images})[node.input[0]].astype(np.float64)
+            channels = np.moveaxis(value, 1, 0).reshape(value.shape[1], -1)
+            reason = _reason_by_statistics(known[3], channels.var(axis=1))
+        if reason:
+            return reason
+    return ""
+
+
+def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
+    """Return the warning if the model divides by, or subtracts, a number as large as bytes."""
+    size = float(np.abs(operand).max())
+    size = 1 / size if node.op_type == "Mul" and size else size
+    if size < _BYTES or images.max() > 1:
+        return ""
+    verb = "subtracts" if node.op_type == "Sub" else "divides by"
+    return f"the model first {verb} {size:g}, as for values from 0 to 255"
+
+
+def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
+    """Return the warning if the largest value is far from the range of the quantization."""
+    step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
+    low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
+    largest = float(np.abs(images).max())
+    if max(-low, high) / _FACTOR < largest < max(-low, high) * _FACTOR:
+        return ""
+    return f"the model quantizes values from {low:.4g} to {high:.4g}"
+
+
+def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
+    """Return the warning if the variances of channels are far from the stored ones."""
+    ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
+    if 1 / _FACTOR < ratio < _FACTOR:
+        return ""
+    factor = f"{max(ratio, 1 / ratio):.3g} times {'larger' if ratio > 1 else 'smaller'}"
+    return f"behind the first layer, variances are {factor} than those of the model's training"
+
+
+def _nodes_up_to_statistics(proto: ModelProto, name: str) -> Iterator[NodeProto]:
+    """Yield the nodes that read an input, up to the first BatchNormalization.
+
+    The input may be moved, resized or scaled, and go through convolutions, in between.
+    """
+    names = {name}
+    for node in proto.graph.node:
+        if names.isdisjoint(node.input):
+            continue
+        yield node
+        if node.op_type in ("Pad", "Resize") or operator_of(node).traits & _PASSES:
+            names.update(node.output)
+        if node.op_type == "BatchNormalization":
+            return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_folders import class_folders, parts_of
+from onnxgrad.data.class_folders import class_folders, data_set_folders
 from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
 from onnxgrad.data.image_files import SUFFIXES, is_image
 from onnxgrad.data.image_transforms import (
     IMAGES,
-    Normalize,
-    Transform,
     as_transforms,
     noted_normalization,
     noted_transforms,
@@ -30,55 +28,37 @@ from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
 from onnxgrad.model.notes import read_note
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.base import fine_tuning_rate, outputs_of
-from onnxgrad.tasks.image_values import as_image_size, as_normalization, checked_scale
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
+from onnxgrad.tasks.base import fine_tuning_rate, outputs_of, with_fields
+from onnxgrad.tasks.image_values import (
+    as_image_size,
+    as_normalization,
+    checked_scale,
+    range_warning,
+)
 from onnxgrad.tasks.row_predictions import Columns
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
     ONE_SCORE,
-    MappedRows,
     RowsTask,
     begin_errors,
     only_features,
 )
 from onnxgrad.tasks.tables import PARQUET, STREAMED
-from onnxgrad.tasks.value_range import range_warning
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.objective import Objective
 
 __all__ = ["Images"]
 
-_SEEN = 10_000  # files of a folder that tell its kind
+_SEEN = 10_000  # files of a folder that are looked at for its kind
 
 
-@dataclass(frozen=True)
-class ImageValues:
-    """How images become numbers: their size, the value of white, the normalization behind it."""
-
-    size: tuple[int, int] | None
-    scale: float
-    normalize: Normalize | None
-    steps: tuple[Transform, ...]  # how images get their size
-
-    @property
-    def text(self) -> str:
-        """How values are scaled, for messages."""
-        text = f"from 0 to {self.scale:g}"
-        if self.normalize is None:
-            return text
-        own = self.normalize.mean, self.normalize.std
-        mean, std = (", ".join(f"{x:g}" for x in each) for each in own)
-        return f"{text}, minus {mean}, divided by {std}"
-
-
+@with_fields
 class Images(RowsTask):
     """Images in a folder for each class, or, to predict, in any folder.
 
     The trained model stores the classes and how images become numbers, so that
     `Images("mine.onnx")` predicts and evaluates without further arguments. A fifth of the images of
-    each class is held out for `validation`, unless the folder has a folder of its own for it, or it
-    is said otherwise.
+    each class is held out for `validation`, unless the folder has a folder of validation images,
+    or `validation` says otherwise.
 
     By default, all weights of a model with ten layers or more, or with BatchNormalization, whose
     statistics are kept, train at 0.0001, in batches of 8; others at the rate of the optimizer, in
@@ -133,55 +113,38 @@ class Images(RowsTask):
         ['light']
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: str | os.PathLike | None = None,
-        *,
-        image_size: int | str | tuple[int, int] | None = None,
-        scale: float | None = None,
-        normalize: Any = None,
-        augment: str | Sequence[Any] = (),
-        classes: Sequence[str] | Sequence[int] | None = None,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            classes=classes,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._stated = as_image_size(image_size), scale, normalize
-        self._augment: Sequence[Transform] = ()
-        if data is not None:
-            self._augment = as_transforms(augment)
-            parts = parts_of(Path(data)) if Path(data).is_dir() else {}
-            if parts and validation is None:
-                validation = parts.get("validation")
-            told = [f"{part} images: {folder}" for part, folder in parts.items()]
-            self._begin_training(self._own_part(Path(data), "train"), validation, seed)
-            self._augment = ()
-            self.notes[:0] = told
-            if slow := fine_tuning_rate(self.model):
-                self.arguments |= slow
-                self.batch_size = 8
+    _: KW_ONLY
+    image_size: int | str | tuple[int, int] | None = None
+    scale: float | None = None
+    normalize: Any = None
+    augment: str | Sequence[Any] = ()
+    classes: Sequence[str] | Sequence[int] | None = None
+    _transforms = ()  # of images to train on, while these are read
+
+    def __post_init__(self) -> None:
+        self._size = as_image_size(self.image_size)
+        super().__post_init__()
+
+    def _begin_training(self, data: Any, validation: Any) -> None:
+        """Read the images to train on; of a folder with train/, also those to validate on."""
+        parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
+        if parts and validation is None:
+            validation = parts.get("validation")
+        self._transforms = as_transforms(self.augment)
+        super()._begin_training(self._own_part(Path(data), "train"), validation)
+        self._transforms = ()
+        self.notes[:0] = [f"{part} images: {folder}" for part, folder in parts.items()]
+        if slow := fine_tuning_rate(self.model):
+            self.arguments |= slow
+            self.batch_size = 8
 
     def _own_part(self, folder: Path, part: str) -> Path:
-        """Return the folder "train" or "test" of a folder of parts; any other folder itself.
+        """Return the folder train/ or test/ in `folder`, or `folder` if it holds no such parts.
 
         Raises:
             DataError: the folder has other parts only.
         """
-        parts = parts_of(folder) if folder.is_dir() else {}
+        parts = data_set_folders(folder) if folder.is_dir() else {}
         if parts and part not in parts:
             raise DataError(
                 f"{str(folder)!r} has no folder {part}/: name one of "
@@ -189,24 +152,24 @@ class Images(RowsTask):
             )
         return parts.get(part, folder)
 
-    def _image_values(self, path: str, model: Any) -> ImageValues:
-        """Return how images become numbers; unstated arguments are as in an earlier training.
+    def _scale_and_normalize(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
+        """Return the value of white, and the normalization behind it, by default as `kept` says.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
         """
-        size, scale, normalize = self._stated
-        kept: dict[str, Any] = (read_note(model, IMAGES) or [{}])[0]
-        if scale is None and normalize is None:
-            _require_known(path, kept)
-        white = float(kept.get("scale", 1.0) if scale is None else checked_scale(scale))
-        if normalize is not None:
-            chosen = as_normalization(normalize, white)
-        else:
-            chosen = None if scale is not None else noted_normalization(kept)
-        own = tuple(kept.get("size", ()))
-        steps = tuple(noted_transforms(kept)) if size in (None, own) else ()
-        return ImageValues(size or own or None, white, chosen, steps)
+        if self.normalize is None and self.scale is None and {"arrays", "function"} & {*kept}:
+            name = kept.get("function")
+            how = "as arrays" if name is None else f"through the function {name!r}"
+            raise DataError(
+                f"{str(path)!r} holds images, which the training of the model got {how}: say how "
+                f"values are scaled with {argument('scale')} and {argument('normalize')}, or "
+                f"{argument('normalize', 'none')} for values from 0 to 1"
+            )
+        white = float(kept.get("scale", 1.0) if self.scale is None else checked_scale(self.scale))
+        if self.normalize is not None:
+            return white, as_normalization(self.normalize, white)
+        return white, None if self.scale is not None else noted_normalization(kept)
 
     def _open_rows(self, data: Any) -> Path:
         return Path(data)
@@ -218,35 +181,43 @@ class Images(RowsTask):
 
         It warns if the file says that its model was trained on values of another range.
         """
-        values = self._image_values(str(path), self.model)
-        lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > 4]
-        if values.size is None and len(lengths) != 2:
+        kept: dict[str, Any] = (read_note(self.model, IMAGES) or [{}])[0]
+        white, normalize = self._scale_and_normalize(path, kept)
+        noted = tuple(kept.get("size", ()))
+        lengths = tuple(d for d in (shape or ())[1:] if isinstance(d, int) and d > 4)
+        size = self._size or noted or lengths
+        if len(size) != 2:
             raise DataError(
                 f"{str(path)!r} holds images, and the input of the model declares no height and "
                 f"width, but {shape}: pass {argument('image_size')}"
             )
-        behind = [] if values.normalize is None else [values.normalize]
+        steps = noted_transforms(kept) if self._size in (None, noted) else []
         reader = image_folder(
             str(path),
-            values.size or (lengths[0], lengths[1]),
-            [*self._augment, *values.steps, *behind],
+            (size[0], size[1]),
+            [*self._transforms, *steps, *([] if normalize is None else [normalize])],
             classes=self._known_classes() if labels else None,
             labels=labels,
-            scale=values.scale,
+            scale=white,
         )
         reader = reader.for_inputs({name: shape}).for_dtypes({name: dtype})
+        text = f"from 0 to {white:g}"
+        if normalize is not None:
+            own = normalize.mean, normalize.std
+            mean, std = (", ".join(f"{x:g}" for x in each) for each in own)
+            text += f", minus {mean}, divided by {std}"
         if reason := "" if reader.raw else range_warning(self.model, name, dtype, reader):
             warnings.warn(
-                f"{reason}: here they are {values.text}. If it was trained on others, say so with "
+                f"{reason}: here they are {text}. If it was trained on others, say so with "
                 f"{argument('scale')} and {argument('normalize')}",
                 stacklevel=4,
             )
-        shown = "as they are, from 0 to 255" if reader.raw else values.text
-        self.notes.append(f"{reader.rows} image{'s' * (reader.rows != 1)}, values {shown}")
+        text = "as they are, from 0 to 255" if reader.raw else text
+        self.notes.append(f"{reader.rows} image{'s' * (reader.rows != 1)}, values {text}")
         return reader
 
     def _decide_loss(self, source: Path) -> None:
-        """Choose cross entropy of classes, and a head for new ones."""
+        """Choose a cross entropy if folders are classes, and a head for new classes."""
         names = [folder.name for folder in class_folders(source)]
         if not source.is_dir() or not names or isinstance(self.loss, Mapping):
             return
@@ -258,11 +229,10 @@ class Images(RowsTask):
         reason = "each folder is a class"
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
-    def _map_rows(self, source: Path, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
-        """Return what reads images while training, for a model with one label."""
-        classes, objective = self._known_classes(), scored.describe(None)
-        scored.names.classes = classes or []
-        objective.names = scored.names
+    def _map_rows(self, source: Path) -> tuple[Dataset, Names]:
+        """Return a reader of images, for a model with one label, and the names of classes."""
+        classes = self._known_classes()
+        objective = self._describe_labels(classes=classes or [])
         with begin_errors(str(source)):
             feature = only_features(str(source), objective)[0]
             assert feature.dtype is not None
@@ -277,9 +247,8 @@ class Images(RowsTask):
         if reader.class_names:
             pairs = enumerate(zip(reader.classes, counts, strict=True))
             named = [f"{k}: {name} ({count})" for k, (name, count) in pairs]
-        notes = [f"classes by number, and their images: {first_names(named)}"]
-        names = Names(classes=classes or reader.class_names)
-        return MappedRows(Dataset(reader), reader.rows, names, notes), objective
+        self.notes.append(f"classes by number, and their images: {first_names(named)}")
+        return Dataset(reader), Names(classes=classes or reader.class_names)
 
     def read(self, path: str | os.PathLike) -> Any:
         """Return other images of the same classes, as `Trainer.fit` takes them.
@@ -315,19 +284,8 @@ class Images(RowsTask):
             yield {field.name: images}, len(images), {"file": np.array(files)}
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the numbers of the classes of the images, of each of which a share is held out."""
+        """Return the class number of each image."""
         return getattr(self.data, "labels", None)
-
-
-def _require_known(path: str, kept: Mapping[str, Any]) -> None:
-    """Raise `DataError` if a training read images in a way that its model cannot note."""
-    if "arrays" in kept or "function" in kept:
-        how = f"through the function {kept['function']!r}" if "function" in kept else "as arrays"
-        raise DataError(
-            f"{path!r} holds images, which the training of the model got {how}: say how values are "
-            f"scaled with {argument('scale')} and {argument('normalize')}, or "
-            f"{argument('normalize', 'none')} for values from 0 to 1"
-        )
 
 
 def holds_images(path: Path) -> bool:

@@ -1,81 +1,216 @@
-"""The predictions of a model for rows, as columns of a table."""
+"""The predictions of rows as columns: the most probable class of each row, and the outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.field import Field
-from onnxgrad.errors import escaping, printable, unknown
-from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.class_labels import ClassLabels
+from onnxgrad.errors import printable, unknown
+from onnxgrad.graph.infer import infer
+from onnxgrad.losses.applied_to import is_probability
+from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.model.class_labels import Labels, stored_labels
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.files import replacing
+from onnxgrad.model.notes import CLASSES, read_note
+from onnxgrad.operators.shapes import rank
+from onnxgrad.tasks.base import safe_cell, softmax
+from onnxgrad.training.remembered import LOSS
 
 Columns = dict[str, np.ndarray]
+Write = Callable[[Columns], None]
+_PARQUET = (".parquet", ".pq")
+_ENDINGS = (".csv", ".tsv", *_PARQUET, ".npz")
 
 
-class RowPredictions:
-    """Runs a model on rows, and returns columns: the label of a class, and outputs with rows.
+def check_ending(output: str) -> None:
+    """Raise `ValueError` unless predictions can be written to a file of this suffix."""
+    if Path(output).suffix.lower() not in _ENDINGS:
+        raise unknown("ending of a file of predictions", Path(output).suffix, _ENDINGS)
+
+
+@contextmanager
+def column_writer(output: str | Path | None) -> Iterator[Write]:
+    """Yield a function that writes the columns of some rows; the file is complete or not there.
+
+    Without an output, they are written to standard output, as CSV.
+    """
+    suffix = ".csv" if output is None else Path(output).suffix.lower()
+    with ExitStack() as stack:
+        target: Any = (
+            sys.stdout.buffer if output is None else stack.enter_context(replacing(output))
+        )
+        if suffix == ".npz":
+            parts: list[Columns] = []
+            yield parts.append
+            joined = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
+            with open(target, "wb") as file:  # savez adds an ending to a path
+                np.savez(file, **joined)  # type: ignore[arg-type]
+            return
+        opened: list[Any] = []
+
+        def write(columns: Columns) -> None:
+            table = _table_of(columns, binary=suffix in _PARQUET)
+            if not opened:  # the first one decides the columns
+                opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
+            opened[0].write_table(table)
+
+        yield write
+        if output is None:
+            sys.stdout.buffer.flush()
+
+
+def _table_of(columns: Columns, binary: bool) -> Any:
+    """Return a table of pyarrow with a column for each number of a row: name, or name_0, name_1.
+
+    Unless it goes to a `binary` file, it holds no formulas.
+    """
+    import pyarrow as pa
+
+    flat: dict[str, Any] = {}
+    for name, array in columns.items():
+        values = array.reshape(len(array), -1)
+        if array.dtype.kind in "OSU":
+            values = values.astype(str)
+        if values.dtype == np.float16:
+            values = values.astype(np.float32)
+        several = values.shape[1] > 1
+        flat |= {f"{name}_{i}" if several else name: part for i, part in enumerate(values.T)}
+    if not binary:
+        flat = {
+            safe_cell(name): list(map(safe_cell, a.tolist())) if a.dtype.kind == "U" else a
+            for name, a in flat.items()
+        }
+    return pa.table(flat)
+
+
+def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
+    """Return a writer of pyarrow for a CSV or Parquet file."""
+    from pyarrow import csv, parquet
+
+    if suffix in _PARQUET:
+        return parquet.ParquetWriter(target, schema)
+    delimiter = "\t" if suffix == ".tsv" else ","
+    options = csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
+    return csv.CSVWriter(target, schema, write_options=options)
+
+
+def output_columns(
+    results: Mapping[str, Any], outputs: Collection[str], chosen: Collection[str], notes: list[str]
+) -> Columns:
+    """Return the columns of outputs that have a row each: arrays, or lists of maps.
 
     Args:
-        proto: the model.
-        fields: its inputs.
-        outputs: the outputs to return; none: all that have a row for each row of the data.
+        results: the outputs of a call that have a row for each row of the data.
+        outputs: the names of all outputs of the call.
+        chosen: the outputs that must have rows.
         notes: gets messages about outputs that are left out.
+
+    Raises:
+        DataError: a chosen output without rows, or none with any.
+    """
+    columns: Columns = {}
+    for name in outputs:
+        value = results.get(name)
+        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+            for key in value[0]:
+                columns[f"{name}_{key}"] = np.array([row[key] for row in value])
+        elif isinstance(value, np.ndarray):
+            columns[name] = value
+        elif name in chosen:
+            raise DataError(
+                f"output {name!r} has no row for each row of the data: leave out this output"
+            )
+        elif (text := f"output {printable(name)} has no rows, and is left out") not in notes:
+            notes.append(text)
+    if not columns:
+        raise DataError("no output has a row for each row of the data")
+    return columns
+
+
+@dataclass(frozen=True)
+class ClassLabels:
+    """The classes of an output, as columns `label` and `probability`.
+
+    - `probable`: whether the output holds probabilities; others are scores, of which softmax, or of
+      a single one sigmoid, gives them.
     """
 
-    def __init__(
-        self, proto: ModelProto, fields: Sequence[Field], outputs: Sequence[str], notes: list[str]
-    ) -> None:
-        every = [output.name for output in proto.graph.output]
-        for name in outputs:
-            if name not in every:
-                raise unknown("output", name, every)
-        self.proto, self.notes = proto, notes
-        self.chosen, self.outputs = list(outputs), list(outputs) or every
-        self.fixed_rows = _fixed_rows(fields)
-        self.labels = ClassLabels.of(proto, self.outputs)
+    output: str
+    classes: Labels
+    probable: bool
 
-    @escaping()
-    def columns(
-        self, batches: Iterable[tuple[Columns, int, Columns]], device: str
-    ) -> Iterator[Columns]:
-        """Yield columns for batches of arrays by input, numbers of rows, and further columns."""
-        predictor = Predictor(self.proto, self.outputs, device, self.fixed_rows)
-        for feed, count, extra in batches:
-            results = predictor.run_rows(feed)
-            labels = self.labels if self.labels and self.labels.output in results else None
-            own = labels.columns(results, count) if labels else {}
-            yield {**extra, **own, **self._output_columns(results)}
+    @classmethod
+    def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
+        """Return the classes of an output; None if no output has as many scores, or labels exist.
 
-    def _output_columns(self, results: Mapping[str, Any]) -> Columns:
-        """Return the columns of outputs with a row each, which are arrays or lists of maps."""
-        columns: Columns = {}
-        for name in self.outputs:
-            value = results.get(name)
-            if isinstance(value, list) and all(isinstance(row, dict) for row in value):
-                for key in value[0]:
-                    columns[f"{name}_{key}"] = np.array([row[key] for row in value])
-            elif isinstance(value, np.ndarray):
-                columns[name] = value
-            elif name in self.chosen:
-                raise DataError(
-                    f"output {name!r} has no row for each row of the data: leave out this output"
-                )
-            elif (
-                text := f"output {printable(name)} has no rows, and is left out"
-            ) not in self.notes:
-                self.notes.append(text)
-        if not columns:
-            raise DataError("no output has a row for each row of the data")
-        return columns
+        Nor has a model that was trained by a loss of other scores, such as of labels that do not
+        exclude each other.
+        """
+        classes: Labels = read_note(proto, CLASSES)
+        if not classes or stored_labels(proto) or {"label", "probability"} & {*outputs}:
+            return None
+        model = to_ir(proto)
+        infer(model)
+        known = [y for y in model.graph.outputs if y.name in outputs]
+        fitting = [y for y in known if _class_count(y) == len(classes)]
+        if len(fitting) != 1 or not _has_shares(noted_loss_name(proto), fitting[0]):
+            return None
+        return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
+
+    def columns(self, results: Mapping[str, Any], count: int) -> Columns:
+        """Return the label and the probability of the first `count` rows of results."""
+        shares = np.asarray(results[self.output][:count], np.float64).reshape(count, -1)
+        if shares.shape[1] == 1:
+            second = shares if self.probable else 1 / (1 + np.exp(-shares))
+            shares = np.concatenate([1 - second, second], axis=1)
+        elif not self.probable:
+            shares = softmax(shares)
+        best = shares.argmax(axis=1)
+        labels = np.array(self.classes)[best]
+        return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
 
 
-def _fixed_rows(fields: Sequence[Field]) -> int:
-    """Return the rows of a static batch; 0 if any number goes."""
-    first = [(field.shape or (None,))[0] for field in fields if field.shape != ()]
-    counts = {d for d in first if isinstance(d, int) and d > 0}
-    return counts.pop() if len(counts) == 1 and all(isinstance(d, int) for d in first) else 0
+def _is_single(output: Any) -> bool:
+    """Return whether an output has one score for each row."""
+    return rank(output) == 1 or (rank(output) == 2 and output.shape[-1] == 1)
+
+
+def _class_count(output: Any) -> Any:
+    """Return the number of classes that an output scores: 2 for one score a row."""
+    if _is_single(output):
+        return 2
+    return output.shape[-1] if rank(output) == 2 else None
+
+
+def _has_shares(loss: str | None, output: Any) -> bool:
+    """Return whether scores of an output become probabilities, by the loss of its training."""
+    if loss not in LOSSES:
+        return True
+    spec = LOSSES[loss]
+    logits = "from_logits" in spec.all_options
+    if _is_single(output):
+        return logits and spec.threshold is not None
+    return spec.threshold is None and (logits or spec.label_kind.dtype is not None)
+
+
+def noted_loss(proto: ModelProto) -> dict[str, Any]:
+    """Return the loss of an earlier training as arguments of a `Trainer`; empty without a note."""
+    note = read_note(proto, LOSS)
+    return dict(note[0]) if note else {}
+
+
+def noted_loss_name(proto: ModelProto) -> str | None:
+    """Return the name of the only loss of an earlier training; None if it is not known."""
+    loss = noted_loss(proto).get("loss")
+    names: list[Any] = list(loss.values()) if isinstance(loss, Mapping) else [loss]
+    return ALIASES.get(names[0], names[0]) if len(names) == 1 else None

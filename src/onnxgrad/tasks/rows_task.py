@@ -1,11 +1,11 @@
-"""`RowsTask`: rows of files for a model, with a loss that is chosen as for a `Trainer`."""
+"""`RowsTask`: the base of tasks on tables, images and texts, with a loss as of `Trainer`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,80 @@ from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_numbers import ClassNames, first_names
 from onnxgrad.data.columns import Names, class_names, read_names
 from onnxgrad.data.field import Field
-from onnxgrad.errors import argument, named
+from onnxgrad.errors import argument, named, printable, unknown
+from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.class_labels import Labels
+from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
+from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.model.without_elements import filled
-from onnxgrad.runtime.predictor import ROWS
-from onnxgrad.tasks.base import Task, model_of, with_classes
-from onnxgrad.tasks.model_with_loss import ModelWithLoss, noted_loss, with_loss
-from onnxgrad.tasks.prediction_files import column_writer
-from onnxgrad.tasks.row_predictions import Columns, RowPredictions
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.predictor import ROWS, Predictor
+from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields
+from onnxgrad.tasks.row_predictions import (
+    ClassLabels,
+    Columns,
+    column_writer,
+    noted_loss,
+    output_columns,
+)
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.evaluator import evaluate
+from onnxgrad.training.job import Job
+from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes.inference_form import exported
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.output_metrics import select_metrics
+from onnxgrad.training.recipe import Recipe, build_objective
+from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
+
+
+def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
+    """Return the model without further outputs that could be mistaken for its loss.
+
+    `output` names the loss that the model computes where `loss` is None.
+    """
+    names = [o.name for o in proto.graph.output]
+    if isinstance(loss, str) and not loss.endswith(".onnx"):
+        floats = [o for o in proto.graph.output if not non_tensor(o)]
+        if len(floats) > 1:
+            choose_output(proto, None, f"say which one with {named('loss={output: loss}')}")
+    if loss is not None:
+        return proto
+    if output not in names:
+        raise ValueError(
+            f"the model has no output {output!r} (it has {', '.join(map(printable, names))}): "
+            f"name a loss with {argument('loss')}, or the output that is one with "
+            f"{argument('loss_output')}"
+        )
+    try:
+        chosen = loss_output(proto)
+    except ValueError:
+        chosen = ""
+    if chosen == output:
+        return proto
+    scalars = (o for o in proto.graph.output if o.name != output and _is_single(o))
+    dropped = {o.name for o in scalars}
+    return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
+
+
+def _is_single(output: Any) -> bool:
+    shape = output.type.tensor_type.shape
+    return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)
+
 
 CROSS_ENTROPY, ONE_SCORE = "cross_entropy", "binary_cross_entropy"
 
 
-@dataclass
-class MappedRows:
-    """Data that fit a model and its loss.
-
-    - `data`: what `fit` and `evaluate` take; `rows`: their number, None if it is unknown.
-    - `names`: the names of columns and classes, which the trained model stores.
-    - `notes`: messages before training; `remarks`: messages after it, about columns.
-    """
-
-    data: Dataset
-    rows: int | None
-    names: Names
-    notes: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-
+@with_fields
 class RowsTask(Task):
-    """A task on rows of files, whose loss is chosen as for a `Trainer`: see its subclasses.
+    """A task on rows of files, with a loss as of `Trainer`: the base of Table, Images and Texts.
+
+    The fields are the arguments that all of them take; `data` and `validation` then are rows as
+    `Trainer.fit` takes them.
 
     Attributes:
         rows: number of rows that were read last; None if it is unknown.
@@ -63,112 +100,111 @@ class RowsTask(Task):
         names: the names of columns and classes, which the trained model stores.
     """
 
-    notes: list[str]
-    remarks: list[str]
-    _may_change_model = False  # before its training only: evaluations are of the given model
-    _noted_loss = ""  # a message, where the loss is the one of an earlier training
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    loss: Any = None
+    loss_options: Mapping[str, Any] | None = None
+    loss_weights: Mapping[str, float] | None = None
+    loss_output: str = "loss"
+    metrics: Any = None
+    validation: Any = None
+    seed: int = 0
+    notes: list[str] = field(default_factory=list, init=False)
+    remarks: list[str] = field(default_factory=list, init=False)
+    _may_change_model = False  # only before training: evaluations run the given model
+    _noted_loss = ""  # the message that the loss is read from the model's metadata
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        classes: Sequence[Any] | None,
-        loss: Any,
-        loss_options: Mapping[str, Any] | None,
-        loss_weights: Mapping[str, float] | None,
-        loss_output: str,
-        metrics: Any,
-    ) -> None:
-        self.model = model_of(model)
-        self.notes, self.remarks = list[str](), list[str]()
-        self.named_classes: list[Any] | None = list(classes) if classes else None
+    def __post_init__(self) -> None:
+        self.model = model_of(self.model)
+        self.named_classes: list[Any] | None = list(self.classes) if self.classes else None
         if self.named_classes:
             self.model = with_classes(self.model, self.named_classes)
+        self.classes = self.named_classes or ()
         self.names = read_names(self.model)
-        self._loss_output = loss_output
-        stated = {"loss": loss, "loss_options": loss_options, "loss_weights": loss_weights}
-        if loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
-            stated |= {name: value for name, value in noted.items() if not stated[name]}
-            self._noted_loss = f"loss {_loss_text(noted['loss'])}, as in its training"
-        self.loss = stated.pop("loss")
-        self.arguments = stated
-        self.metrics = metrics
-        self._scored: ModelWithLoss | None = None
-        self._objective: Objective | None = None
+        if self.loss is None and not self._computes_loss and (noted := noted_loss(self.model)):
+            for name, value in noted.items():
+                setattr(self, name, getattr(self, name) or value)
+            by_output: Any = self.loss if isinstance(self.loss, Mapping) else {}
+            text = ", ".join(f"{output}={name}" for output, name in by_output.items()) or self.loss
+            self._noted_loss = f"loss {text}, as in its training"
+        self.arguments = {"loss_options": self.loss_options, "loss_weights": self.loss_weights}
+        self._job: Any = None  # model and loss, once rows were read
+        self._labels: list[Any] = []  # descriptions of the labels of the loss, once rows were read
+        data, validation, self.data, self.validation = self.data, self.validation, None, None
+        if data is not None:
+            self._begin_training(data, validation)
 
-    # -- what subclasses read ------------------------------------------------------------------
+    # -- methods of subclasses ------------------------------------------------------------------
 
     def _open_rows(self, data: Any) -> Any:
-        """Return what reads the rows of files."""
+        """Return a table or a reader of the rows of files."""
         raise NotImplementedError
 
     def _decide_loss(self, source: Any) -> None:
-        """Choose the loss and the head that data and model leave no choice of, and note them."""
+        """Choose a loss and a head if data and model allow one choice only, and note them."""
 
-    def _map_rows(self, source: Any, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
-        """Return rows with labels for the inputs of the model and its loss."""
+    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
+        """Return rows with labels in the form of the model's inputs, and names for its file.
+
+        It calls `_describe_labels`, and notes messages.
+        """
         raise NotImplementedError
 
     def _input_batches(
         self, source: Any, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
-        """Yield arrays by input, their number of rows, and columns that go with predictions."""
+        """Yield arrays by input, the number of rows, and columns to write beside predictions."""
         raise NotImplementedError
 
     # -- training --------------------------------------------------------------------------------
 
-    def _begin_training(self, data: Any, validation: Any, seed: int) -> None:
+    def _begin_training(self, data: Any, validation: Any) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
         self._may_change_model = True
-        mapped = self._read_rows(data)
-        self.names, self.data = mapped.names, _as_passed(mapped.data)
-        known: Sequence[Any] = self._known_classes() or self.names.classes
-        self.classes = list(known)
-        self.divide_rows(validation, seed)
+        rows, self.names = self._read_rows(data)
+        self.data = _as_passed(rows)
+        self.classes = [*(self._known_classes() or self.names.classes)]
+        self.divide_rows(validation, self.seed)
 
-    def _read_rows(self, data: Any) -> MappedRows:
-        """Return rows with labels; the first ones decide loss and metrics that are not stated."""
+    def _read_rows(self, data: Any) -> tuple[Dataset, Names]:
+        """Return rows and names; the first call also chooses loss and metrics that are None."""
         source = self._open_rows(data)
-        if self._scored is None:
+        if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
-            if (self.loss is None and not self._computes_loss) or self._may_need_head:
+            # data may have another number of classes than the model
+            may_need_head = self.named_classes is None and self.loss == CROSS_ENTROPY
+            if may_need_head or (self.loss is None and not self._computes_loss):
                 self._decide_loss(source)
-            trained = with_loss(self.model, self.loss, self._loss_output)
-            self._scored = ModelWithLoss(trained, self.loss, **self.arguments)
-        mapped, self._objective = self._map_rows(source, self._scored)
-        self._check_classes(self._objective)
+            trained = with_loss(self.model, self.loss, self.loss_output)
+            self._job = Job(trained, loss=self.loss, **self.arguments)
+            self._trained = read_names(trained)
+        rows, names = self._map_rows(source)
+        self._check_classes()
         if self.metrics is None:
-            self.metrics = self._usual_metrics(self._objective)
-        for name in ("columns", "target", "weight"):  # other data are read by the same names
-            setattr(self._scored.names, name, getattr(mapped.names, name))
-        self.rows = mapped.rows
-        self.notes += mapped.notes
-        self.remarks += mapped.remarks
-        return mapped
+            self.metrics = self._usual_metrics()
+        for name in ("columns", "target", "weight"):  # by which later data are read
+            setattr(self._trained, name, getattr(names, name))
+        self.rows = row_count(_as_passed(rows))
+        return rows, names
 
     @property
     def _computes_loss(self) -> bool:
-        """Whether the model has an output of the name of its loss."""
-        return any(output.name == self._loss_output for output in self.model.graph.output)
-
-    @property
-    def _may_need_head(self) -> bool:
-        """Whether the loss is one of classes, of which data may have another number."""
-        return self.named_classes is None and self.loss == CROSS_ENTROPY
+        """Whether the model has the output `loss_output`."""
+        return any(output.name == self.loss_output for output in self.model.graph.output)
 
     @property
     def class_count(self) -> int:
         """The number of classes of the output that the loss reads, at least 2."""
-        infos = () if self._objective is None else self._objective.labels.values()
-        counts = [info.classes for info in infos if isinstance(info.classes, int)]
+        counts = [info.classes for info in self._labels if isinstance(info.classes, int)]
         return next(iter(counts), max(2, len(self.classes)))
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
-        pruned = self.model if self._scored is None else self._scored.job.proto
+        pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
-        if arguments.get("loss") is not None:  # whose options are others
+        if arguments.get("loss") is not None:  # options of the task are for its own loss
             own = {name: value for name, value in own.items() if not name.startswith("loss")}
         trainer = self._new_trainer(pruned, {**own, **arguments})
         trainer._names = self.names.copy()
@@ -191,27 +227,49 @@ class RowsTask(Task):
         Raises:
             ValueError: files that cannot be read, other columns, or a label that is no class.
         """
-        return _as_passed(self._read_rows(path).data)
+        return _as_passed(self._read_rows(path)[0])
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model, which need not be one that can train."""
-        rows = self._read_rows(data).data
-        assert self._scored is not None
-        return self._scored.evaluate(rows, self.metrics, batch_size, device)
+        """Return the loss and the metrics of the model, which need not have a gradient."""
+        rows, _ = self._read_rows(data)
+        metrics, place = select_metrics(self.metrics), Device.of(device).check()
+        job = replace(self._job, metrics=metrics, device=place)
+        recipe = Recipe.of(job, TrainState(), rows)
+        return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
-    def _usual_metrics(self, objective: Objective) -> list[str]:
-        """Return accuracy for data whose only labels are classes; none for other data."""
-        infos = list(objective.labels.values())
-        classes = [i for i in infos if i.classes is not None or i.threshold is not None]
-        return ["accuracy"] if len(infos) == len(classes) == 1 else []
+    def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
+        """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
 
-    def _check_classes(self, objective: Objective) -> None:
+        Args:
+            y: the labels; None: they are not read yet.
+            classes: by which texts in labels are numbers; None: as the model stores them.
+        """
+        recipe = Recipe.of(self._job, TrainState(), Dataset(None, y))
+        objective = build_objective(recipe, training=False)
+        if classes is not None:
+            self._trained.classes = classes
+        objective.names, self._labels = self._trained, [*objective.labels.values()]
+        return objective
+
+    def _numeric_loss(self) -> str | None:
+        """Return the name of the loss if its labels are numbers; None if they are classes."""
+        infos, loss = self._describe_labels().labels.values(), self._job.loss
+        if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
+            return None
+        return loss if isinstance(loss, str) else "of the model"
+
+    def _usual_metrics(self) -> list[str]:
+        """Return `["accuracy"]` if the only labels are classes, else []."""
+        classes = [i for i in self._labels if i.classes is not None or i.threshold is not None]
+        return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
+
+    def _check_classes(self) -> None:
         """Raise `ValueError` if more or fewer classes are named than the model has."""
         if self.named_classes is None:
             return
-        every = objective.labels.values()
+        every = self._labels
         infos = [info for info in every if isinstance(info.classes, int)]
         given = argument("classes", self.named_classes)
         if every and not any(i.classes is not None or i.threshold is not None for i in every):
@@ -228,14 +286,14 @@ class RowsTask(Task):
             )
 
     def _known_classes(self) -> Labels | None:
-        """Return the labels of the classes by number: given, or stored in the model."""
+        """Return the labels of the classes, in order: the argument, or as the model stores them."""
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:
-        """Give the model a new last layer for classes that its own cannot be, and note it.
+        """Give the model a new last layer if its scores cannot be of these classes, and note it.
 
-        These are more than its scores, or all others than the ones that it stores. Fewer may be
-        some of its classes, which the data happen to have.
+        They cannot if there are more classes than scores, or if the model stores none of the names.
+        Fewer classes may be those of its classes that occur in the data.
 
         Args:
             names: the names of the classes of the data.
@@ -255,7 +313,7 @@ class RowsTask(Task):
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
-        """Take a loss that data and model leave no choice of, and note it."""
+        """Take a loss, where neither the user nor the model has one, and note the reason."""
         if self.loss is None and not self._computes_loss:
             self.loss = loss
             self.notes.append(f"loss {loss}: {reason}")
@@ -271,7 +329,7 @@ class RowsTask(Task):
         """
         rows: list[dict[str, Any]] = []
         for columns in self.prediction_columns(model, inputs):
-            # labels and numbers as Python's, and arrays of several numbers
+            # one label or number a row is an object of Python, several numbers an array
             values = [a.tolist() if a.ndim == 1 else list(a) for a in columns.values()]
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
         return rows
@@ -298,18 +356,23 @@ class RowsTask(Task):
             ValueError: an unknown output, or one without a row for each row of the data.
         """
         proto = model_of(model)
+        every = [output.name for output in proto.graph.output]
+        for name in outputs:
+            if name not in every:
+                raise unknown("output", name, every)
+        predictor = Predictor(proto, outputs, device)
+        labels = ClassLabels.of(proto, predictor.returned)
         fields = [Field.of(ir.from_proto(x)) for x in inputs_without_default(proto)]
-        predictions = RowPredictions(proto, fields, outputs, self.notes)
-        source = self._open_rows(inputs)
-        size = predictions.fixed_rows or batch_size or ROWS
-        rows = self.rows = 0
-        for columns in predictions.columns(self._input_batches(source, fields, size), device):
-            rows += len(next(iter(columns.values())))
-            self.rows = rows
-            yield columns
+        size, self.rows = predictor.fixed_rows or batch_size or ROWS, 0
+        for feed, count, extra in self._input_batches(self._open_rows(inputs), fields, size):
+            results = predictor.run_rows(feed)
+            own = labels.columns(results, count) if labels and labels.output in results else {}
+            self.rows += count
+            others = output_columns(results, predictor.returned, outputs, self.notes)
+            yield {**extra, **own, **others}
 
     def write_beside(self, folder: str | os.PathLike) -> str:
-        """Return "": files of rows need no other beside them, folders are written as a whole."""
+        """Return "": rows need no tokenizer, and folders of texts are written as a whole."""
         return ""
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -330,7 +393,7 @@ class RowsTask(Task):
 
 @contextmanager
 def begin_errors(name: str) -> Iterator[None]:
-    """Begin the errors of the block with the name of the data."""
+    """Put the name of the data in front of the errors of the block."""
     try:
         yield
     except ValueError as e:
@@ -340,7 +403,7 @@ def begin_errors(name: str) -> Iterator[None]:
 
 
 def only_features(name: str, objective: Objective) -> list[ir.Value]:
-    """Return the inputs other than the only label; raise `DataError` if there are several."""
+    """Return the inputs that are no labels; raise `DataError` unless there is one label."""
     features = [x for x in objective.data if x.name not in objective.labels]
     if len(features) != len(objective.data) - 1:
         raise DataError(f"{name!r} is read while training, for models with one label input")
@@ -348,13 +411,7 @@ def only_features(name: str, objective: Objective) -> list[ir.Value]:
 
 
 def _as_passed(data: Dataset) -> Any:
-    """Return data as the first argument of `Trainer.fit`."""
+    """Return a dataset as one argument of `Trainer.fit`: X, (X, y) or (X, y, sample_weight)."""
     if data.y is None and data.sample_weight is None:
         return data.X
     return (data.X, data.y) if data.sample_weight is None else tuple(vars(data).values())
-
-
-def _loss_text(loss: Any) -> str:
-    if not isinstance(loss, Mapping):
-        return str(loss)
-    return ", ".join(f"{output}={name}" for output, name in loss.items())

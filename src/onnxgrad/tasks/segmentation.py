@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ import onnx
 import onnxgrad as og
 from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, gentle_start, model_of, notes_of, stored_classes, with_classes
+from onnxgrad.tasks.base import (
+    Task,
+    gentle_start,
+    model_of,
+    notes_of,
+    stored_classes,
+    with_classes,
+    with_fields,
+)
 from onnxgrad.tasks.image_values import as_image_size, as_pixels
 
 __all__ = ["Segmentation"]
@@ -28,11 +36,12 @@ _LOSSES = {
     "focal": ("focal", "softmax_focal"),
 }
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_BILINEAR = 2  # of Pillow
+_BILINEAR = 2  # the number of the filter in Pillow
 _HELD = ("val", "valid", "validation")
 _logger = logging.getLogger(og.__name__)
 
 
+@with_fields
 class Segmentation(Task):
     """A class for every pixel: semantic segmentation by scores (N, classes, H, W).
 
@@ -94,34 +103,32 @@ class Segmentation(Task):
     """
 
     remembered = ("image_size", "normalize", "ignore", "loss", "loss_options", "output", "layout")
+    batch_size = 8
     _also_try = ", or other values of the pictures: see normalize"
 
-    def __init__(
-        self,
-        model: Any,
-        data: str | os.PathLike | None = None,
-        *,
-        classes: int | Sequence[str] | None = None,
-        image_size: int | str | tuple[int, int] | None = None,
-        images: str | os.PathLike | None = None,
-        normalize: str | Callable[..., np.ndarray] | None = None,
-        augment: str | Sequence[Any] = (),
-        ignore: int | None = 255,
-        loss: Any = "cross_entropy",
-        loss_options: Mapping[str, Mapping[str, Any]] | None = None,
-        output: str | None = None,
-        layout: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        proto = model_of(model)
-        self.images, self.ignore = images, ignore
-        of_pictures = as_image_size(image_size), layout, output, as_pixels(normalize)
-        self._form = form = Form.of(proto, *of_pictures)
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    classes: InitVar[int | Sequence[str] | None] = None
+    image_size: int | str | tuple[int, int] | None = None
+    images: str | os.PathLike | None = None
+    normalize: str | Callable[..., np.ndarray] | None = None
+    augment: str | Sequence[Any] = ()
+    ignore: int | None = 255
+    loss: Any = "cross_entropy"
+    loss_options: Mapping[str, Mapping[str, Any]] | None = None
+    output: str | None = None
+    layout: str | None = None
+    seed: int = 0
+
+    def __post_init__(self, classes: int | Sequence[str] | None) -> None:
+        proto, data = model_of(self.model), self.data
+        self._form = form = Form(proto, self)
         held = next((p for n in _HELD if data and (p := Path(data) / n).is_dir()), None)
         names, number = ([], classes) if isinstance(classes, int) else ([*(classes or ())], None)
         if data is not None:
             path = Path(data) / "train" if held else data
-            rows = self._read_masks(path, names or number, as_transforms(augment))
+            rows = self._read_masks(path, names or number, as_transforms(self.augment))
             names, number = rows.classes if rows.named else names, len(rows.classes)
         stored = stored_classes(proto)
         if not names and classes is None and (number or 0) <= len(stored):
@@ -130,23 +137,23 @@ class Segmentation(Task):
             raise ValueError(f"{number} classes: masks of 8 bits have 255 at most")
         had = max(2, form.scores)  # one score tells two classes apart
         number = len(names) or number or had
-        if number != had and data is None:
-            raise ValueError(f"the model has scores of {had} classes, not {number}: give it data")
         if number != had:
+            if data is None:
+                raise ValueError(
+                    f"the model has scores of {had} classes, not {number}: give it data"
+                )
             message = "the model has scores of %d classes: a new last layer has scores of %d"
             _logger.warning(message, had, number)
-            at = output if form.several else None
-            proto = og.replace_head(proto, names or number, output=at, seed=seed)
-            self._form = form = Form.of(proto, *of_pictures)
+            at = self.output if form.several else None
+            proto = og.replace_head(proto, names or number, output=at, seed=self.seed)
+            self._form = form = Form(proto, self)
         self.classes = names or [str(n) for n in range(number)]
         self.model = proto if data is None else with_classes(proto, self.classes)
-        loss = _combine_losses(loss, loss_options or {}, form)
-        metrics = ["iou", "iou_per_class"]
-        self.loss = {form.output: loss} if form.several else loss
-        self.metrics: Any = {form.output: metrics} if form.several else metrics
-        self.batch_size = 8
-        rows_to_train = None if data is None else rows.rows
-        self.arguments = gentle_start(rows_to_train, self.batch_size)
+        self.loss = _combine_losses(self.loss, self.loss_options or {}, form)
+        self.metrics = ["iou", "iou_per_class"]
+        if form.several:
+            self.loss, self.metrics = {form.output: self.loss}, {form.output: self.metrics}
+        self.arguments = gentle_start(None if data is None else rows.rows, self.batch_size)
         if data is not None:
             self.data, rows.classes = self._relabel_single_score(rows), self.classes
             self.validation = self.read(held) if held else None
@@ -226,7 +233,7 @@ class Segmentation(Task):
 
 
 def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
-    """Return a sum of losses by name for the scores of a model; a loss that is none by name."""
+    """Return the sum of losses by name, for the scores of a model; other losses unchanged."""
     if not isinstance(loss, (str, Mapping)):
         if options:
             raise ValueError("loss_options are of losses by name: give the loss its own options")
@@ -249,54 +256,59 @@ def palette() -> bytes:
     return np.sum(bits, axis=0).astype(np.uint8).tobytes()
 
 
-@dataclass(frozen=True)
 class Form:
-    """What a model takes and returns: pictures of `size` and scores on `grid`, (H, W) each."""
+    """What a model takes and returns: pictures of `size` and scores on `grid`, (H, W) each.
 
-    output: str
-    several: bool  # outputs
-    dtype: np.dtype
-    batch: int
-    size: tuple[int, int]
-    channels: int
-    axes: tuple[int, int]  # of the channels of the picture, and of the scores
-    grid: tuple[int, int]
-    scores: int
-    threshold: float | None  # between two classes, of one score
-    normalize: Callable[..., np.ndarray] | None
+    It runs the model on a black picture.
 
-    @classmethod
-    def of(cls, model: onnx.ModelProto, size: Any, layout: Any, output: Any, norm: Any) -> Form:
-        """Run the model on a black picture; raise ValueError if it does not segment it."""
-        predictor = Predictor(model_of(model))
+    Args:
+        model: the model.
+        options: has the arguments of `Segmentation` as attributes.
+
+    Attributes:
+        output: the name of the scores; `several`: whether there are other outputs.
+        dtype, channels, axes: of pictures; the axes of their channels, and of the scores.
+        scores: their number; `threshold`: between two classes, of one score.
+
+    Raises:
+        ValueError: the model does not segment pictures.
+    """
+
+    def __init__(self, model: onnx.ModelProto, options: Any) -> None:
+        predictor, output = Predictor(model), options.output
         x, *others = predictor.inputs.values()
         floats = [name for name, dtype in predictor.dtypes.items() if dtype.kind == "f"]
         if others or x.name not in floats or len(x.shape) != 4:
             found = [(i.name, i.type, i.shape) for i in (x, *others)]
             raise ValueError(f"inputs {found}: needs one of pictures, floats with 4 axes")
-        axis, size = _axis_and_size(x, size, layout)
-        channels = x.shape[axis] if x.shape[axis] in _MODES else 3
-        shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *size]
-        shape.insert(axis, channels)
+        axis, self.size = _axis_and_size(x, as_image_size(options.image_size), options.layout)
+        self.channels = x.shape[axis] if x.shape[axis] in _MODES else 3
+        shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *self.size]
+        shape.insert(axis, self.channels)
         outputs = [y for y in predictor.outputs if y in floats]
         if output not in outputs and (output or len(outputs) != 1):
             raise ValueError(f"output={output!r}: name the output of scores, one of {outputs}")
-        name = output or outputs[0]
+        self.output = output or outputs[0]
         try:
-            scores = predictor.run(np.zeros(shape), [name])[0].shape
+            scores = predictor.run(np.zeros(shape), [self.output])[0].shape
         except Exception as e:
-            raise ValueError(f"pictures of {size} do not run, pass another image_size: {e}") from e
+            raise ValueError(
+                f"pictures of {self.size} do not run, pass another image_size: {e}"
+            ) from e
         if len(scores) != 4:
-            raise ValueError(f"output {name!r} of shape {scores}: needs 4 axes, one of classes")
+            raise ValueError(
+                f"output {self.output!r} of shape {scores}: needs 4 axes, one of classes"
+            )
         one = next((a for a in (1, 3) if scores[a] == 1), None)
         loss = "cross_entropy" if one is None else "binary_cross_entropy"
-        noted = og.add_loss_output(model, loss, output_index=name, from_logits=None)
+        noted = og.add_loss_output(model, loss, output_index=self.output, from_logits=None)
         facts = json.loads(notes_of(noted)["onnxgrad.loss"])
         of_classes = (facts.get("axis") or 1) % 4 if one is None else one
-        grid = tuple(n for a, n in enumerate(scores) if a not in (0, of_classes))
-        of_scores = (axis, of_classes), grid, scores[of_classes], facts.get("threshold")
-        dtype, several = predictor.dtypes[x.name], len(predictor.outputs) > 1
-        return cls(name, several, dtype, shape[0], size, channels, *of_scores, norm)
+        self.grid = tuple(n for a, n in enumerate(scores) if a not in (0, of_classes))
+        self.axes, self.scores = (axis, of_classes), scores[of_classes]
+        self.threshold: float | None = facts.get("threshold")
+        self.normalize: Callable[..., np.ndarray] | None = as_pixels(options.normalize)
+        self.dtype, self.several = predictor.dtypes[x.name], len(predictor.outputs) > 1
 
     def front(self, array: np.ndarray) -> np.ndarray:
         """Return (height, width, channels) of 0 to 1 as the model takes it, in a row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,43 @@ import numpy as np
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes
-from onnxgrad.tasks.sound_events import Heard, hear, write_events
-from onnxgrad.tasks.sound_model import SoundModel
-from onnxgrad.tasks.sound_streams import Streams
+from onnxgrad.tasks.base import Task, model_of, stored_classes, with_classes, with_fields, write_csv
+from onnxgrad.tasks.sound_model import SoundModel, Streams
 
 __all__ = ["Heard", "Sound"]
 
 
-class Sound(Task):
-    """Trains models of sounds: one wake word, exclusive classes, or events in streams.
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """What a model hears in a file.
 
-    `data` are those of `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
+    Attributes:
+        times: second at which each window begins, (windows,).
+        scores: probability of each class in each window, (windows, classes).
+        events: (start, end, class, score), in seconds; the score is the largest of its windows.
+        label: of several classes, the one of the largest mean score; of one, its name if there is
+            an event, and None without.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.tasks.sound import Heard
+        >>> Heard(np.zeros(1), np.ones((1, 1)), [(0.0, 1.0, "alexa", 0.9)], "alexa").label
+        'alexa'
+    """
+
+    times: np.ndarray
+    scores: np.ndarray
+    events: list[tuple[float, float, str, float]]
+    label: str | None
+
+
+@with_fields
+class Sound(Task):
+    """Sounds: one wake word, exclusive classes, or events in streams.
+
+    `data` are read by `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
     is a clip, in the length of the model. With `carry`, a row is a window of a file, and states
-    begin anew with each file, at zero; the label of a window is what is labeled in half of it or
+    begin anew with each file, at zero; a window has the label that covers half of it or
     more. The gradient does not pass from batch to batch.
 
     The loss is the cross-entropy of the classes, or of one score for `word`. `trainer` takes
@@ -74,67 +98,63 @@ class Sound(Task):
         "rate seconds front word background carry context constants output activation".split()
     )
 
-    def __init__(
-        self,
-        model: Any,
-        data: str | os.PathLike | None = None,
-        *,
-        validation: str | os.PathLike | None = None,
-        rate: int = 16000,
-        seconds: float | None = None,
-        front: Callable[[np.ndarray], Any] | None = None,
-        word: str | None = None,
-        classes: Sequence[str] | None = None,
-        background: str = "background",
-        carry: Mapping[str, str] | None = None,
-        context: int = 0,
-        constants: Mapping[str, Any] | None = None,
-        files: int = 8,
-        shift: float = 0.0,
-        gain: float = 0.0,
-        noise: str | os.PathLike | None = None,
-        snr: tuple[float, float] = (0.0, 20.0),
-        output: str | None = None,
-        activation: str | None = None,
-    ) -> None:
-        described = rate, seconds, front, carry or {}, context, constants or {}, output
-        self.word, self.background, self.files = word, background, files
-        self.model = model_of(model)
-        self.form = SoundModel(self.model, *described)
-        folder = None
-        if data is not None:
-            folder = self._open_folder(data, shift=shift, gain=gain, noise=noise, snr=snr)
+    model: Any
+    data: Any = None
+    _: KW_ONLY
+    validation: Any = None
+    rate: int = 16000
+    seconds: float | None = None
+    front: Callable[[np.ndarray], Any] | None = None
+    word: str | None = None
+    classes: InitVar[Sequence[str] | None] = None
+    background: str = "background"
+    carry: Mapping[str, str] | None = None
+    context: int = 0
+    constants: Mapping[str, Any] | None = None
+    files: int = 8
+    shift: float = 0.0
+    gain: float = 0.0
+    noise: str | os.PathLike | None = None
+    snr: tuple[float, float] = (0.0, 20.0)
+    output: str | None = None
+    activation: str | None = None
+
+    def __post_init__(self, classes: Sequence[str] | None) -> None:
+        self.model, folder = model_of(self.model), None
+        self.form = form = SoundModel(self.model, self)
+        if self.data is not None:
+            changes = {name: getattr(self, name) for name in ("shift", "gain", "noise", "snr")}
+            folder = self._open_folder(self.data, **changes)
         stored = stored_classes(self.model)
-        if word is None and classes is None and self.form.units == len(stored) == 1:
+        if self.word is None and classes is None and form.units == len(stored) == 1:
             self.word = stored[0]
         self.classes = self._named_classes(classes, [] if folder is None else folder.classes)
-        if self.form.units != len(self.classes):
+        if form.units != len(self.classes):
             if folder is None:
-                raise ValueError(f"{self.form.units} units, and the classes {self.classes}")
-            self.model = og.replace_head(self.model, self.classes, output=self.form.output)
-            self.form = SoundModel(self.model, *described)
+                raise ValueError(f"{form.units} units, and the classes {self.classes}")
+            self.model = og.replace_head(self.model, self.classes, output=form.output)
+            self.form = form = SoundModel(self.model, self)
+        one = len(self.classes) == 1
+        self.activation = self.activation or form.activation or ("sigmoid" if one else "softmax")
+        loss = "binary_cross_entropy" if one else "cross_entropy"
+        self.loss = loss if form.single else {form.output: loss}
+        alarms = [og.metrics.FalseAlarms(form.samples / self.rate)]
+        self.metrics = ["accuracy", *(alarms if one and not form.carry else [])]
+        self.arguments = {"carry": form.carry}
+        if form.along:
+            self.arguments["batch_axes"] = dict.fromkeys(form.carry)
         if folder is not None:
             self.model = with_classes(self.model, self.classes)
-        one = len(self.classes) == 1
-        self.activation = activation or self.form.activation or ("sigmoid" if one else "softmax")
-        loss = "binary_cross_entropy" if one else "cross_entropy"
-        self.loss = loss if self.form.single else {self.form.output: loss}
-        alarms = [og.metrics.FalseAlarms(self.form.samples / rate)] if one and not carry else []
-        self.metrics = ["accuracy", *alarms]
-        self.arguments = {"carry": self.form.carry}
-        if self.form.along:
-            self.arguments["batch_axes"] = dict.fromkeys(self.form.carry)
-        self.data = None if folder is None else self._label_clips(folder)
-        self.validation = None if validation is None else self.read(validation)
+            self.data = self._label_clips(folder)
+        self.validation = None if self.validation is None else self.read(self.validation)
 
-    def _open_folder(self, path: str | os.PathLike, **random: Any) -> Any:
+    def _open_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
         form = self.form
-        return og.data.sound_folder(
-            path, form.rate, form.samples / form.rate, form.inputs, **random
-        )
+        seconds = form.samples / form.rate
+        return og.data.sound_folder(path, form.rate, seconds, form.inputs, **changes)
 
     def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
-        """Return the classes: of the word, the caller, the data or the model."""
+        """Return the names of classes: the word, the argument, or as in the data or the model."""
         if self.word is not None:
             if found and self.word not in found:
                 raise ValueError(f"word={self.word!r} is the label of no clip")
@@ -168,30 +188,26 @@ class Sound(Task):
         return self._label_clips(self._open_folder(path))
 
     def _label_clips(self, folder: Any) -> og.data.Reader:
-        form = self.form
+        """Return the reader of clips, or of streams where states go from window to window."""
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
                 raise ValueError(
                     f"{str(clip.file)!r} has the label {clip.label!r}, not of {self.classes}"
                 )
-        if not form.carry:
-            numbers = np.array([self._class_number(clip.label) for clip in folder.clips])
-            folder.labels = self._shape_labels(numbers)
-            return folder
-        width = self.files if form.rows is None else form.rows
-        windows = partial(self._read_windows, folder.augment)
-        return Streams(folder, windows, form.inputs, width, form.along)
+        if self.form.carry:
+            return Streams(folder, partial(self._read_windows, folder.augment), self)
+        folder.labels = self._class_labels([clip.label for clip in folder.clips])
+        return folder
 
-    def _class_number(self, label: str) -> int:
+    def _class_labels(self, names: Sequence[str]) -> np.ndarray:
+        """Return labels in the form of the loss, for names of classes."""
         if self.word is not None:
-            return int(label == self.word)
-        return self.classes.index(label or self.background)
-
-    def _shape_labels(self, numbers: np.ndarray) -> np.ndarray:
-        """Return numbers of classes as labels of the loss."""
-        if len(self.classes) == 1:
-            return np.float32(numbers).reshape(-1, *[1] * (len(self.form.out) - 1))
-        return numbers.reshape(-1, *[1] * (len(self.form.out) - 2))
+            numbers = np.array([name == self.word for name in names], np.int64)
+        else:
+            numbers = np.array([self.classes.index(name or self.background) for name in names])
+        one = len(self.classes) == 1
+        labels = numbers.reshape(-1, *[1] * (len(self.form.out) - (1 if one else 2)))
+        return labels.astype(np.float32) if one else labels
 
     def _read_windows(
         self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
@@ -201,13 +217,12 @@ class Sound(Task):
         x = augment(og.data.read_wave(clips[0].file, form.rate), rng)
         windows, first = form.windows(x, form.samples)
         starts, size = first / form.rate, form.samples / form.rate
-        numbers = np.zeros(len(windows), np.int64)
-        numbers += self._class_number("")
+        names = np.full(len(windows), "", object)
         for clip in clips:
             end = np.inf if clip.end is None else clip.end
             within = np.minimum(end, starts + size) - np.maximum(clip.start, starts)
-            numbers[within >= size / 2] = self._class_number(clip.label)
-        return windows, self._shape_labels(numbers)
+            names[within >= size / 2] = clip.label
+        return windows, self._class_labels(names.tolist())
 
     def predict(
         self,
@@ -246,9 +261,25 @@ class Sound(Task):
                 x = np.pad(x, (-(-missing // 2), missing // 2))
             windows, starts = form.windows(x, step)
             scores = form.scores(predictor, windows, self.activation)
-            times = starts / form.rate, step / form.rate, form.samples / form.rate
-            results.append(hear(scores, times, self.classes, self.background, threshold, hold))
+            gap = 1 + int(hold / (step / form.rate) + 1e-9)  # windows from one to the next, at most
+            results.append(self._find_events(scores, starts / form.rate, threshold, gap))
         return results
+
+    def _find_events(
+        self, scores: np.ndarray, starts: np.ndarray, threshold: float, gap: int
+    ) -> Heard:
+        """Return the events in the scores of windows: runs of windows over the threshold."""
+        best, events, size = scores.argmax(axis=1), [], self.form.samples / self.form.rate
+        for k, name in enumerate(self.classes):
+            over = np.flatnonzero((scores[:, k] >= threshold) & (best == k))
+            if name == self.background or not len(over):
+                continue
+            for run in np.split(over, np.flatnonzero(np.diff(over) > gap) + 1):
+                score = float(scores[run, k].max())
+                events.append((float(starts[run[0]]), float(starts[run[-1]] + size), name, score))
+        most = self.classes[int(scores.mean(axis=0).argmax())]
+        label = most if events or len(self.classes) > 1 else None
+        return Heard(starts, scores, sorted(events), label)
 
     def describe_results(self, results: Sequence[Heard]) -> str:
         """Return how many files there are, and how many events were heard."""
@@ -262,4 +293,20 @@ class Sound(Task):
             results: what `predict` returned for them.
             folder: is created; files in it of the same names are replaced.
         """
-        return write_events(inputs, results, Path(folder))
+        folder = Path(folder)
+        heard = [
+            (name, each)
+            for (name, _), each in zip(og.data.list_sounds(inputs), results, strict=True)
+        ]
+        rows = ([name, *event] for name, each in heard for event in each.events)
+        written = [
+            write_csv(folder / "events.csv", ["file", "start", "end", "label", "score"], rows)
+        ]
+        for name, each in heard:
+            track = folder / f"{Path(name).stem}.txt"
+            if track in written:
+                track = folder / f"{Path(name).stem}-{len(written)}.txt"
+            lines = (f"{start:.6f}\t{end:.6f}\t{label}\n" for start, end, label, _ in each.events)
+            track.write_text("".join(lines), encoding="utf-8")
+            written.append(track)
+        return written

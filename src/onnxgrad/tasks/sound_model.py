@@ -1,8 +1,9 @@
-"""What a model of sounds says of itself: inputs, states, windows, and what its outputs are."""
+"""Models of sounds: their inputs, states and windows; streams of files where states go on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,21 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
+from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.runtime.predictor import Predictor
+from onnxgrad.tasks.base import softmax
 
 Shape = tuple[int | str | None, ...]
 
 
-def values(listed: Any, without: Any = ()) -> dict[str, tuple[np.dtype, Shape]]:
+def _dtypes_and_shapes(listed: Any) -> dict[str, tuple[np.dtype, Shape]]:
     """Return dtypes and shapes of tensors by name; a dimension is a length or a symbol."""
-    found = {}
-    for proto in listed:
-        value: ir.Value = ir.from_proto(proto)
-        if value.name not in without and value.dtype is not None and value.shape is not None:
-            shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
-            found[str(value.name)] = (value.dtype.numpy(), shape)
-    return found
+    tensors: list[ir.Value] = [ir.from_proto(proto) for proto in listed]
+    return {
+        str(x.name): (x.dtype.numpy(), tuple(d if isinstance(d, int) else d.value for d in x.shape))
+        for x in tensors
+        if x.dtype is not None and x.shape is not None
+    }
 
 
 class SoundModel:
@@ -31,43 +33,33 @@ class SoundModel:
 
     Args:
         proto: the model.
-        front, carry, context, constants, rate, output: as of `Sound`.
-        seconds: length of a window, if the input does not state it.
+        options: has the arguments of `Sound` as attributes.
     """
 
-    def __init__(
-        self,
-        proto: onnx.ModelProto,
-        rate: int,
-        seconds: float | None,
-        front: Callable[[np.ndarray], Any] | None,
-        carry: Mapping[str, str],
-        context: int,
-        constants: Mapping[str, Any],
-        output: str | None,
-    ) -> None:
-        self.rate, self.front, self.carry, self.context = rate, front, dict(carry), context
-        weights = {tensor.name for tensor in proto.graph.initializer}
-        inputs = values(proto.graph.input, weights)
-        outputs = values(proto.graph.output, self.carry.values())
+    def __init__(self, proto: onnx.ModelProto, options: Any) -> None:
+        self.rate, self.front, self.context = options.rate, options.front, options.context
+        self.carry, constants = dict(options.carry or {}), options.constants or {}
+        carry, states = self.carry, self.carry.values()
+        inputs = _dtypes_and_shapes(inputs_without_default(proto))
+        outputs = _dtypes_and_shapes(y for y in proto.graph.output if y.name not in states)
         for name in carry:
             if name not in inputs:
                 raise ValueError(f"carry: the model has no input {name!r}, but {list(inputs)}")
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
         self.input = _select_one("input of sounds", others, None)
-        self.output = _select_one("output", outputs, output)
+        self.output = _select_one("output", outputs, options.output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
         self.constants = {
-            n: np.asarray(constants.get(n, rate), dtype)
+            n: np.asarray(constants.get(n, self.rate), dtype)
             for n, (dtype, shape) in inputs.items()
             if n in constants or (shape == () and n == "sr")
         }
         if unknown := set(inputs) - {self.input, *carry, *self.constants}:
             raise ValueError(f"the model has the inputs {sorted(unknown)}, too: pass constants=")
         self.units = self.out[-1] if len(self.out) > 1 else 1
-        self.samples = self._window_length(seconds)
+        self.samples = self._window_length(options.seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
         self.activation = "none" if og.losses.are_probabilities(proto, self.output) else None
 
@@ -88,7 +80,7 @@ class SoundModel:
 
     @property
     def along(self) -> bool:
-        """Whether the rows of a batch are consecutive windows: rows that no state has."""
+        """Whether the rows of a batch are consecutive windows of a file, as states have no rows."""
         own = [shape for _, shape in self.states.values()]
         return bool(own) and self.rows is None and not any(self.shape[0] in s for s in own)
 
@@ -132,7 +124,7 @@ class SoundModel:
         padded[self.context :][: len(x)] = x
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
-    def scores(self, predictor: Predictor, windows: np.ndarray, activation: str) -> np.ndarray:
+    def scores(self, predictor: Predictor, windows: np.ndarray, activation: Any) -> np.ndarray:
         """Return probabilities (windows, classes); states go from window to window."""
         size = 1 if self.carry and not self.along else self.rows or 64
         state, found = self.zeros(self.rows or 1), []
@@ -149,8 +141,7 @@ class SoundModel:
         if activation == "sigmoid":
             return 1 / (1 + np.exp(-y))
         if activation == "softmax":
-            y = np.exp(y - y.max(axis=1, keepdims=True))
-            return y / y.sum(axis=1, keepdims=True)
+            return softmax(y)
         if y.min() < 0 or y.max() > 1.0001:
             raise ValueError(f"{self.output!r} holds {y.min()} to {y.max()}, no probabilities: "
                              "pass activation=")  # fmt: skip
@@ -165,3 +156,84 @@ def _select_one(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: 
     if chosen is not None or len(names) != 1:
         raise ValueError(f"{what}: the model has {names}: choose one, carry= or constants= others")
     return names[0]
+
+
+class Streams(og.data.Reader):
+    """Files in consecutive windows, several side by side as the rows of a batch.
+
+    Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
+    changes the order of such groups. A group begins with the states in its data.
+
+    Args:
+        folder: the clips, which are the labeled parts of files.
+        windows: returns windows (count, samples) and labels (count, ...) of the clips of a file,
+            for a generator or None.
+        task: of `Sound`, with the number of `files` side by side. Where no state has rows, the
+            rows of a batch are consecutive windows of one file instead.
+    """
+
+    sequences = True
+
+    def __init__(
+        self,
+        folder: Any,
+        windows: Callable[[list, np.random.Generator | None], tuple[np.ndarray, np.ndarray]],
+        task: Any,
+    ) -> None:
+        self.folder, self.windows = folder, windows
+        self.inputs, self.along = task.form.inputs, task.form.along
+        self.width = task.files if task.form.rows is None else task.form.rows
+        files: dict[Any, list] = defaultdict(list)
+        for clip in folder.clips:
+            files[clip.file].append(clip)
+        self.files = list(files.values())
+        self.counts = [-(-folder.length(file) // folder.samples) for file in files]
+        order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
+        size = 1 if self.along else min(self.width, len(order))
+        self.groups = [order[i : i + size] for i in range(0, len(order), size)]
+        self.count = sum(self._count_steps(group) for group in self.groups)
+
+    def _count_steps(self, group: list[int]) -> int:
+        longest = max(self.counts[i] for i in group)
+        return -(-longest // self.width) if self.along else longest
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass; `size` is not read."""
+        order = np.arange(len(self.groups))
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(order)
+        for group in (self.groups[i] for i in order):
+            if skip >= (steps := self._count_steps(group)):
+                skip -= steps
+                continue
+            if not skip and group is not self.groups[order[0]]:
+                yield None
+            yield from self._read_group(group, seed, skip)
+            skip = 0
+
+    def _read_group(self, group: list[int], seed: int | None, skip: int) -> Iterator[Any]:
+        read = []
+        for i in group:
+            rng = None if seed is None else np.random.default_rng([seed, i])
+            read.append(self.windows(self.files[i], rng))
+        if self.along:
+            ((x, y),) = read
+            for at in range(skip * self.width, len(x), self.width):
+                rows = slice(at, at + self.width)
+                yield self.inputs(x[rows]), y[rows], np.ones(len(y[rows]), np.float32)
+            return
+        sides = [
+            read[i % len(read)] for i in range(len(self.groups[0]))
+        ]  # batches have one number of rows
+        for t in range(skip, self._count_steps(group)):
+            own = [min(t, len(y) - 1) for _, y in sides]
+            weight = [i < len(read) and t < len(y) for i, (_, y) in enumerate(sides)]
+            x, y = (
+                np.stack([side[k][at] for side, at in zip(sides, own, strict=True)]) for k in (0, 1)
+            )
+            yield self.inputs(x), y, np.asarray(weight, np.float32)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of batches and a digest of parts, sizes and times of files."""
+        digest = self.folder.describe()["digest"]
+        return {"kind": "streams", "count": self.count, "width": self.width, "digest": digest}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,36 +12,187 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError, column_array, fit_shape, is_arrow
 from onnxgrad.data.arrow import arrow_dataset
-from onnxgrad.data.cells import Rows, is_text
+from onnxgrad.data.cells import RowNumbers, is_text
 from onnxgrad.data.class_numbers import first_names, label_text
-from onnxgrad.data.columns import Names, Part, column_names, is_table
+from onnxgrad.data.columns import ColumnSelection, Names, column_names, is_table
 from onnxgrad.data.field import Field
-from onnxgrad.data.readers import Reader
 from onnxgrad.data.tables import FileTable, read_table
-from onnxgrad.errors import argument, unknown
+from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.operators.shapes import dims
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
-from onnxgrad.tasks.row_predictions import Columns
+from onnxgrad.tasks.base import with_fields
+from onnxgrad.tasks.row_predictions import Columns as Arrays
 from onnxgrad.tasks.rows_task import (
     CROSS_ENTROPY,
-    MappedRows,
     RowsTask,
     begin_errors,
     only_features,
-)
-from onnxgrad.tasks.table_columns import (
-    InputColumns,
-    TargetColumns,
-    Targets,
-    choose_columns,
-    ignored_columns,
-    in_other_order,
 )
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 
 __all__ = ["Table"]
+
+Columns = dict[str, list[str]]  # by input
+TargetColumns = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The columns of labels, by the output that the loss compares with them; None: one loss."""
+
+    columns: dict[str | None, list[str]]
+
+    @classmethod
+    def of(
+        cls,
+        target: TargetColumns,
+        names: Collection[str],
+        trained: Names,
+        outputs: Sequence[str] = (),
+        weight: str | None = None,
+    ) -> Targets:
+        """Return the columns of the labels, by default as in an earlier training.
+
+        Args:
+            target: a column, several, or one or several by output; None: none is named.
+            names: all columns.
+            trained: the names that the model stores.
+            outputs: the outputs that have losses, if they are several.
+            weight: the column of sample weights.
+
+        Raises:
+            ValueError: a column that is not there or is named twice, or outputs without a column.
+        """
+        by_output = target if isinstance(target, Mapping) else {None: target} if target else {}
+        columns = {
+            out: [group] if isinstance(group, str) else list(group)
+            for out, group in by_output.items()
+        }
+        if outputs and (wrong := [out for out in columns if out not in outputs]):
+            own = columns[wrong[0]] if wrong[0] is None else wrong
+            raise _needs_outputs(outputs, f", not {own[0]!r}")
+        if not columns and trained.target and set(trained.target) <= set(names):
+            columns[None] = list(trained.target)
+        own_targets = cls(columns)
+        for name in own_targets.names:
+            if name not in names:
+                raise unknown("column", name, names)
+        if len(set(own_targets.names)) < len(own_targets.names):
+            twice = ", ".join(map(repr, own_targets.names))
+            raise DataError(f"a target is named twice: {twice}")
+        if weight in own_targets.names:
+            raise DataError(
+                f"{argument('sample_weight', weight)} is the target: name the column of the "
+                f"weights of rows, or leave out {argument('sample_weight')}"
+            )
+        if len(columns) == 1 and None in columns:
+            return cls({None: trained.copy().target_order(own_targets.names)})
+        return own_targets
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of all labels."""
+        return [name for each in self.columns.values() for name in each]
+
+    def by_label(self, objective: Objective) -> Columns:
+        """Return the columns of each label input."""
+        inputs = [str(x.name) for x in objective.data]
+        infos = {name: info for name, info in objective.labels.items() if name in inputs}
+        names = list(infos)
+        if not names and self.names:
+            names = [next((t for t in self.names if t in inputs), "label")]
+            if names[0] not in inputs:
+                raise ValueError(
+                    f"the model computes its own loss, but has no input {names[0]!r}: "
+                    f"{argument('target')} must be the input that takes the labels, one of "
+                    f"{', '.join(map(printable, inputs))}"
+                )
+        if names and not self.names:
+            raise ValueError(
+                f"the loss compares with labels: name their column with {argument('target')}"
+            )
+        if len(names) < 2:
+            return dict.fromkeys(names, self.names)
+        outputs = {str(info.prediction): name for name, info in infos.items()}
+        if any(output not in outputs for output in self.columns):
+            raise _needs_outputs(outputs)
+        if missing := next((o for o in outputs if o not in self.columns), None):
+            raise _needs_outputs(outputs, f": {missing!r} has none")
+        return {name: self.columns[output] for output, name in outputs.items()}
+
+
+def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
+    return ValueError(
+        f"the losses are of several outputs: write {named('target={output: column}')} for each of "
+        f"{', '.join(map(printable, outputs))}{more}"
+    )
+
+
+def choose_columns(
+    columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
+) -> tuple[list[str], Names]:
+    """Return the columns to read, and a copy of `trained` with the chosen columns of inputs.
+
+    Args:
+        columns: the columns of the only input in their order, or of each input; None: all.
+        names: the columns that are no labels.
+        inputs: of the model, other than labels.
+        trained: the names that the model stores.
+
+    Raises:
+        ValueError: a column that is not there or is named twice, several inputs without their
+            names, or others than in an earlier training.
+    """
+    if not columns:
+        return names, trained
+    if not isinstance(columns, Mapping) and len(inputs) > 1:
+        raise ValueError(
+            f"{argument('columns', list(columns))}: the model has several inputs: write "
+            f"{named('columns={input: [...]}')} for each of {', '.join(map(printable, inputs))}"
+        )
+    by_input = columns if isinstance(columns, Mapping) else {inputs[0]: columns}
+    result = trained.copy()
+    for name, group in by_input.items():
+        if name not in inputs:
+            raise unknown(f"input ({argument('columns')})", name, inputs)
+        for column in group:
+            if column not in names:
+                raise unknown(f"column ({argument('columns')})", column, names)
+        if len({*group}) < len(group):
+            raise ValueError(f"{argument('columns')} names a column twice: {first_names(group)}")
+        if result.columns.setdefault(name, list(group)) != list(group):
+            raise ValueError(
+                f"{argument('columns', list(group))}: the model was trained on "
+                f"{','.join(result.columns[name])}, which it takes by name: leave out "
+                f"{argument('columns')}"
+            )
+    used = {column for group in by_input.values() for column in group}
+    return [name for name in names if name in used or name in inputs], result
+
+
+def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
+    """Return messages about columns whose order in the data is not the order of training."""
+    messages = []
+    for name, group in columns.items():
+        order = [column for column in names if column in group]
+        if name in trained.columns and order != group:
+            messages.append(
+                f"columns of input {name} are taken by name, in the order of its training: "
+                f"{first_names(group)} (the data has {first_names(order)})"
+            )
+    return messages
+
+
+def ignored_columns(
+    names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
+) -> list[str]:
+    """Return a message about columns of no input that are not in `others`; [] without such."""
+    used = {*others, *(name for group in columns.values() for name in group)}
+    left = [name for name in names if name not in used]
+    return [f"ignored columns: {first_names(left)}"] if left else []
+
 
 STREAMED = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet", ".pq")
@@ -56,12 +207,17 @@ class ArrowColumns:
     types: dict[str, str]
 
     @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return [*self.types]
+
+    @property
     def lists(self) -> list[str]:
         """The columns that hold an array for each row."""
         return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
 
     def check_numbers(self, names: Collection[str]) -> None:
-        """Raise `DataError` if one of these columns is text."""
+        """Raise `DataError` if a column of `names` holds text."""
         if text := next((n for n in names if "string" in self.types[n]), None):
             raise DataError(
                 f"{self.name!r}: column {text!r} is text; write numbers, name the classes of a "
@@ -69,11 +225,16 @@ class ArrowColumns:
                 f"{argument('ignore', [text])}"
             )
 
-    def reader(self, columns: Any, y: list[str], weight: str | None) -> Reader:
-        """Return what reads these columns."""
-        return arrow_dataset(self.name, y=y or None, sample_weight=weight, columns=columns)
+    def tables(self, columns: Mapping[str, list[str]], size: int) -> Iterator[FileTable]:
+        """Yield tables of `size` rows with the columns of the inputs."""
+        start = 0
+        for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
+            values = {n: arrays[name][n] for name, group in columns.items() for n in group}
+            yield FileTable(values, self.name, RowNumbers(start + 1))
+            start += len(next(iter(values.values())))
 
 
+@with_fields
 class Table(RowsTask):
     """Rows of a table: columns of numbers in, columns of numbers or classes out.
 
@@ -129,38 +290,13 @@ class Table(RowsTask):
         [0, 3, 6]
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Any = None,
-        *,
-        target: TargetColumns = None,
-        columns: InputColumns = None,
-        sample_weight: str | None = None,
-        ignore: Sequence[str] = (),
-        drop_missing: bool = False,
-        classes: Sequence[str] | Sequence[int] | None = None,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            classes=classes,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._target, self._columns, self._weight = target, columns, sample_weight
-        self._ignore, self._drops = list(ignore), drop_missing
-        if data is not None:
-            self._begin_training(data, validation, seed)
+    _: KW_ONLY
+    target: TargetColumns = None
+    columns: InputColumns = None
+    sample_weight: str | None = None
+    ignore: Sequence[str] = ()
+    drop_missing: bool = False
+    classes: Sequence[str] | Sequence[int] | None = None
 
     # -- rows with labels ------------------------------------------------------------------------
 
@@ -172,11 +308,11 @@ class Table(RowsTask):
             names = list(data) if isinstance(data, Mapping) else column_names(data)
             if names is None:
                 raise DataError("the columns of the table have no names: name them, or fit arrays")
-            columns = {name: data[name] for name in names}
             values = {
-                n: column_array(n, c) if is_arrow(c) else np.asarray(c) for n, c in columns.items()
+                name: column_array(name, c) if is_arrow(c := data[name]) else np.asarray(c)
+                for name in names
             }
-            return FileTable(values, "the table", Rows())
+            return FileTable(values, "the table", RowNumbers())
         if isinstance(data, (str, os.PathLike)) and _is_read_while_training(Path(data)):
             return self._open_arrow(os.fspath(data))
         if not isinstance(data, (str, os.PathLike)) and not hasattr(data, "read"):
@@ -185,26 +321,26 @@ class Table(RowsTask):
                 "a Trainer"
             )
         source: str | BinaryIO = os.fspath(data) if isinstance(data, os.PathLike) else data
-        return read_table(source, self._ignore, self._drops)
+        return read_table(source, self.ignore, self.drop_missing)
 
     def _open_arrow(self, path: str) -> ArrowColumns:
         types = dict(arrow_dataset(path).describe()["columns"])
-        for name in self._ignore:
+        for name in self.ignore:
             if name not in types:
                 raise unknown(f"column ({argument('ignore')})", name, types)
-        if self._drops:
+        if self.drop_missing:
             raise DataError(
                 f"{path!r} is read while training, where {argument('drop_missing')} cannot count "
                 "rows: remove rows with empty cells from the files"
             )
-        return ArrowColumns(path, {n: t for n, t in types.items() if n not in self._ignore})
+        return ArrowColumns(path, {n: t for n, t in types.items() if n not in self.ignore})
 
     def _decide_loss(self, source: FileTable | ArrowColumns) -> None:
-        """Choose cross entropy for one column of names of classes, and a head for new ones."""
+        """Choose cross entropy if the only target names classes, and a head for new classes."""
         names = [*source] if isinstance(source, FileTable) else [*source.types]
-        if isinstance(self.loss, Mapping) or isinstance(self._target, Mapping):
+        if isinstance(self.loss, Mapping) or isinstance(self.target, Mapping):
             return
-        targets = Targets.of(self._target, names, self.names, weight=self._weight)
+        targets = Targets.of(self.target, names, self.names, weight=self.sample_weight)
         if len(targets.names) != 1 or isinstance(source, ArrowColumns):
             return
         column, values = targets.names[0], source[targets.names[0]].ravel().tolist()
@@ -217,217 +353,164 @@ class Table(RowsTask):
             self._choose_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
 
     def _count_scores(self) -> int | None:
-        """Return the last length of the only output of floats, (rows, scores); None for others."""
+        """Return the number of scores of the only float output (rows, scores); None without one."""
         outputs = [y for y in self.model.graph.output if y.type.HasField("tensor_type")]
         floats = [y for y in outputs if y.type.tensor_type.elem_type in (1, 10, 11, 16)]
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
-    def _map_rows(
-        self, source: FileTable | ArrowColumns, scored: ModelWithLoss
-    ) -> tuple[MappedRows, Objective]:
-        classes = self._known_classes()
-        if isinstance(source, ArrowColumns):
-            objective = scored.describe(None)
-            scored.names.classes = classes or []
-            objective.names = scored.names
-            with begin_errors(source.name):
-                return self._map_arrow(source, objective), objective
-        loss = scored.job.loss
-        several = list(loss) if isinstance(loss, Mapping) and len(loss) > 1 else []
+    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
+        """Return the rows, in memory or as a reader, and the names of columns."""
+        classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
+        loss = self._job.loss
+        by_output = loss if isinstance(loss, Mapping) else {}
+        in_memory = isinstance(source, FileTable)
+        several = list(by_output) if in_memory and len(by_output) > 1 else []
         with begin_errors(source.name):
-            targets = Targets.of(self._target, source.columns, scored.names, several, self._weight)
-            source = _with_class_numbers(source, targets, scored, classes)
-            labels = {
-                output: source.cells(each, "the target").side_by_side(nan=True)
-                for output, each in targets.columns.items()
-            }
-            objective = scored.describe(labels.get(None, labels or None) if labels else None)
-            scored.names.classes = []  # the labels are numbers of classes already
-            objective.names = scored.names
-            return self._map_table(source, objective, targets), objective
+            targets = Targets.of(self.target, source.columns, trained, several, weight)
+            y: Any = None
+            if isinstance(source, FileTable):
+                source = self._with_class_numbers(source, targets, classes)
+                y = {
+                    output: source.cells(each, "the target").side_by_side(nan=True)
+                    for output, each in targets.columns.items()
+                }
+            known = [] if in_memory else classes or []  # labels are numbers in memory
+            objective = self._describe_labels(y.get(None, y) if y else None, known)
+            if not in_memory:
+                only_features(source.name, objective)
+            labels = targets.by_label(objective)
+            if in_memory and weight is not None and weight not in source.columns:
+                raise unknown(f"column ({argument('sample_weight')})", weight, source.columns)
+            inputs = [str(x.name) for x in objective.data if x.name not in labels]
+            others = {*targets.names, weight}
+            columns = self._columns_by_input(source, inputs, trained, others)
+            read: Any = self._read_table if in_memory else self._read_arrow
+            rows = read(source, objective, columns, labels)
+        named = {
+            n: group for n, group in columns.items() if not {*group} <= {*_array_columns(source)}
+        }
+        names = Names(named, targets.names, [weight] if weight else [], trained.classes)
+        note = source.note if isinstance(source, FileTable) else ""
+        self.notes += [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
+        self.remarks += [
+            f"columns of input {name}, in this order: {first_names(group)}"
+            for name, group in columns.items()
+            if name not in trained.columns and len(group) > 1
+        ]
+        self.remarks += ignored_columns(source.columns, columns, others)
+        return rows, names
 
-    def _map_table(self, table: FileTable, objective: Objective, targets: Targets) -> MappedRows:
-        """Return the arrays of a table, whose labels of classes are their numbers."""
-        weight, trained = self._weight, objective.names
-        labels = targets.by_label(objective)
-        inputs = [str(x.name) for x in objective.data if x.name not in labels]
-        if weight is not None and weight not in table:
-            raise unknown(f"column ({argument('sample_weight')})", weight, table.columns)
-        others = _labels_and_weights(targets, weight, trained)
-        rest = [name for name in table if name not in others]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        lists = [name for name in rest if table[name].ndim > 1]
-        columns = named.by_input(rest, inputs, lists)
-        parts = {name: Part(table, group) for name, group in (columns | labels).items()}
-        arrays = Fields(objective).arrays(parts)
-        weights = None
+    def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
+        """Return the table with numbers of classes in the columns of labels that are classes.
+
+        Several columns of one class index a row are shares of classes, and columns of several
+        scores have a class each: these are numbers already.
+        """
+        known: dict[str, tuple[bool, int | None]] = {}
+        if classes is not None:
+            objective = self._describe_labels()
+            fields = Fields(objective)
+            for label, columns in targets.by_label(objective).items():
+                field = fields.fields[label]
+                shares = len(columns) > 1 and len(field.shape or ()) == 1
+                own = label in fields.classified or not objective.labels
+                known |= dict.fromkeys(columns, (own and not shares, field.ignored))
+        for name in targets.names:
+            encodes, ignored = known.get(name, (True, None))
+            table = table.encode(name, classes if encodes else None, self._numeric_loss, ignored)
+        return table
+
+    def _columns_by_input(
+        self,
+        source: FileTable | ArrowColumns,
+        inputs: Sequence[str],
+        trained: Names,
+        others: Collection[str | None] = (),
+    ) -> dict[str, list[str]]:
+        """Return the columns of each input, without `others` and the labels of training."""
+        used = {name for group in trained.columns.values() for name in group}
+        others = {*others} | ({*trained.target, *trained.weight} - used)
+        rest = [name for name in source.columns if name not in others]
+        rest, named = choose_columns(self.columns, rest, inputs, trained)
+        return named.by_input(rest, inputs, _array_columns(source))
+
+    def _read_table(
+        self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
+    ) -> Dataset:
+        """Return a table as arrays by input, with labels and weights."""
+        parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
+        arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}
         label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-        rows = len(next(iter(arrays.values())))
-        names = _stored_names(columns, lists, targets, weight)
-        notes = [*[table.note] * bool(table.note), *in_other_order(table.columns, columns, trained)]
-        remarks = _column_remarks(table.columns, columns, trained, *targets.names, weight)
-        return MappedRows(Dataset(arrays, label, weights), rows, names, notes, remarks)
+        return Dataset(arrays, label, weights)
 
-    def _map_arrow(self, source: ArrowColumns, objective: Objective) -> MappedRows:
-        """Return what reads columns while training, for a model with one label."""
-        features = only_features(source.name, objective)
-        inputs = [str(x.name) for x in features]
-        weight, classes, trained = self._weight, self._known_classes(), objective.names
-        targets = Targets.of(self._target, source.types, trained, weight=weight)
-        targets.by_label(objective)
-        others = _labels_and_weights(targets, weight, trained)
-        rest = [name for name in source.types if name not in others]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        columns = named.by_input(rest, inputs, source.lists)
-        numbers = [n for group in columns.values() for n in group]
-        source.check_numbers(numbers if classes else [*numbers, *targets.names])
-        for x in features:
-            group = columns[str(x.name)]
-            if {*group}.isdisjoint(source.lists):
+    def _read_arrow(
+        self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
+    ) -> Dataset:
+        """Return a reader of columns, for a model with one label."""
+        targets = [name for group in labels.values() for name in group]
+        numbers = [name for group in columns.values() for name in group]
+        source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
+        for x in objective.data:
+            group = columns.get(str(x.name))
+            if group and {*group}.isdisjoint(source.lists):
                 fit_shape(np.empty((1, len(group))), dims(x), f"input {x.name!r}", True, group)
-        reader = source.reader(columns, targets.names, weight)
-        names = _stored_names(columns, source.lists, targets, weight)
-        names.classes = classes or []
-        notes = in_other_order(source.types, columns, trained)
-        remarks = _column_remarks(source.types, columns, trained, *targets.names, weight)
-        return MappedRows(Dataset(reader), reader.rows, names, notes, remarks)
+        reader = arrow_dataset(
+            source.name, y=targets or None, sample_weight=self.sample_weight, columns=columns
+        )
+        return Dataset(reader)
 
     # -- rows to predict -------------------------------------------------------------------------
 
     def _input_batches(
         self, source: FileTable | ArrowColumns, fields: Sequence[Field], size: int
-    ) -> Iterator[tuple[Columns, int, Columns]]:
-        if isinstance(source, ArrowColumns):
-            yield from self._arrow_batches(source, fields, size)
-            return
-        self.notes += [source.note] * bool(source.note)
+    ) -> Iterator[tuple[Arrays, int, Arrays]]:
         with begin_errors(source.name):
-            lists = [name for name in source if source[name].ndim > 1]
-            columns = self._columns_to_predict(source.columns, fields, lists)
-            arrays = _input_arrays(columns, source, fields)
-            _check_counts(arrays)
-        rows = len(next(iter(arrays.values())))
-        for start in range(0, rows, size):
-            part = {name: array[start : start + size] for name, array in arrays.items()}
-            count = min(size, rows - start)
-            # so that rows can be found again, where some were left out
-            numbers = {"row": source.row_numbers.numbers(start, count)} if self._drops else {}
-            yield part, count, numbers
+            columns = self._columns_by_input(source, [field.name for field in fields], self.names)
+            self.notes += ignored_columns(source.columns, columns)
+            self.notes += in_other_order(source.columns, columns, self.names)
+            if isinstance(source, FileTable):
+                self.notes += [source.note] * bool(source.note)
+            tables = [source] if isinstance(source, FileTable) else source.tables(columns, size)
+            for table in tables:
+                arrays = {
+                    field.name: field.convert_cells(
+                        table.cells(columns[field.name], f"input {field.name!r}")
+                    )
+                    for field in fields
+                }
+                counts = {name: len(array) for name, array in arrays.items()}
+                rows = max(counts.values())
+                if rows > min(counts.values()):
+                    raise DataError(f"the arrays differ in their number of rows: {counts}")
+                for start in range(0, rows, size):
+                    count = min(size, rows - start)
+                    # users find rows by number where others were left out
+                    numbers = table.row_numbers.numbers(start, count)
+                    part = {name: array[start : start + size] for name, array in arrays.items()}
+                    yield part, count, {"row": numbers} if self.drop_missing else {}
 
-    def _arrow_batches(
-        self, source: ArrowColumns, fields: Sequence[Field], size: int
-    ) -> Iterator[tuple[Columns, int, Columns]]:
-        columns = self._columns_to_predict([*source.types], fields, source.lists)
-        start = 0
-        for (tables,) in source.reader(columns, [], None).batches(size, None, 0):
-            values = {n: tables[name][n] for name, group in columns.items() for n in group}
-            table = FileTable(values, source.name, Rows(start + 1))
-            parts = _input_arrays(columns, table, fields)
-            count = len(next(iter(parts.values())))
-            start += count
-            yield parts, count, {}
 
-    def _columns_to_predict(
-        self, names: Sequence[str], fields: Sequence[Field], lists: Sequence[str]
-    ) -> dict[str, list[str]]:
-        """Return the columns of each input; labels and weights of the training are not read."""
-        trained = self.names
-        used = {name for group in trained.columns.values() for name in group}
-        gone = {*trained.target, *trained.weight} - used
-        rest = [name for name in names if name not in gone]
-        inputs = [field.name for field in fields]
-        rest, named = choose_columns(self._columns, rest, inputs, trained)
-        columns = named.by_input(rest, inputs, lists)
-        self.notes += ignored_columns(names, columns) + in_other_order(names, columns, trained)
-        return columns
+def _array_columns(source: FileTable | ArrowColumns) -> list[str]:
+    """Return the columns that hold an array for each row."""
+    if isinstance(source, ArrowColumns):
+        return source.lists
+    return [name for name in source if source[name].ndim > 1]
 
 
 def _is_read_while_training(path: Path) -> bool:
-    """Return whether a path is a folder of Parquet files, an Arrow file or a large Parquet file."""
+    """Return whether a path is a folder, an Arrow file or a Parquet file too large for a table."""
     suffix = path.suffix.lower()
-    return path.is_dir() or suffix in STREAMED or (suffix in PARQUET and _is_large(path))
-
-
-def _is_large(path: Path) -> bool:
-    """Return whether the columns of a Parquet file need more memory than a table may take."""
+    if path.is_dir() or suffix not in PARQUET:
+        return path.is_dir() or suffix in STREAMED
     from pyarrow import ArrowException, parquet
 
     try:
         metadata = parquet.ParquetFile(path).metadata
     except (OSError, ArrowException):
-        return False  # `read_table` says what is wrong
+        return False  # `read_table` raises the error
     groups = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return sum(groups) > _IN_MEMORY
-
-
-def _with_class_numbers(
-    table: FileTable, targets: Targets, scored: ModelWithLoss, classes: Any
-) -> FileTable:
-    """Return the table with numbers of classes in the columns of labels that are classes.
-
-    Several columns of one class index a row are shares of classes, and columns of several
-    scores have a class each: these are numbers already.
-    """
-    known: dict[str, tuple[bool, int | None]] = {}
-    if classes is not None:
-        objective = scored.describe(None)
-        fields = Fields(objective)
-        for label, columns in targets.by_label(objective).items():
-            field = fields.fields[label]
-            shares = len(columns) > 1 and len(field.shape or ()) == 1
-            own = label in fields.classified or not objective.labels
-            known |= dict.fromkeys(columns, (own and not shares, field.ignored))
-    for name in targets.names:
-        encodes, ignored = known.get(name, (True, None))
-        table = table.encode(name, classes if encodes else None, scored.numeric_loss, ignored)
-    return table
-
-
-def _input_arrays(
-    columns: Mapping[str, list[str]], table: FileTable, fields: Sequence[Field]
-) -> Columns:
-    """Return the array of each input."""
-    return {
-        field.name: field.of_cells(table.cells(columns[field.name], f"input {field.name!r}"))
-        for field in fields
-    }
-
-
-def _check_counts(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise `DataError` if arrays differ in their number of rows."""
-    counts = {name: len(array) for name, array in arrays.items()}
-    if len(set(counts.values())) > 1:
-        raise DataError(f"the arrays differ in their number of rows: {counts}")
-
-
-def _labels_and_weights(targets: Targets, weight: str | None, trained: Names) -> set[str | None]:
-    """Return the columns that no input takes: labels and weights, also of the training."""
-    used = {name for group in trained.columns.values() for name in group}
-    return {*targets.names, weight} | ({*trained.target, *trained.weight} - used)
-
-
-def _stored_names(
-    columns: Mapping[str, list[str]], lists: Collection[str], targets: Targets, weight: str | None
-) -> Names:
-    """Return the names that a trained model stores: of inputs that take columns of numbers."""
-    named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
-    return Names(named, targets.names, [weight] if weight else [])
-
-
-def _column_remarks(
-    names: Collection[str],
-    columns: Mapping[str, list[str]],
-    trained: Names,
-    *others: str | None,
-) -> list[str]:
-    """Return messages about the order of columns where it is new, and about columns not used."""
-    first = [
-        f"columns of input {name}, in this order: {first_names(group)}"
-        for name, group in columns.items()
-        if name not in trained.columns and len(group) > 1
-    ]
-    return first + ignored_columns(names, dict(columns), others)

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
-import onnxgrad as og
-from onnxgrad.errors import unknown
 from onnxgrad.language.classified_texts import classified_texts
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.schedules.compose import warmup
 from onnxgrad.schedules.curves import linear
-from onnxgrad.tasks.base import (
-    Task,
-    class_probabilities,
-    configured_classes,
-    home_of,
-    inputs_of,
-    model_of,
-    outputs_of,
-    safe_cell,
-    stored_classes,
-    tokenizer_for,
-    with_classes,
-)
+from onnxgrad.tasks.base import class_probabilities, inputs_of, model_of, write_csv
+from onnxgrad.tasks.text_classes import BATCH, TextClasses
 
 __all__ = ["TextLabels"]
 
-_BATCH = 32
 _RATE, _WARMUP = 5e-5, 0.1  # usual for encoders that were trained before: Devlin et al. 2019, A.3
-_POOLS = ("mean", "first", "none")
-_HIDDEN = "last_hidden_state"
-_UNNAMED = re.compile(r"LABEL_\d+")  # what transformers calls classes without names
 
 
-class TextLabels(Task):
+class TextLabels(TextClasses):
     """A class for each text, or for each pair of texts such as a premise and a hypothesis.
 
     The rows of `data` have columns of texts and a column of classes. A model with an output
@@ -98,6 +78,7 @@ class TextLabels(Task):
     """
 
     remembered = ("tokenizer", "text", "label", "max_length")
+    _score_axes = 2
 
     def __init__(
         self, model: Any, data: Any = None, tokenizer: Any = None, *,
@@ -108,49 +89,30 @@ class TextLabels(Task):
     ) -> None:  # fmt: skip
         if isinstance(classes, str):
             raise ValueError(f"classes={classes!r} is one text: pass the names as a list")
-        proto, home = model_of(model), home_of(model)
-        self._tokenizer = tokenizer_for(tokenizer, home)
-        width = (*inputs_of(proto).get("input_ids", ()), None, None)[1]
-        if width is not None:
-            max_length = min(max_length or width, width)
         self._columns: dict[str, Any] = {"max_length": max_length, "text": text, "label": label}
-        stored = stored_classes(proto) or configured_classes(proto, home)
-        known = [] if all(map(_UNNAMED.fullmatch, stored)) else stored
-        rows = None if data is None else self._read_texts(data, classes, known=known)
-        self.classes = list(map(str, classes or stored)) if rows is None else rows.classes
-        if not self.classes:
-            raise ValueError("neither data nor the model says what the classes are: pass classes=")
-        self.model = _with_head(proto, known, self.classes, at, pool, seed)
+        self._open_model(model, data, tokenizer, classes, at=at, pool=pool, seed=seed)
         self.loss, self.metrics = "cross_entropy", ["accuracy", "f1_macro"]
         self.arguments: dict[str, Any] = {
             "loss_options": {"from_logits": None},
             "learning_rate": warmup(linear(_RATE), _WARMUP),
         }
-        if rows is not None:
-            self.model = with_classes(self.model, self.classes)
-            self.data = rows.for_inputs(inputs_of(self.model))
-            if validation is not None:
-                self.divide_rows(validation, seed)
+        if data is not None and validation is not None:
+            self.divide_rows(validation, seed)
 
     def _class_strata(self) -> np.ndarray:
         return np.asarray(self.data.labels)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that were given, with the tokenizer that lay beside the model."""
+        """Return the given options, with the tokenizer beside the model if none was given."""
         return {"tokenizer": self._tokenizer} | options
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         """Return the reader of texts for any model."""
-        how = {**self._columns, **options}
+        width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
+        most: Any = self._columns["max_length"] or width
+        length = most if width is None else min(most, width)
+        how = {**self._columns, "max_length": length, **options}
         return classified_texts(source, self._tokenizer, classes, **how)
-
-    def read(self, path: Any) -> og.data.Reader:
-        """Return other rows for the same classes, from what `data` may be.
-
-        Raises:
-            ValueError: as for `data`, or a label that is no class.
-        """
-        return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
 
     def predict(self, model: Any, inputs: Any) -> list[dict[str, Any]]:
         """Return for each text, or pair, its `label`, `probability`, and `probabilities` by class.
@@ -165,7 +127,7 @@ class TextLabels(Task):
         reader = reader.subset(by_length).for_inputs(inputs_of(self.model))
         name = self.model.graph.output[0].name
         predictor = Predictor(model_of(model), [name])
-        size = predictor.fixed_rows or _BATCH
+        size = predictor.fixed_rows or BATCH
         batches = (predictor.run_rows(X)[name] for X, *_ in reader.batches(size, None, 0))
         rows = (row for scores in batches for row in class_probabilities(scores))
         order = by_length if reader.order is None else by_length[reader.order]
@@ -186,63 +148,9 @@ class TextLabels(Task):
         texts = self._read_texts(inputs, self.classes, labels=False).texts
         text, label = self._columns["text"], self._columns["label"]
         columns = [text] if isinstance(text, str) else [*text]
-        file = Path(folder) / "labels.csv"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf-8", newline="") as opened:
-            table = csv.writer(opened)
-            table.writerow([*columns, label, *(f"probability_{name}" for name in self.classes)])
-            for own, found in zip(texts, results, strict=True):
-                shares = [f"{found['probabilities'][name]:.6f}" for name in self.classes]
-                table.writerow(map(safe_cell, [*own, found["label"], *shares]))
-        return [file]
-
-
-def _with_head(
-    proto: onnx.ModelProto,
-    stored: Sequence[str],
-    classes: Sequence[str],
-    at: str | None,
-    pool: str | None,
-    seed: int,
-) -> onnx.ModelProto:
-    """Return the model with one output, the scores of the classes, (rows, classes)."""
-    if pool not in (None, *_POOLS):
-        raise unknown("pool", pool, [*_POOLS, "None"])
-    outputs = outputs_of(proto)
-    if at is None and (stored or "logits" in outputs):
-        name = "logits" if "logits" in outputs else next(iter(outputs))
-        if pool is not None:
-            raise ValueError(f"pool={pool!r}: the model has scores, {name!r}; name features by at=")
-        if len(outputs[name]) != 2:
-            raise ValueError(
-                f"{name!r} has the shape {list(outputs[name])}, and scores of texts have (rows, "
-                "classes): name the features of an encoder by at="
-            )
-        if len(outputs) > 1:
-            proto = og.graph.select_model_inputs_outputs(proto, [name])
-        if [*stored] == [*classes] or (not stored and outputs[name][1] == len(classes)):
-            return proto
-        return og.replace_head(proto, classes, activation=None, seed=seed)
-    at = at or _feature_output(outputs)
-    axes = len(outputs.get(at, (None,) * 3))
-    pool = pool or ("mean" if axes == 3 else "none")
-    masked = pool == "mean" and "attention_mask" in inputs_of(proto)
-    return og.add_head(
-        proto, classes, at, pool=None if pool == "none" else pool,
-        mask="attention_mask" if masked else None, seed=seed,
-    )  # fmt: skip
-
-
-def _feature_output(outputs: dict[str, tuple[int | None, ...]]) -> str:
-    """Return the output with the features of an encoder.
-
-    Raises:
-        ValueError: several may be.
-    """
-    if _HIDDEN in outputs:
-        return _HIDDEN
-    by_axes = {axes: [n for n, d in outputs.items() if len(d) == axes] for axes in (3, 2)}
-    found = by_axes[3] or by_axes[2]
-    if len(found) != 1:
-        raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of texts")
-    return found[0]
+        header = [*columns, label, *(f"probability_{name}" for name in self.classes)]
+        rows = (
+            [*own, found["label"], *(f"{found['probabilities'][n]:.6f}" for n in self.classes)]
+            for own, found in zip(texts, results, strict=True)
+        )
+        return [write_csv(Path(folder) / "labels.csv", header, rows)]

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
 
 from onnxgrad.data.arrays import DataError
+from onnxgrad.data.columns import Names
 from onnxgrad.errors import argument, named
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.language.generation import generate
 from onnxgrad.language.text_readers import Texts as TextRows, texts
-from onnxgrad.tasks.base import model_of
-from onnxgrad.tasks.model_with_loss import ModelWithLoss
-from onnxgrad.tasks.rows_task import MappedRows, RowsTask
+from onnxgrad.tasks.base import with_fields
+from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.objective import Objective
-from onnxgrad.training.trainer import Trainer
 
 __all__ = ["Texts"]
 
 
+@with_fields
 class Texts(RowsTask):
     """Texts, from which a language model learns to predict each token from the ones before.
 
@@ -65,37 +65,19 @@ class Texts(RowsTask):
         'tock tick'
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Any = None,
-        *,
-        tokenizer: Any = None,
-        max_length: int | None = None,
-        completion_only: bool | None = None,
-        packing: bool = False,
-        loss: Any = None,
-        loss_options: Mapping[str, Any] | None = None,
-        loss_weights: Mapping[str, float] | None = None,
-        loss_output: str = "loss",
-        metrics: Any = None,
-        validation: Any = None,
-        seed: int = 0,
-    ) -> None:
-        self._tokenizer = tokenizer if tokenizer is not None else language_folder(model)
-        super().__init__(
-            _file_of(model),
-            classes=None,
-            loss=loss,
-            loss_options=loss_options,
-            loss_weights=loss_weights,
-            loss_output=loss_output,
-            metrics=metrics,
-        )
-        self._how: dict[str, Any] = {"completion_only": completion_only, "packing": packing}
-        self._length = max_length
-        if data is not None:
-            self._begin_training(data, validation, seed)
+    _: KW_ONLY
+    tokenizer: Any = None
+    max_length: int | None = None
+    completion_only: bool | None = None
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        is_file = isinstance(self.model, (str, os.PathLike)) and not Path(self.model).is_dir()
+        reads_folder = self.tokenizer is None or not is_file
+        folder = language_folder(self.model) if reads_folder else None
+        self._tokenizer = folder if self.tokenizer is None else self.tokenizer
+        self.model = self.model if folder is None else folder.model
+        super().__post_init__()
 
     def _open_rows(self, data: Any) -> Any:
         """Return the reader of texts."""
@@ -106,25 +88,29 @@ class Texts(RowsTask):
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the reader has them as notes
-            return texts(data, self._tokenizer, self._length, **self._how)
+            return texts(
+                data,
+                self._tokenizer,
+                self.max_length,
+                completion_only=self.completion_only,
+                packing=self.packing,
+            )
 
     def _decide_loss(self, source: Any) -> None:
         self._choose_loss("causal_lm", "each token follows from the ones before")
 
-    def _map_rows(self, source: Any, scored: ModelWithLoss) -> tuple[MappedRows, Objective]:
-        notes = []
-        if isinstance(source, TextRows):  # no stream, which nobody has counted
+    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
+        self._describe_labels()
+        if isinstance(source, TextRows):  # a stream has no number of texts
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
-            notes = [f"{source.rows} texts of {tokens}", *source.notes]
-        objective = scored.describe(None)
-        objective.names = scored.names
-        return MappedRows(Dataset(source), source.rows, self.names.copy(), notes), objective
+            self.notes += [f"{source.rows} texts of {tokens}", *source.notes]
+        return Dataset(source), self.names.copy()
 
-    def _usual_metrics(self, objective: Objective) -> list[str]:
+    def _usual_metrics(self) -> list[str]:
         return ["perplexity"]
 
     def predict(self, model: Any, inputs: Any, max_new_tokens: int = 64) -> list[str]:
-        """Return how a model goes on with each prompt, by the most probable tokens.
+        """Return the continuation of each prompt, by the most probable tokens.
 
         Args:
             model: a trained model, the path of its file or folder, or a `Trainer`.
@@ -132,12 +118,7 @@ class Texts(RowsTask):
             max_new_tokens: tokens of each result, at most.
         """
         prompts = [inputs] if isinstance(inputs, str) else list(inputs)
-        folder = isinstance(model, ModelFolder) or (
-            isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
-        )
-        running = model if folder or isinstance(model, Trainer) else model_of(model)
-        tokenizer = self._tokenizer
-        return list(generate(running, prompts, max_new_tokens, tokenizer=tokenizer))
+        return list(generate(model, prompts, max_new_tokens, tokenizer=self._tokenizer))
 
     def write(self, inputs: Any, results: Iterable[str], folder: str | os.PathLike) -> list[Path]:
         """Write `texts.jsonl`, a prompt and its completion in each line.
@@ -157,7 +138,7 @@ class Texts(RowsTask):
 
 
 def language_folder(model: Any) -> ModelFolder | None:
-    """Return the folder of a language model: its path, or the path of a file in it."""
+    """Return the folder of a language model, from its path or the path of a file in it."""
     if isinstance(model, ModelFolder):
         return model
     if not isinstance(model, (str, os.PathLike)):
@@ -166,11 +147,3 @@ def language_folder(model: Any) -> ModelFolder | None:
     if path.is_dir():
         return load_folder(path)
     return load_folder(path.parent, path.name) if is_folder(path.parent) else None
-
-
-def _file_of(model: Any) -> Any:
-    """Return the file of a language model in a folder, or the model as it was given."""
-    if isinstance(model, ModelFolder):
-        return model.model
-    is_folder_path = isinstance(model, (str, os.PathLike)) and Path(model).is_dir()
-    return load_folder(model).model if is_folder_path else model

@@ -10,29 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 import onnxgrad as og
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.tasks.base import (
-    Task,
-    class_probabilities,
-    configured_classes,
-    fine_tuning_rate,
-    home_of,
-    inputs_of,
-    model_of,
-    stored_classes,
-    tokenizer_for,
-    with_classes,
-)
+from onnxgrad.tasks.base import class_probabilities, fine_tuning_rate, inputs_of, model_of
+from onnxgrad.tasks.text_classes import BATCH, TextClasses
 
 __all__ = ["Tokens"]
 
-_BATCH = 32
 
-
-class Tokens(Task):
+class Tokens(TextClasses):
     """Labels of words, by a model with an output (rows, tokens, classes) of scores.
 
     `data` are read by `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
@@ -71,45 +58,25 @@ class Tokens(Task):
     """
 
     remembered = ("tokenizer", "max_length", "stride", "label_all", "scheme")
+    _score_axes = 3
 
     def __init__(
         self, model: Any, data: Any = None, tokenizer: Any = None, *,
         classes: Sequence[str] | None = None, at: str | None = None, max_length: int | None = None,
         stride: int = 32, label_all: bool = False, scheme: str | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        proto, home = model_of(model), home_of(model)
-        self._tokenizer = tokenizer_for(tokenizer, home)
         self._how = {"max_length": max_length, "stride": stride, "label_all": label_all}
-        stored = stored_classes(proto) or configured_classes(proto, home)
-        rows = None if data is None else self._read_rows(data, classes, known=stored)
-        self.classes = list(classes or stored if rows is None else rows.classes)
-        if not self.classes:
-            raise ValueError("neither data nor the model names the classes: pass classes=")
-        self.model = _with_head(proto, stored, self.classes, at, seed)
-        if rows is not None:
-            self.model = with_classes(self.model, self.classes)
+        self._open_model(model, data, tokenizer, classes, at=at, seed=seed)
         self._joins = any(name.startswith("B-") for name in self.classes)
         options = {"axis": 2, "ignore_index": -100, "from_logits": None}
         self.loss = og.losses.LOSSES["cross_entropy"].with_options(options)
         of_entities = [og.metrics.EntityF1(self.classes, scheme)] if self._joins else []
         self.metrics = [*of_entities, "accuracy"]
         self.arguments: dict[str, Any] = {**fine_tuning_rate(self.model)}
-        self.data = None if rows is None else self._fit_to_inputs(rows)
 
-    def _read_rows(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
+    def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
         how = {**self._how, **options}
         return og.language.labeled_texts(source, self._tokenizer, classes, **how)
-
-    def _fit_to_inputs(self, rows: Any) -> Any:
-        return rows.for_inputs(inputs_of(self.model))
-
-    def read(self, path: Any) -> og.data.Reader:
-        """Return other rows for the same classes, from what `data` may be.
-
-        Raises:
-            ValueError: files that cannot be read, or a label that is no class.
-        """
-        return self._fit_to_inputs(self._read_rows(path, self.classes))
 
     def predict(self, model: Any, inputs: Any) -> list[list[dict[str, Any]]]:
         """Return the entities of each text: characters `start` and `end`, `label` and `score`.
@@ -121,11 +88,12 @@ class Tokens(Task):
             model: a trained model, a path, or a `Trainer`.
             inputs: a list of texts or of lists of words, which a space joins; or what `data` is.
         """
-        rows = self._fit_to_inputs(self._read_rows(inputs, self.classes, labels=False))
+        rows = self._read_texts(inputs, self.classes, labels=False)
+        rows = rows.for_inputs(inputs_of(self.model))
         predictor, output = Predictor(model_of(model)), self.model.graph.output[0].name
         batches = (
             class_probabilities(*predictor.run(X, [output]))
-            for X, *_ in rows.batches(_BATCH, None, 0)
+            for X, *_ in rows.batches(BATCH, None, 0)
         )
         of_words = rows.of_words(batches)
         return [self._join_entities(*pair) for pair in zip(rows.texts, of_words, strict=True)]
@@ -154,7 +122,7 @@ class Tokens(Task):
     ) -> list[Path]:
         """Write `entities.jsonl` and `entities.conll`, which `data` may be, and `entities.html`."""
         files: dict[str, list[str]] = {"jsonl": [], "conll": [], "html": ["<meta charset=utf-8>"]}
-        texts = self._read_rows(inputs, self.classes, labels=False).texts
+        texts = self._read_texts(inputs, self.classes, labels=False).texts
         for text, found in zip(texts, results, strict=True):
             files["jsonl"].append(json.dumps({"text": text.text, "entities": [*found]}))
             for start, end in text.words:
@@ -174,20 +142,3 @@ class Tokens(Task):
         for form, lines in files.items():
             (home / f"entities.{form}").write_text("\n".join([*lines, ""]), encoding="utf-8")
         return [home / f"entities.{form}" for form in files]
-
-
-def _with_head(
-    proto: onnx.ModelProto, stored: list[str], classes: list[str], at: str | None, seed: int
-) -> onnx.ModelProto:
-    """Return the model with one output, the scores of the classes."""
-    outputs = {y.name: y.type.tensor_type.shape.dim for y in proto.graph.output}
-    if at is None and (stored or "logits" in outputs):
-        if len(outputs) > 1:
-            proto = og.graph.select_model_inputs_outputs(proto, ["logits"])
-        if stored == classes:
-            return proto
-        return og.replace_head(proto, classes, activation=None, seed=seed)
-    wide = [name for name, dims in outputs.items() if len(dims) == 3 and dims[2].dim_value]
-    if at is None and len(wide) != 1:
-        raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of tokens")
-    return og.add_head(proto, classes, at or wide[0], seed=seed)

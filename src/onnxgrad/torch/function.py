@@ -1,4 +1,4 @@
-"""A graph as a function of PyTorch: onnxruntime computes it, and its gradients of every order.
+"""`GraphFunction`: onnxruntime computes a graph, and its gradients of every order, for PyTorch.
 
 Tensors are exchanged with onnxruntime by DLPack, without copies. Running a graph modifies no shared
 state, so that threads may run it at the same time.
@@ -34,9 +34,9 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 
 V = TypeVar("V")
-_KINDS = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL"
-DTYPES: dict[ir.DataType, torch.dtype] = {  # PyTorch's names are those of numpy
-    kind: getattr(torch, kind.numpy().name) for kind in (ir.DataType[n] for n in _KINDS.split())
+_NAMES = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL"
+DTYPES: dict[ir.DataType, torch.dtype] = {  # PyTorch and numpy have the same names of dtypes
+    kind: getattr(torch, kind.numpy().name) for kind in (ir.DataType[n] for n in _NAMES.split())
 }
 # multiply-adds of a forward pass per thread; fewer threads pay than in a training loop that
 # onnxruntime runs, as its threads sleep while PyTorch computes
@@ -48,7 +48,7 @@ _DLPACK_HAS_BOOLS = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 
 
 class Session:
-    """Runs a model on tensors of one device, in the order of its inputs and outputs."""
+    """Runs a model on tensors of one device, passed in the order of its inputs."""
 
     def __init__(self, proto: ModelProto, device: torch.device, threads: int) -> None:
         options = ort.SessionOptions()
@@ -75,11 +75,11 @@ class Session:
         self._cuda = device if device.type == "cuda" else None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs, which own their memory."""
+        """Return the outputs of the model as tensors, which own their memory."""
         feeds, fetches = OrtValueVector(), OrtValueVector()
         feeds.reserve(len(tensors))
         for t in tensors:
-            _append(feeds, t)
+            _append_input(feeds, t)
         if self._cuda is not None:  # onnxruntime uses its own stream
             torch.cuda.current_stream(self._cuda).synchronize()
         with escaping():
@@ -90,7 +90,7 @@ class Session:
         return outputs
 
 
-def _append(feeds: OrtValueVector, t: Tensor) -> None:
+def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
     """Append a tensor to the inputs of a session, without a copy if it is contiguous."""
     if _DLPACK_HAS_BOOLS:
         feeds.push_back(to_dlpack(t.resolve_neg().contiguous()))  # DLPack ignores the negative bit
@@ -101,21 +101,34 @@ def _append(feeds: OrtValueVector, t: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Passes:
-    """The forward and the backward pass for the gradients of some inputs."""
+class _SessionPair:
+    """The sessions of the forward and the backward pass, for the gradients of some inputs.
+
+    Attributes:
+        forward: session of the forward pass.
+        backward: session of the backward pass; None if none of the inputs has a gradient.
+        names: names of the inputs that have a gradient.
+        indices: indices of these inputs.
+        saved: indices of the outputs of the forward pass that are saved with its inputs.
+        reads: index of each input of the backward pass in the list of the inputs of the forward
+            pass, then the saved outputs, then the cotangents.
+    """
 
     forward: Session
-    backward: Session | None  # None: none of the inputs has a gradient
-    names: list[str]  # of the inputs that have a gradient
-    indices: list[int]  # of these inputs
-    saved: list[int]  # indices of the outputs of the forward pass that are saved with its inputs
-    reads: list[int]  # indices of what backward reads among inputs, saved tensors and cotangents
+    backward: Session | None
+    names: list[str]
+    indices: list[int]
+    saved: list[int]
+    reads: list[int]
 
 
-class Graph:
+class GraphFunction:
     """A function of tensors that PyTorch can differentiate, any number of times.
 
-    `proto` is in the working dialect, with all its weights among the inputs.
+    Args:
+        proto: a prepared model, with all its weights among the inputs.
+        device: device of the tensors.
+        recompute: see `partition`.
     """
 
     def __init__(self, proto: ModelProto, device: torch.device, recompute: str) -> None:
@@ -125,63 +138,65 @@ class Graph:
         self.outputs = len(kinds)
         self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
         self._work = work(ir.from_proto(proto).graph)
-        self._plain: dict[int, Session] = {}
-        self._passes: dict[tuple[tuple[bool, ...], int], _Passes] = {}
-        self._gradients: dict[tuple[str, ...], Graph] = {}
+        self._forward_sessions: dict[int, Session] = {}
+        self._session_pairs: dict[tuple[tuple[bool, ...], int], _SessionPair] = {}
+        self._gradient_functions: dict[tuple[str, ...], GraphFunction] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Return the outputs, which are differentiable if gradients are enabled."""
-        threads = self._threads(tensors)
+        threads = torch.get_num_threads()  # at most; the first axis of the first tensor is the rows
+        rows = len(tensors[0]) if tensors and tensors[0].ndim else 0
+        threads = max(1, min(threads, int(self._work * rows / _WORK_PER_THREAD)))
         if torch.is_grad_enabled():
             return _Function.apply(self, threads, *tensors)
-        return self.plain(threads)(tensors)
+        return self.forward_session(threads)(tensors)
 
-    def _threads(self, tensors: Sequence[Tensor]) -> int:
-        """Return the number of threads for these tensors, by a rule of thumb."""
-        most = torch.get_num_threads()
-        if most == 1 or not tensors or not tensors[0].ndim:
-            return 1
-        return max(1, min(most, int(self._work * len(tensors[0]) / _WORK_PER_THREAD)))
-
-    def plain(self, threads: int) -> Session:
-        """Return the session of the forward pass alone."""
+    def forward_session(self, threads: int) -> Session:
+        """Return the session of the forward pass alone, without gradients."""
 
         def build() -> Session:
             model = ir.from_proto(self.proto)
             to_native(model.graph, Target(Device.of(self.device), threads))
             return Session(ir.to_proto(model), self.device, threads)
 
-        return _once(self._plain, threads, build)
+        return _build_once(self._forward_sessions, threads, build)
 
-    def passes(self, needed: tuple[bool, ...], threads: int) -> _Passes:
-        """Return the passes for the gradients of the inputs that are `needed`."""
-        return _once(self._passes, (needed, threads), lambda: self._build(needed, threads))
+    def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
+        """Return the sessions of both passes, for the gradients of the inputs that are `needed`."""
+        return _build_once(
+            self._session_pairs, (needed, threads), lambda: self._build_sessions(needed, threads)
+        )
 
-    def gradient(self, names: list[str]) -> Graph:
-        """Return the graph of the gradient; its inputs are those of the graph, then cotangents."""
+    def gradient(self, names: list[str]) -> GraphFunction:
+        """Return the function of the gradients of the inputs `names`.
 
-        def build() -> Graph:
-            if (node := _random(self.proto)) is not None:
+        Its inputs are the inputs of this function, then the cotangents of the float outputs.
+        """
+
+        def build() -> GraphFunction:
+            if (node := _random_node(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
-                    f"{node.op_type} ({at}) draws at random: gradients of gradients would be those "
-                    "of another draw"
+                    f"{node.op_type} ({at}) draws at random: gradients of gradients would belong "
+                    "to another draw; export the model in inference mode"
                 )
             proto = onnx_derivative(self.proto, [], names)
-            return Graph(proto, self.device, self.recompute)
+            return GraphFunction(proto, self.device, self.recompute)
 
-        return _once(self._gradients, tuple(names), build)
+        return _build_once(self._gradient_functions, tuple(names), build)
 
-    def _build(self, needed: tuple[bool, ...], threads: int) -> _Passes:
+    def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
+        """Return new sessions of both passes; see `session_pair`."""
+        """Return new sessions of both passes; see `session_pair`."""
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.recompute) if names else None
         except ValueError:
-            if not _has_zero_gradient(self.proto, names):
+            if not _has_constant_gradients(self.proto, names):
                 raise
             parts = None
         if parts is None:
-            return _Passes(self.plain(threads), None, [], [], [], [])
+            return _SessionPair(self.forward_session(threads), None, [], [], [], [])
         names = [name for name in names if name in parts.gradients]
         outputs = [y.name for y in parts.forward.graph.output]
         saved = [outputs.index(tensor.name) for tensor in parts.saved]
@@ -191,11 +206,11 @@ class Graph:
         forward, backward = (
             Session(p, self.device, threads) for p in (parts.forward, parts.backward)
         )
-        return _Passes(forward, backward, names, indices, saved, reads)
+        return _SessionPair(forward, backward, names, indices, saved, reads)
 
 
-def _once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
-    """Return what is built for a key, once, also where several threads ask for it."""
+def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
+    """Return the value of `build()`, called once for a key, also if several threads ask for it."""
     if key not in built:
         with _LOCK:
             if key not in built:
@@ -204,36 +219,38 @@ def _once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
 
 
 class _Function(torch.autograd.Function):
+    """The call of a `GraphFunction` in the graph of autograd."""
+
     @staticmethod
-    def forward(ctx, graph: Graph, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        passes = graph.passes(ctx.needs_input_grad[2:], threads)
-        outputs = passes.forward(tensors)
-        ctx.graph, ctx.passes = graph, passes
-        if passes.backward is not None:
+    def forward(ctx, graph: GraphFunction, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        sessions = graph.session_pair(ctx.needs_input_grad[2:], threads)
+        outputs = sessions.forward(tensors)
+        ctx.graph, ctx.sessions = graph, sessions
+        if sessions.backward is not None:
             # PyTorch checks saved tensors for changes in place, and passes them to its hooks
-            ctx.save_for_backward(*tensors, *[outputs[i] for i in passes.saved])
+            ctx.save_for_backward(*tensors, *[outputs[i] for i in sessions.saved])
         return tuple(outputs[: graph.outputs])
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        graph, passes = ctx.graph, ctx.passes
+        graph, sessions = ctx.graph, ctx.sessions
         result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
-        if passes.backward is None:
+        if sessions.backward is None:
             return tuple(result)
         cotangents = [grad_outputs[i] for i in graph.real]
         if torch.is_grad_enabled():  # for gradients of this gradient
             inputs = ctx.saved_tensors[: len(graph.inputs)]
-            gradients = graph.gradient(passes.names)((*inputs, *cotangents))
+            gradients = graph.gradient(sessions.names)((*inputs, *cotangents))
         else:
             tensors = [*ctx.saved_tensors, *cotangents]
-            gradients = passes.backward([tensors[i] for i in passes.reads])
-        for i, gradient in zip(passes.indices, gradients, strict=True):
+            gradients = sessions.backward([tensors[i] for i in sessions.reads])
+        for i, gradient in zip(sessions.indices, gradients, strict=True):
             result[i + 2] = gradient
         return tuple(result)
 
 
-def _has_zero_gradient(proto: ModelProto, names: list[str]) -> bool:
-    """Return whether no gradient of the inputs `names` depends on the cotangents of the outputs."""
+def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
+    """Return whether no gradient of the inputs `names` depends on a cotangent of an output."""
     model = prepare(proto)
     graph, op = model.graph, Emit(model.graph)
     cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
@@ -243,8 +260,8 @@ def _has_zero_gradient(proto: ModelProto, names: list[str]) -> bool:
     return not any(g.uses() or g in graph.outputs for g in cotangents.values())
 
 
-def _random(proto: ModelProto) -> ir.Node | None:
-    """Return a node whose results differ from run to run, if there is one."""
+def _random_node(proto: ModelProto) -> ir.Node | None:
+    """Return the first node whose results differ from run to run; None if there is none."""
     for node in all_nodes(ir.from_proto(proto).graph):
         if node.op_type == "Dropout":
             mode = node.inputs[2] if len(node.inputs) > 2 else None

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
 
 try:
@@ -32,13 +33,13 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.operators.shapes import dims, is_real
 from onnxgrad.runtime.device import Device
-from onnxgrad.torch.function import DTYPES, Graph
-from onnxgrad.torch.keys import register, state_keys
-from onnxgrad.torch.ports import Port, Variant
+from onnxgrad.runtime.values import to_numpy
+from onnxgrad.torch.function import DTYPES, GraphFunction
+from onnxgrad.torch.tensor_specs import GraphVariant, TensorSpec
 from onnxgrad.training.parameters.choice import default_weights, expand
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
-_ROWS = "batch"  # the symbol of any number of rows
+_BATCH_SYMBOL = "batch"  # the dimension of any number of rows
 
 
 class OnnxModule(nn.Module):
@@ -50,24 +51,24 @@ class OnnxModule(nn.Module):
 
     `state_dict` uses the names of the ONNX model: weight `layer1.weight` is the parameter `weight`
     of the submodule `layer1`. Underscores are appended to a part of a name that PyTorch does not
-    allow: an empty one, an attribute of every module such as `type`, or `a` if there is a weight
+    allow: an empty part, an attribute of every module such as `type`, or `a` if there is a weight
     `a.b` as well. `weight_names` maps the names of the model to the keys of `state_dict`.
 
     The graph computes in the dtype of the parameters: after `double()` its inputs and outputs are
     float64 instead of float32, as long as onnxruntime has the kernels. `train()` and `eval()` have
-    no effect: Dropout and BatchNormalization do what the graph says. A file of one row takes any
-    number of rows, where these are proven to be independent.
+    no effect: the graph says whether Dropout and BatchNormalization train. A file for one row takes
+    any number of rows if the graph proves that rows are independent.
 
     Gradients are computed only for inputs and parameters that require them: `requires_grad_(False)`
-    saves time. Without a differentiable path to an output, the gradient is None.
+    saves time. The gradient of a tensor without a differentiable path to an output is None.
 
     Args:
         model: model, serialized model or path; not modified.
         trainable: names and patterns of `fnmatch`, as "fc*", of the constants that become
-            parameters; patterns choose among weights, see `onnxgrad.trainable`. None: those that
-            train by default. Other constants stay constants of the graph.
-        recompute: what is computed again in the backward pass to save memory: "none" for nothing,
-            "cheap" for cheap operators, "all" for everything; see `partition`.
+            parameters; patterns choose among weights. None: the weights that
+            `onnxgrad.trainable` selects by default. Other constants stay constants of the graph.
+        recompute: which operators the backward pass computes again to save memory: "none", "cheap"
+            or "all"; see `partition`.
         freeze: names and patterns of weights that stay constants, though `trainable` selects them.
 
     Attributes:
@@ -104,38 +105,41 @@ class OnnxModule(nn.Module):
         freeze: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if recompute not in RECOMPUTE:
-            raise unknown("recompute", recompute, RECOMPUTE)
-        self._memory = recompute
+        self._recompute = check_choice("recompute", recompute, RECOMPUTE)
         self._model = read(model)
         if self._model is model:  # the caller may modify it later
             self._model = ModelProto()
             self._model.CopyFrom(model)
-        names = _choose(self._model, trainable, freeze)
-        prepared = _prepare(self._model, names)
-        ports = [Port.of("input", x) for x in prepared.graph.inputs]
-        self._inputs, weights = ports[: len(ports) - len(names)], ports[len(ports) - len(names) :]
-        self._outputs = [Port.of("output", y) for y in prepared.graph.outputs]
-        self._primal = _without_aliases(prepared)
-        floats = (port.dtype for port in (*ports, *self._outputs) if port.dtype in _FLOATS)
-        self._like = torch.empty(
-            0, dtype=next(floats, torch.float32)
-        )  # instead of parameters, if there are none
-        self._native = tuple(w.dtype for w in weights) or (self._like.dtype,)
-        self._variants: dict[tuple, Variant] = {}
-        self._current: Variant | None = None
+        names = _trainable_names(self._model, trainable, freeze)
+        prepared = _prepared_model(self._model, names)
+        specs = [TensorSpec.of("input", x) for x in prepared.graph.inputs]
+        self._inputs, weights = specs[: len(specs) - len(names)], specs[len(specs) - len(names) :]
+        self._outputs = [TensorSpec.of("output", y) for y in prepared.graph.outputs]
+        self._forward_model = _without_aliases(prepared)
+        floats = (spec.dtype for spec in (*specs, *self._outputs) if spec.dtype in _FLOATS)
+        # says device and dtype of a module without parameters
+        self._empty_tensor = torch.empty(0, dtype=next(floats, torch.float32))
+        self._model_dtypes = tuple(w.dtype for w in weights) or (self._empty_tensor.dtype,)
+        self._variants: dict[tuple, GraphVariant] = {}
+        self._last_variant: GraphVariant | None = None
         self._getters: list[attrgetter] = []
         self._paths: list[tuple[list[str], str]] = []
         self.weight_names: dict[str, str] = {}
         self.input_names = [x.name for x in self._inputs]
         self.output_names = [y.name for y in self._outputs]
+        # each attribute of the module is set before, as no weight may have its name
         self.weight_names = state_keys(names, self)
         keys = self.weight_names.values()
         self._getters = [attrgetter(key) for key in keys]
         self._paths = [(path, last) for *path, last in (key.split(".") for key in keys)]
-        arrays = {ref.name: ref.array for ref in constants.constant_refs(self._model)}
+        refs = {ref.name: ref for ref in constants.constant_refs(self._model)}
         for name, key in self.weight_names.items():
-            register(self, key, nn.Parameter(_tensor(arrays[name]())))
+            array = refs[name].array()
+            if array.dtype.name == "bfloat16":  # PyTorch does not convert it from numpy
+                weight = torch.tensor(array.astype(np.float32)).bfloat16()
+            else:
+                weight = torch.tensor(array)
+            add_parameter(self, key, nn.Parameter(weight))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the outputs of the model.
@@ -143,10 +147,10 @@ class OnnxModule(nn.Module):
         Args:
             *inputs: tensors in the order of `input_names`, on the device of the module; floats
                 have the dtype of the parameters.
-            **named: further tensors by their names.
+            **named: further tensors by the names of their inputs.
 
         Returns:
-            The output, or a tuple of them if there are several.
+            The output, or a tuple of outputs if there are several.
 
         Raises:
             ValueError: inputs missing or unknown, or a tensor of another device, dtype or shape;
@@ -155,22 +159,22 @@ class OnnxModule(nn.Module):
             ProviderError: the installed onnxruntime does not offer the device of the module.
             NoGradientRule: an input or a parameter requires a gradient, and an operator has no
                 rule.
-            RuntimeError: onnxruntime has no kernel for an operator in this dtype.
+            RuntimeError: onnxruntime has no kernel for an operator in the dtype of the parameters.
         """
         if torch.compiler.is_compiling():  # the compiler cannot trace onnxruntime
             return torch.compiler.disable(self.forward)(*inputs, **named)
         if named or len(inputs) != len(self._inputs):
-            inputs = self._in_order(inputs, named)
+            inputs = self._ordered_inputs(inputs, named)
         weights = self._read_weights()
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             inputs = self._variant_for(weights).cast(inputs)
-        variant = self._current
-        if variant is None or variant.doubtful(inputs, weights):
-            variant = self._variant(inputs, weights)
+        variant = self._last_variant
+        if variant is None or variant.needs_check(inputs, weights):
+            variant = self._checked_variant(inputs, weights)
         try:
             outputs = variant.graph((*inputs, *weights))
-        except Exception:  # onnxruntime checks dtypes and lengths, too: raise our own error if any
-            checked = self._variant(inputs, weights)
+        except Exception:  # onnxruntime checks dtypes and lengths, too; our errors say more
+            checked = self._checked_variant(inputs, weights)
             if checked is variant:
                 raise
             outputs = checked.graph((*inputs, *weights))
@@ -180,13 +184,10 @@ class OnnxModule(nn.Module):
         """Return the model with the current weights, otherwise unchanged.
 
         Args:
-            path: where to save it as well, by `onnxgrad.save`, which may raise.
+            path: file to which the model is saved as well, by `onnxgrad.save`.
         """
-        values = {
-            name: _array(get(self))
-            for name, get in zip(self.weight_names, self._getters, strict=True)
-        }
-        model = constants.replace(self._model, values)
+        arrays = [to_numpy(get(self)) for get in self._getters]
+        model = constants.replace(self._model, dict(zip(self.weight_names, arrays, strict=True)))
         if path is not None:
             save(model, path)
         return model
@@ -196,7 +197,7 @@ class OnnxModule(nn.Module):
         groups = {"inputs": self._inputs, "outputs": self._outputs}
         return "\n".join(f"{kind}: {', '.join(map(str, ps))}" for kind, ps in groups.items())
 
-    # -- what PyTorch does with modules -------------------------------------------------------
+    # -- methods of modules that PyTorch calls ------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or convert the module.
@@ -213,12 +214,12 @@ class OnnxModule(nn.Module):
         return super().cuda(device)
 
     def _apply(self, fn, recurse: bool = True) -> Self:
-        like = fn(self._like)
+        like = fn(self._empty_tensor)
         _require_provider(like.device)
         super()._apply(fn, recurse)
-        if (like.device, like.dtype) != (self._like.device, self._like.dtype):
-            self._variants, self._current = {}, None  # free the memory of the sessions
-        self._like = like
+        if (like.device, like.dtype) != (self._empty_tensor.device, self._empty_tensor.dtype):
+            self._variants, self._last_variant = {}, None  # free the memory of the sessions
+        self._empty_tensor = like
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
@@ -233,26 +234,27 @@ class OnnxModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_variants": {}, "_current": None}  # sessions are built again
+        return {**self.__dict__, "_variants": {}, "_last_variant": None}  # sessions are built again
 
     # -- one forward pass ---------------------------------------------------------------------
 
     def _read_weights(self) -> list[Tensor]:
+        """Return the parameters in the order of `weight_names`."""
         weights = []
         try:
-            for path, last in self._paths:  # three times as fast as by attributes
+            for path, last in self._paths:  # this takes a third of the time of `attrgetter`
                 module: nn.Module = self
                 for part in path:
                     module = module._modules[part]  # type: ignore[assignment]
                 weights.append(module._parameters[last])
-        except KeyError:  # parametrized, or a replica
+        except KeyError:  # weights are parametrized, or the module is a replica
             return [get(self) for get in self._getters]
         return weights  # type: ignore[return-value]
 
-    def _in_order(
+    def _ordered_inputs(
         self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the inputs in order."""
+        """Return inputs passed by position and by name, in the order of `input_names`."""
         names = self.input_names
         if len(inputs) > len(names):
             raise ValueError(f"the model takes {len(names)} inputs {names}, not {len(inputs)}")
@@ -264,54 +266,59 @@ class OnnxModule(nn.Module):
                 raise ValueError(f"input {name!r} is given twice: by position and by name")
             tensors[name] = x
         if missing := [name for name in names if name not in tensors]:
-            raise ValueError(f"no tensor for the inputs {missing}")
+            raise ValueError(f"no tensor was passed for the inputs {missing}")
         return tuple(tensors[name] for name in names)
 
-    def _variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> Variant:
-        """Return the graph for the dtype and device of the weights; check all tensors."""
+    def _checked_variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> GraphVariant:
+        """Return the variant for the dtypes and device of the weights; check all tensors."""
         variant = self._variant_for(weights)
         variant.check(inputs, weights)
-        self._current = variant
+        self._last_variant = variant
         return variant
 
-    def _variant_for(self, weights: Sequence[Tensor]) -> Variant:
-        deciding = weights or [self._like]
+    def _variant_for(self, weights: Sequence[Tensor]) -> GraphVariant:
+        """Return the variant for the dtypes and device of the weights, built once."""
+        deciding = weights or [self._empty_tensor]
         device, dtypes = deciding[0].device, tuple(w.dtype for w in deciding)
         variant = self._variants.get((device, dtypes))
         if variant is None:
-            variant = self._variants.setdefault((device, dtypes), self._build(device, dtypes))
+            variant = self._variants.setdefault(
+                (device, dtypes), self._build_variant(device, dtypes)
+            )
         return variant
 
-    def _build(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Variant:
+    def _build_variant(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> GraphVariant:
+        """Return a new variant for a device and the dtypes of the weights."""
         Device.of(device).check()
-        if dtypes == self._native:
-            proto = self._primal
+        if dtypes == self._model_dtypes:
+            proto = self._forward_model
         elif len(set(dtypes)) > 1 or dtypes[0] not in _FLOATS:
             names = dict(zip(self.weight_names.values(), map(str, dtypes), strict=True))
             raise ValueError(
-                f"the weights must have the dtypes of the model, or all the same one: {names}"
+                "the weights must all have one float dtype, or the dtypes that they have in the "
+                f"model: {names}"
             )
         else:
-            model = ir.from_proto(self._primal)
+            model = ir.from_proto(self._forward_model)
             set_precision(model, _FLOATS[dtypes[0]])
             proto = to_proto(model)
-        ports = [Port.of("input", x) for x in ir.from_proto(proto).graph.inputs]
-        inputs, weights = ports[: len(self._inputs)], ports[len(self._inputs) :]
-        for port in weights:
-            port.kind = "weight"
-        return Variant(Graph(proto, device, self._memory), inputs, weights)
+        specs = [TensorSpec.of("input", x) for x in ir.from_proto(proto).graph.inputs]
+        inputs, weights = specs[: len(self._inputs)], specs[len(self._inputs) :]
+        for spec in weights:
+            spec.kind = "weight"
+        return GraphVariant(GraphFunction(proto, device, self._recompute), inputs, weights)
 
 
 def _require_provider(device: torch.device | None) -> None:
-    """Raise for a device on which onnxruntime cannot run; nothing runs on the device meta."""
+    """Raise `ProviderError` if onnxruntime cannot run on a device; nothing runs on "meta"."""
     if device is not None and device.type != "meta":
         Device.of(device).check()
 
 
-def _choose(
+def _trainable_names(
     proto: ModelProto, trainable: str | Sequence[str] | None, freeze: str | Sequence[str]
 ) -> list[str]:
-    """Return the names of the weights that `trainable` selects, without those of `freeze`."""
+    """Return the names of the weights that `trainable` selects and `freeze` does not."""
     if trainable is None:
         names = default_weights(proto, announce=True, needed=False)
     else:
@@ -320,13 +327,13 @@ def _choose(
     return [name for name in names if name not in frozen]
 
 
-def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
-    """Return the model in the working dialect, weights as inputs, without outputs of strings."""
+def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
+    """Return the prepared model, with weights as inputs and without outputs of strings."""
     model = prepare(proto)
     firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
     one = 1 in firsts and all(isinstance(d, int) for d in firsts)
-    freed = free_rows(model, _ROWS, {}) if one else None
-    if freed is not None and all(_ROWS in (dims(y) or ()) for y in freed.graph.outputs):
+    freed = free_rows(model, _BATCH_SYMBOL, {}) if one else None
+    if freed is not None and all(_BATCH_SYMBOL in (dims(y) or ()) for y in freed.graph.outputs):
         model = freed
     graph = model.graph
     as_inputs(proto, graph, names)
@@ -337,7 +344,7 @@ def _prepare(proto: ModelProto, names: list[str]) -> ir.Model:
         tensors = [name for y in dropped if (name := tensor_behind(proto, y))]
         raise ValueError(
             f"no float tensor is left without the outputs {dropped}, which hold no numbers; "
-            "choose others by onnxgrad.graph.select_model_inputs_outputs"
+            "choose other outputs by onnxgrad.graph.select_model_inputs_outputs"
             f"{', such as ' if tensors else ''}{', '.join(map(repr, tensors))}"
         )
     tidy(model)
@@ -356,12 +363,37 @@ def _without_aliases(model: ir.Model) -> ModelProto:
     return to_proto(model)
 
 
-def _tensor(array: np.ndarray) -> Tensor:
-    if array.dtype.name == "bfloat16":  # PyTorch does not convert it
-        return torch.tensor(array.astype(np.float32)).bfloat16()
-    return torch.tensor(array)
+def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
+    """Return the key of every weight in `state_dict`: its name, with underscores if needed."""
+    used_keys, modules, keys = set[str](), set[str](), dict[str, str]()
+    inner = nn.Module()
+
+    def forbidden_part(parts: list[str]) -> int | None:
+        """Return the index of the first part that PyTorch does not allow."""
+        for i, part in enumerate(parts):
+            path = ".".join(parts[: i + 1])
+            used = path in used_keys or (i == len(parts) - 1 and path in modules)
+            if not part or used or hasattr(inner if i else root, part):
+                return i
+        return None
+
+    for change in (False, True):  # first the names that need no change
+        for name in names:
+            parts = name.split(".")
+            while change and name not in keys and (i := forbidden_part(parts)) is not None:
+                parts[i] += "_"
+            if name not in keys and forbidden_part(parts) is None:
+                keys[name] = ".".join(parts)
+                used_keys.add(keys[name])
+                modules.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    return {name: keys[name] for name in names}
 
 
-def _array(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def add_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted key, and create the submodules on its path."""
+    *path, last = key.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)

@@ -15,9 +15,10 @@ from onnxgrad.data.class_numbers import check_class_count, first_names
 from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
+from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.row_axes import Axes, RowAxes, take_rows
+from onnxgrad.training.row_axes import Axes, RowAxes
 from onnxgrad.training.step.inputs import WHOLE, Slice
 
 SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
@@ -29,24 +30,30 @@ Slices = Generator[Slice, None, None]
 
 
 class BatchSource:
-    """The batches of each epoch, in slices.
+    """The batches of each epoch, yielded in slices of several batches.
 
     Attributes:
         rows: rows of an epoch, None if they are unknown before the first has ended.
         batches: batches of an epoch, None if they are unknown.
         batch_size: rows of a batch, where the source cuts them.
-        part: the rows of each batch that are read.
-        in_memory: whether reading batches changes nothing.
-        cuts: whether its batches have `batch_size` rows, and are not cut by others.
+        part: the part of the rows of each batch that this process reads.
+        shuffles: whether an epoch can have its rows in another order.
+        in_memory: whether batches can be read again, as reading them changes nothing.
+        cuts: whether the source cuts batches of `batch_size` rows, rather than being given batches.
     """
 
     part: Part = WHOLE
     rows: int | None
     batches: int | None
-    shuffles = True  # whether an epoch can have its rows in another order
+    shuffles = True
     batch_size: int
     in_memory = False
     cuts = True
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+        return None
 
     def take(self, indices: np.ndarray) -> BatchSource:
         """Return the source of some of the rows.
@@ -58,7 +65,7 @@ class BatchSource:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What identifies the data, for JSON: another training compares it."""
+        """A description for JSON that identifies the data: a resumed training compares it."""
         raise NotImplementedError
 
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
@@ -72,7 +79,7 @@ class BatchSource:
         Args:
             rng: decides the order of the rows, and is used before the first slice only; None: in
                 order.
-            skip: number of batches to leave out at the beginning; the others are the same.
+            skip: number of batches to leave out at the beginning, which changes no other batch.
             budget: called with the number of a batch in the epoch, returns how many batches the
                 slice that begins with it may have; may be called from a thread.
 
@@ -86,9 +93,9 @@ class ArraySource(BatchSource):
     """Batches drawn from arrays: every row once an epoch, the last batch shorter.
 
     Args:
-        arrays: checked arrays by input, with the rows first in all that have any.
+        arrays: checked arrays by input; those with rows have them on the first axis.
         whole: the names of the arrays without rows, which go into every batch.
-        row_axes: where the model has the rows.
+        row_axes: the axes on which the model has the rows.
         batch_size: rows of a batch, at most; fewer rows are one batch.
     """
 
@@ -104,7 +111,7 @@ class ArraySource(BatchSource):
         self.arrays, self.whole, self.row_axes = arrays, whole, row_axes
         self.rows: int = next(len(a) for n, a in arrays.items() if n not in whole)
         self.batch_size = min(int(batch_size), self.rows)
-        self.numbers: np.ndarray | None = None  # of these rows in the source they were taken from
+        self.numbers: np.ndarray | None = None  # the numbers of the rows in the whole data
         self.batches: int = -(-self.rows // self.batch_size)
         per_row = sum(a.nbytes for n, a in arrays.items() if n not in whole) / self.rows
         without_rows = sum(arrays[name].nbytes for name in whole)
@@ -121,7 +128,7 @@ class ArraySource(BatchSource):
         return {name: None if name in self.whole else moved.get(name, 0) for name in self.arrays}
 
     def batch_shapes(self, rows: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that the model has of a batch, or of so many rows."""
+        """Return the shapes in which the model gets a batch, or so many rows."""
         rows = self.batch_size if rows is None else rows
         batch = self.row_axes.as_declared(take_rows(self.arrays, slice(rows), self.whole))
         return {name: array.shape for name, array in batch.items()}
@@ -154,9 +161,9 @@ class ArraySource(BatchSource):
             yield self._slice_of_rows(order[taken], length, taken if in_place else None)
 
     def epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
-        """Return all batches of an epoch for each of `rngs`, which are equally long, as one slice.
+        """Return the batches of several epochs, one for each of `rngs`, as one slice.
 
-        `joins` says how many epochs there may be.
+        All batches have the same length; `joins` is the largest number of epochs.
         """
         return self._slice_of_rows(
             np.concatenate([self._row_order(rng) for rng in rngs]), self.batch_size
@@ -164,16 +171,20 @@ class ArraySource(BatchSource):
 
     @property
     def joins(self) -> int:
-        """How many epochs may be in one slice; none, if their batches are not equally long."""
+        """The largest number of epochs in one slice; 0 if batches differ in length."""
         if self.rows % self.batch_size:
             return 0
         return int(JOINED_BYTES / (self._nbytes * self.batches))
 
     def _row_order(self, rng: np.random.Generator | None) -> np.ndarray:
+        """Return the numbers of the rows in the order of an epoch."""
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
     def _slice_of_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
-        """Return the batches of the rows `order`, which are the slice `taken` of all rows."""
+        """Return batches of `length` rows each, in this order.
+
+        `taken` is the slice of all rows that these are, so that the arrays are views; None: copies.
+        """
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
         piece = Slice({}, batches, length, self.row_axes, self.part)
@@ -198,12 +209,13 @@ class Split:
 def hold_out(
     source: BatchSource, evaluated: BatchSource, share: float | Split, seed: int, unit: int = 1
 ) -> tuple[BatchSource, BatchSource]:
-    """Return the rows to train on, and of `evaluated`, which has the same ones, those held out.
+    """Return the sources of the rows to train on, and of the rows that are held out.
 
-    They are drawn by `seed`, and their number is a multiple of `unit`.
+    `source` and `evaluated` have the same rows. Held out rows are drawn by `seed`, and their number
+    is a multiple of `unit`.
 
     Raises:
-        ValueError: the share leaves one of both empty, or rows cannot be drawn from the data.
+        ValueError: the share leaves a part empty, or rows cannot be drawn from the data.
     """
     if isinstance(share, Split):
         return source.take(share.trained), evaluated.take(share.held_out)
@@ -220,6 +232,7 @@ def hold_out(
 
 
 def _no_share() -> ValueError:
+    """Return the error of data from which no share can be held out."""
     return ValueError(
         f"{argument('validation')}<share> needs arrays, tables or texts in memory: pass other "
         "validation data"
@@ -248,7 +261,7 @@ class ReaderSource(BatchSource):
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
 
     @property
-    def numbers(self) -> np.ndarray | None:
+    def order(self) -> np.ndarray | None:
         """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
         return self.reader.order
 
@@ -262,7 +275,7 @@ class ReaderSource(BatchSource):
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What the reader says of its data, and the arguments with which it was made."""
+        """The description of the data by the reader, and the arguments of the reader."""
         return self.reader.describe() | {"arguments": dict(self.arguments)}
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
@@ -308,7 +321,7 @@ class ReaderSource(BatchSource):
                 yield self._stack_batches(held, rows)
                 held = []
             size = self.fields.fixed_rows or count
-            if self.fields.divides and count != size:  # the model takes its batches only
+            if self.fields.divides and count != size:  # the model takes fixed batches only
                 for start in range(0, count, size):
                     part = self.fields.row_axes.take_rows(arrays, slice(start, start + size))
                     yield self._stack_batches([(part, begin and not start)], size)
@@ -329,7 +342,7 @@ class ReaderSource(BatchSource):
             yield self._stack_batches(held, rows)
 
     def _read_batches(self, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of the reader; late labels are computed here, and not ahead."""
+        """Yield the batches of the reader; late labels are computed here, not in the thread."""
         items = (item for item in self.reader.batches(self.batch_size, seed, skip))
         if (label := self.reader.late_labels) is None:
             yield from items
@@ -341,7 +354,7 @@ class ReaderSource(BatchSource):
     def _stack_batches(
         self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int
     ) -> Slice:
-        """Return batches of equal shapes as a slice, each with whether it begins a sequence."""
+        """Return batches of equal shapes as a slice; each says whether it begins a sequence."""
         batches, begins = zip(*held, strict=True)
         if len(batches) == 1:
             arrays = {name: a[None] for name, a in batches[0].items()}
@@ -352,10 +365,10 @@ class ReaderSource(BatchSource):
 
 
 def adapt_reader(reader: Reader, fields: Fields) -> Reader:
-    """Return a reader for the shapes and dtypes of inputs; these learn the names of its classes.
+    """Return a reader for the shapes and dtypes of inputs, and store the names of its classes.
 
     Raises:
-        DataError: it has other classes than the model, or numbers them in another order.
+        DataError: the reader has other classes than the model, or numbers them in another order.
     """
     names, labels = fields.names, getattr(reader, "labels", None)
     own, known = list(reader.class_names), list(map(str, names.classes))

@@ -13,14 +13,13 @@ import numpy as np
 
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
 from onnxgrad.data.arrow_blocks import ColumnArrays
-from onnxgrad.data.batch_forms import are_parts, is_batch
-from onnxgrad.data.columns import Part, column_names, is_table
-from onnxgrad.data.readers import Batches, DiskArrays, Reader
+from onnxgrad.data.columns import ColumnSelection, column_names, is_table
+from onnxgrad.data.readers import Batches, DiskArrays, Reader, are_parts, is_batch
 from onnxgrad.data.torch_data import (
     HuggingFaceRows,
     HuggingFaceStream,
-    Samples,
-    Streamed,
+    MapStyleRows,
+    StreamedRows,
     is_hugging_face,
     is_hugging_face_stream,
     is_map_style,
@@ -43,10 +42,10 @@ from onnxgrad.training.fields import Fields
 class Dataset:
     """The data that `fit` is called with.
 
-    `X` is an array, a table or a dict of these; a reader such as `image_folder` returns; a path of
-    Parquet files or a dataset of pyarrow; a dataset of torch or Hugging Face; or an iterable of
-    batches, or a function that returns one. The names of columns of `X` stand for `y` and
-    `sample_weight`.
+    `X` is an array or a table, or a dict of arrays or tables; a reader, as `image_folder` returns
+    one; a path of Parquet files or a dataset of pyarrow; a dataset of torch or Hugging Face; or an
+    iterable of batches, or a function that returns one. `y` and `sample_weight` may be names of
+    columns of `X`.
     """
 
     X: Any
@@ -55,7 +54,7 @@ class Dataset:
 
     @cached_property
     def batched(self) -> bool:
-        """Whether `X` yields batches, rather than being an array, a table or a dict of these.
+        """Whether `X` yields batches, rather than being arrays or tables of all rows.
 
         Raises:
             ValueError: sample weights beside batches.
@@ -79,7 +78,7 @@ class Dataset:
 
     @cached_property
     def reader(self) -> Reader | None:
-        """What reads `X` batch by batch, None for arrays in memory and iterables of batches.
+        """The reader of `X`; None for arrays in memory and iterables of batches.
 
         Raises:
             ValueError: labels or weights beside data that bring their own.
@@ -99,9 +98,9 @@ class Dataset:
         if isinstance(X, Reader):
             own = X
         elif is_stream(X):
-            own = Streamed(X)
+            own = StreamedRows(X)
         elif is_map_style(X):
-            own = Samples(X)
+            own = MapStyleRows(X)
         else:
             return DiskArrays(X, y, weight) if self._on_disk and not isinstance(y, str) else None
         if y is not None:
@@ -112,7 +111,7 @@ class Dataset:
 
     @property
     def _on_disk(self) -> bool:
-        """Whether an array is a memmap, with as many rows as the others."""
+        """Whether an array is a memmap, and all arrays have as many rows."""
         parts = [*self.X.values()] if isinstance(self.X, Mapping) else [self.X]
         if not any(isinstance(part, np.memmap) for part in parts):
             return False
@@ -121,7 +120,7 @@ class Dataset:
 
     @cached_property
     def stream(self) -> Reader | None:
-        """What `X` is read by, batch by batch; None for arrays, in memory or on disk."""
+        """The reader of the batches of `X`; None for arrays, in memory or on disk."""
         if not self.batched:
             return None
         if self.reader is None and (self.y is not None or self.sample_weight is not None):
@@ -132,14 +131,14 @@ class Dataset:
     def first(self) -> tuple[Any, Any, Any]:
         """The features, labels and weights of all rows, or of the first batch that is read.
 
-        They are None where reading the first batch would lose it; labels and weights that are
-        among the columns of a table or a dict are not taken out of it.
+        They are None where reading the first batch would lose it. Labels and weights that are
+        columns of a table or a dict stay in the features.
         """
         return _three_parts(self.by_name if self.stream is None else self.stream.peek())
 
     @property
     def weight_axes(self) -> int:
-        """How many axes sample weights may have: 0 for none, 2 for one or more behind the rows."""
+        """The largest number of axes of sample weights: 0 for none, 1, or 2 for two or more."""
         if self.batched:
             return 2
         if self.sample_weight is None:
@@ -159,7 +158,7 @@ class Dataset:
             return None
         X, y, _ = _three_parts(first)
         names = frozenset([*names_in(X), *names_in(y)])
-        # a mask of ones would be wrong for rows that a reader pads
+        # where a reader pads rows, it writes the mask, which is not all ones
         padded = {"attention_mask"} if reader is not None and reader.pads else set()
         return names | padded | (set() if y is None else {LABEL})
 
@@ -170,10 +169,10 @@ class Dataset:
 
     @cached_property
     def by_name(self) -> tuple[Any, Any, Any]:
-        """Return X, y and weights, with the columns of the table or dict X that strings name.
+        """X, y and sample weights, with columns of X in place of their names.
 
         Raises:
-            ValueError: X is no table, or has no such column.
+            ValueError: as `split_columns`.
         """
         return split_columns(self.X, self.y, self.sample_weight)
 
@@ -228,9 +227,9 @@ class NamedBatches(Batches):
 
 
 def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-    """Return X, y and weights, with the columns of the table or dict X that strings name.
+    """Return X, y and sample weights, with columns of the table or dict X in place of their names.
 
-    The names for y may be by output.
+    `y` may be a dict of names by output. The columns are taken out of X.
 
     Raises:
         ValueError: X is no table or dict, or has no such column.
@@ -245,14 +244,18 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             if columns is None or not _is_named(value):
                 return value
             rows = len(X[columns[0]]) if columns else 0
-            if len(value) == rows and {*value}.isdisjoint(columns):  # texts that are labels
+            if len(value) == rows and {*value}.isdisjoint(columns):  # the texts are labels
                 return value
         names = columns_of[key] = _column_list(value, key) or []
         if columns is None:
             raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
         if wrong := next((name for name in names if name not in columns), None):
             raise unknown("column", wrong, columns)
-        return ColumnArrays({n: X[n] for n in names}) if isinstance(X, Mapping) else Part(X, names)
+        return (
+            ColumnArrays({n: X[n] for n in names})
+            if isinstance(X, Mapping)
+            else ColumnSelection(X, names)
+        )
 
     parts = named_part("y", y), named_part("sample_weight", sample_weight)
     if not columns_of:
@@ -265,7 +268,9 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             f"{named('sample_weight')} and labels are different columns"
         )
     rest = [name for name in columns or () if name not in taken]
-    return {name: X[name] for name in rest} if isinstance(X, Mapping) else Part(X, rest), *parts
+    return {name: X[name] for name in rest} if isinstance(X, Mapping) else ColumnSelection(
+        X, rest
+    ), *parts
 
 
 def _three_parts(batch: Any) -> tuple[Any, Any, Any]:
@@ -278,7 +283,7 @@ def _three_parts(batch: Any) -> tuple[Any, Any, Any]:
 def array_shape(array: Any) -> tuple[int, ...] | None:
     """Return the shape of an array, a table or a list of rows; None for other values.
 
-    The shape of a table is (rows, values): a column of lists has as many values as these.
+    The shape of a table is (rows, values), where a column of lists has the values of one list.
     """
     if isinstance(array, (list, tuple)) and array:
         return len(array), *np.shape(array[0])
@@ -295,7 +300,7 @@ def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     """Return the data; a tuple (X,), (X, y) or (X, y, sample_weight) is taken apart.
 
     Raises:
-        ValueError: a tuple that may be one of these or one of batches.
+        ValueError: a tuple that may be (X, y) or a tuple of batches.
     """
     if y is None and sample_weight is None and isinstance(X, tuple) and are_parts(X):
         return Dataset(*X)
@@ -306,7 +311,7 @@ def held_out_data(validation: Any) -> Dataset | float | Split | None:
     """Return validation data, or the share of the rows that is held out.
 
     Raises:
-        ValueError: a number that is no share, or a list that is not one of batches.
+        ValueError: a number that is no share, or a list that holds no batches.
     """
     if validation is None or isinstance(validation, Split):
         return validation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Self
@@ -23,8 +23,9 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.process_groups import Group
-from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
-from onnxgrad.training.batches import BatchSource, ReaderSource
+from onnxgrad.runtime.predictor import MANY_ROWS, ROWS, Predictor, join_rows
+from onnxgrad.runtime.session import session, work, work_of_calls
+from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.diagnose import cause_in_evaluation, label_misfit
@@ -38,12 +39,12 @@ from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import evaluated_members
 
 Arrays = Mapping[str, np.ndarray]
-SIZE = 256  # rows of one call of the runtime
-_SMALL = 1e5  # multiply-adds of a row; with fewer, a call costs as much as hundreds of rows
-_NUMBERS = 1 << 12  # that such a row reads and predicts, at most
-_FREED = 8  # of a file that takes one row: such are often large
-_MANY = 32  # rows for which threads are worth it where there are more
-# the data of a batch, the sums and then the counts of its losses, the predictions by output
+# a model computes little for a row if it has at most so many multiply-adds, and the inputs and
+# predictions so many numbers: one call then takes as long as hundreds of rows
+_LITTLE_WORK, _FEW_NUMBERS = 1e5, 1 << 12
+_FREED_ROWS = 8  # of a call, where the file declares one row: such models are often large
+_THREADED_ROWS = 32  # for which a session with several threads has these
+# the data of a batch; the sums of its losses, and then their counts; the predictions by output
 Results = tuple[dict[str, np.ndarray], list[np.ndarray], dict[str, np.ndarray]]
 Judges = list[list[OutputMetrics]]  # of the outputs of each model
 
@@ -51,23 +52,27 @@ Judges = list[list[OutputMetrics]]  # of the outputs of each model
 class Evaluator:
     """Evaluates a model in its inference form; weights and running statistics are inputs.
 
+    The members of a stack are evaluated in one graph: weights, statistics, losses, metrics and
+    predictions have an axis of members first.
+
     Args:
         recipe: the loss, and a job with the model in its inference form and the names of the
-            weights and statistics that are passed to every call. The members of a stack are
-            evaluated in one graph: weights and statistics have an axis of members first, and so
-            have losses, metrics and predictions.
+            weights and statistics that are passed to every call.
+
+    Attributes:
+        shown: the title of a progress bar; None for none.
+        failed: the first batch of the last evaluation whose loss is not finite; None if all are.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.job, self.members = recipe, recipe.job, recipe.job.members
-        self.shown: str | None = None  # the title of a progress bar
-        self.failed: Batch | None = None  # the first one whose loss is not finite
-        # what computes some outputs, shared by copies
-        self._sessions: dict[tuple[str, bool], Callable[[Arrays], list[np.ndarray]]] = {}
+        self.shown: str | None = None
+        self.failed: Batch | None = None
+        self._predictors = dict[tuple[str, float], Predictor]()  # shared by copies
 
     def with_names(self, names: Names) -> Self:
-        """Return a copy for one call, of which columns of tables have these names."""
-        self._is_small, self._dtypes_of_halves  # noqa: B018  # what copies share
+        """Return a copy for one call, for tables whose columns have these names."""
+        self._computes_little, self._half_dtypes  # noqa: B018  # copies share the cached values
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -75,70 +80,70 @@ class Evaluator:
         return new
 
     def objective(self) -> Objective:
-        """Return the objective, of all members of a stack."""
+        """Return the model with its loss; in a stack, of all members in one graph."""
         one = build_objective(self.recipe, training=False)
         return one if self.members is None else evaluated_members(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
-        """An objective of one model, of which only the description is used."""
+        """The objective of one model or member, which describes inputs, labels and outputs."""
         return build_objective(self.recipe, training=False)
 
     @cached_property
     def fields(self) -> Fields:
-        """The inputs of data."""
+        """The inputs that data are checked by."""
         fields = Fields(self.described, self.job.batch_axes)
         fields.divides = True
         return fields
 
     @property
     def rows(self) -> int:
-        """How many rows a call of the runtime has, if nobody says."""
+        """The default number of rows of a call of the runtime."""
         if freed := self.described.freed:
-            return freed if self.job.carry else max(_FREED, freed)
-        return self.fields.fixed_rows or (4 * SIZE if self._is_small else SIZE)
+            return freed if self.job.carry else max(_FREED_ROWS, freed)
+        return self.fields.fixed_rows or (MANY_ROWS if self._computes_little else ROWS)
 
     @cached_property
-    def _is_small(self) -> bool:
-        """Whether a row takes so little that calls of many rows are faster."""
-        one, symbol = self.described, self.fields.row_axes.symbol
-        shapes = [dims(v) for v in (*one.data, *one.predictions.values())]
-        known = [static(tuple(1 if d == symbol else d for d in s)) for s in shapes if s is not None]
-        sizes = [math.inf if shape is None else math.prod(shape) for shape in known]
-        numbers = sum(sizes) if None not in shapes else math.inf
-        return self._work_per_row <= _SMALL and numbers <= _NUMBERS and not self.job.carry
+    def _computes_little(self) -> bool:
+        """Whether the model computes so little for a row that calls of many rows are faster."""
+        if self._work_per_row > _LITTLE_WORK or self.job.carry:
+            return False
+        one, symbol, numbers = self.described, self.fields.row_axes.symbol, 0
+        for value in (*one.data, *one.predictions.values()):
+            shape = dims(value)
+            known = None if shape is None else tuple(1 if d == symbol else d for d in shape)
+            if (lengths := static(known)) is None:
+                return False
+            numbers += math.prod(lengths)
+        return numbers <= _FEW_NUMBERS
 
     @cached_property
     def _work_per_row(self) -> float:
-        """The multiply-adds of a row."""
+        """The multiply-adds for a row, of all members of a stack."""
         return work(self.described.model.graph) * (self.members or 1)
 
-    def _session_for(self, name: str, rows: int) -> Callable[[Arrays], list[np.ndarray]]:
-        """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.
+    def _predictor_for(self, name: str, rows: int) -> Predictor:
+        """Return the predictor of "predictions", "losses", or "all" for batches of `rows` rows.
 
-        It is a function of the weights and the data by name.
-
-        A few rows may not be worth the threads that many are. Predictions that nothing reads may
-        be many more numbers than the losses need.
+        Weights and running statistics are inputs, so that it serves every step of a training.
+        Predictions that nothing reads may be many more numbers than the losses need.
         """
-        few = self._work_per_row * min(rows, _MANY) < 2 * WORK_PER_THREAD
-        key = name, few
-        if key not in self._sessions:
+        multiply_adds = work_of_calls(self._work_per_row, rows, _THREADED_ROWS)
+        key = name, multiply_adds
+        if key not in self._predictors:
             one = self.objective()
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
-            if predictions:  # the losses of these, and not of chunks of them
+            if predictions:  # the losses read them, rather than computing them in chunks
                 losses = [v.meta.get(marks.PLAIN_SUM, v) for v in losses]
             graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
-            if not losses:  # labels are not read
+            if not losses:  # no node reads the labels
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            multiply_adds = 0.0 if few else self._work_per_row * _MANY
             to_native(graph, Target.of(self.job.device, multiply_adds, self.rows))
-            built = session(to_proto(one.model), self.job.device, multiply_adds)
-            read = [x.name for x in built.get_inputs()]
-            self._sessions[key] = lambda arrays: built.run(None, {n: arrays[n] for n in read})
-        return self._sessions[key]
+            running = session(to_proto(one.model), self.job.device, multiply_adds)
+            self._predictors[key] = Predictor(running, fixed_rows=0)
+        return self._predictors[key]
 
     @escaping()
     def evaluate(
@@ -150,8 +155,8 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Return `loss`, and the metrics by name, for the data of a source.
 
-        The processes of a `group` compute the predictions of a part of the rows each, and send them
-        to all others.
+        Each process of a `group` computes the predictions of a part of the rows, and sends them to
+        the other processes.
         """
         totals, judging, self.failed = self._new_totals(), self._new_metrics(metrics or {}), None
         batches = self._batch_results("all" if any(judging) else "losses", values, source, True)
@@ -163,11 +168,11 @@ class Evaluator:
         return {"loss": totals.mean, **scores[0]}
 
     def _new_totals(self) -> Totals:
-        """Return the sums of the losses of no batch."""
+        """Return the sums and counts of losses before the first batch: zeros."""
         return Totals.of(tuple(self.described.written.factors), {}, self.members)
 
     def _add_losses(self, totals: Totals, losses: list[np.ndarray], rows: int = 0) -> None:
-        """Add the sums and counts of the loss of one batch, (1, parts), or (1, parts, members)."""
+        """Add the losses of one batch to `totals`: their sums, and then their counts."""
         shape, parts = () if self.members is None else (self.members,), len(losses) // 2
         numbers = [np.asarray(y, np.float64).reshape(-1) for y in losses]
         columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
@@ -177,7 +182,8 @@ class Evaluator:
     def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
         """Raise `ValueError` for metrics that do not fit the first batch of a source.
 
-        A source that is not in memory is not read: metrics see the facts of its predictions only.
+        A source that is not in memory is not read: metrics then see an empty array in the declared
+        shape of their prediction.
         """
         if not any(metrics.values()):
             return
@@ -199,20 +205,20 @@ class Evaluator:
         return [metrics_of_outputs(*arguments) for _ in range(self.members or 1)]
 
     def _add_batch(self, totals: Totals, judging: Judges, batch: Results) -> None:
-        """Add the losses of a batch, and let the metrics of each model take it."""
+        """Add the losses of a batch, and update the metrics of each model by it."""
         arrays, losses, predictions = batch
         self._add_losses(totals, losses)
-        finite = np.isfinite(totals.sums).all(axis=0)  # whether losses are so far
+        finite = np.isfinite(totals.sums).all(axis=0)  # whether the losses so far are
         weight = arrays.get(self.described.row_weight or "")
         if weight is not None and (weight == 1).all():
-            weight = None  # as of batches that have none, for metrics that take none
+            weight = None  # weights of one are left out, for metrics that take no weights
         for k, (own, fine) in enumerate(zip(judging, np.ravel(finite).tolist(), strict=True)):
             read = {n: y if self.members is None else y[k] for n, y in predictions.items()}
             for judge in own:
                 judge.update(read, arrays, weight, fine)
 
     def _results_of_group(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
-        """Yield the batches of all processes: the labels and weights, and the outputs."""
+        """Yield the batches of all processes, with labels and sample weights as their data."""
         one = self.described
         for arrays, *results in batches:
             named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
@@ -236,7 +242,7 @@ class Evaluator:
     def examine(
         self, values: Arrays, source: BatchSource
     ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
-        """Yield the data of every batch, and the predictions by output, with the rows first."""
+        """Yield the data and the predictions of every batch, by name, with the rows first."""
         one = self.described
         labels = {str(info.prediction): label for label, info in one.labels.items()}
         axes = {name: self.row_axis(name, labels.get(name)) for name in one.predictions}
@@ -245,11 +251,12 @@ class Evaluator:
 
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
-        """Return the loss of one row of a batch alone; NaN if no term of it counts."""
-        running, axes = self._session_for("all", 1), self.fields.row_axes
+        """Return the loss of a single row of a batch; NaN if none of its terms counts."""
+        predictor, axes = self._predictor_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         totals = self._new_totals()
-        self._add_losses(totals, running({**values, **fed})[: 2 * len(totals.factors)], 1)
+        losses = predictor.compute({**values, **fed})[: 2 * len(totals.factors)]
+        self._add_losses(totals, losses, 1)
         return totals.mean
 
     @escaping()
@@ -258,21 +265,23 @@ class Evaluator:
         parts = [found for *_, found in self._batch_results("predictions", values, source)]
         predictions, axis = {}, int(self.members is not None)  # axes of members
         for name in self.described.predictions:
-            found = [part[name] for part in parts]
-            every = [y if y.ndim > axis else y[..., None] for y in found]
-            whole = _join_rows(name, every, self.row_axis(name) + axis, source)
-            dtype = self._dtypes_of_halves.get(name, whole.dtype)
+            every = [y if y.ndim > axis else y[..., None] for y in (part[name] for part in parts)]
+            rows = self.row_axis(name) + axis
+            whole = join_rows(name, every, rows)
+            if source.order is not None:
+                whole = whole.take(np.argsort(source.order), rows)
+            dtype = self._half_dtypes.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
         return predictions
 
     @cached_property
-    def _dtypes_of_halves(self) -> dict[str, np.dtype]:
-        """The dtypes of the outputs that are declared to have 16 bits."""
+    def _half_dtypes(self) -> dict[str, np.dtype]:
+        """The dtypes of the outputs that the file declares to have 16 bits, by name."""
         stated = {y.name: y.type.tensor_type.elem_type for y in self.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:
-        """Return the axis of the rows of an output; if it declares none, the axis of its label."""
+        """Return the row axis of an output; if it declares none, the row axis of its label."""
         axes = self.fields.row_axes
         shape = dims(self.described.predictions[output]) or ()
         if axes.symbol in shape:
@@ -282,12 +291,18 @@ class Evaluator:
     def _batch_results(
         self, name: str, values: Arrays, source: BatchSource, notes: bool = False
     ) -> Generator[Results, None, None]:
-        """Yield every batch, with the rows first, and the outputs for it.
+        """Yield the data of every batch, with the rows first, its losses, and its predictions.
 
-        States go from batch to batch. A batch whose rows do not count is empty. If it `notes`, the
-        first batch whose losses are not finite is `failed`.
+        States are carried from batch to batch. The data are empty if the rows of the batch do not
+        count.
+
+        Args:
+            name: "predictions", "losses" or "all": the outputs to compute.
+            values: the weights and statistics.
+            source: the batches.
+            notes: whether to set `failed`.
         """
-        carried, running = dict[str, np.ndarray](), None
+        carried, predictor = dict[str, np.ndarray](), None
         parts = 0 if name == "predictions" else 2 * len(self.described.written.sums)
         states, axis = list(self.described.states), [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched_batches(source)):
@@ -297,11 +312,11 @@ class Evaluator:
                 carried = {}
             first = () if carried else states
             begun = {n: np.broadcast_to(data[n], (*axis, *data[n].shape)) for n in first}
-            if running is None:
-                running = self._session_for(name, piece.own)
+            if predictor is None:
+                predictor = self._predictor_for(name, piece.own)
             fed = {**values, **data, **begun, **carried}
             try:
-                results = running(fed)
+                results = predictor.compute(fed)
             except Exception as e:
                 if self.has_computed_labels and (misfit := self.label_misfit(fed)):
                     raise ValueError(misfit) from e
@@ -321,21 +336,21 @@ class Evaluator:
         return any(isinstance(of.classes, str) or s is None or None in s[1:] for of, s in labels)
 
     def label_misfit(self, fed: Arrays) -> str | None:
-        """Return which label does not fit its prediction, with a remedy; None if all fit.
+        """Return a message on the label that does not fit its prediction; None if all labels fit.
 
         Args:
-            fed: the weights and the data of a batch, whose loss could not be computed.
+            fed: the weights and the data of a batch whose loss could not be computed.
         """
         one, axis = self.described, int(self.members is not None)
         try:
-            outputs = self._session_for("predictions", 1)(fed)
+            outputs = self._predictor_for("predictions", 1).compute(fed)
         except Exception:  # the model itself fails for these data
             return None
         shapes = {n: y.shape[axis:] for n, y in zip(one.predictions, outputs, strict=False)}
         return label_misfit(one.data, one.labels, self.fields, shapes, fed)
 
     def _watched_batches(self, source: BatchSource) -> Iterator[Slice]:
-        """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""
+        """Yield the batches one by one; `shown` is the title of a progress bar on a terminal."""
         slices = source.epoch(None, 0, lambda batch: 1)
         if self.shown is None:
             yield from slices
@@ -349,29 +364,6 @@ class Evaluator:
             for piece in slices:
                 yield piece
                 bar.advance(task, piece.rows)
-
-
-def _join_rows(
-    name: str, parts: Sequence[np.ndarray], axis: int, source: BatchSource
-) -> np.ndarray:
-    """Return the results of all batches, with the rows on `axis` in their order in the data.
-
-    Raises:
-        ValueError: the results differ in length along another axis.
-    """
-    if len(parts) == 1 and not isinstance(source, ReaderSource):
-        return parts[0]
-    shapes = sorted({(*y.shape[:axis], None, *y.shape[axis + 1 :]) for y in parts}, key=str)
-    if len(shapes) > 1:
-        first, second = (str(list(shape)).replace("None", "N") for shape in shapes[:2])
-        raise ValueError(
-            f"{name!r} has the shape {first} in one batch and {second} in another, as sequences "
-            "differ in length: predict those of one length at a time, or all rows in one batch: "
-            f"{argument('batch_size')}<number of rows>"
-        )
-    whole = np.concatenate(parts, axis)
-    order = source.numbers if isinstance(source, ReaderSource) else None
-    return whole if order is None else whole.take(np.argsort(order), axis)
 
 
 def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
@@ -397,14 +389,14 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
 
 
 def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) -> Evaluator:
-    """Return the evaluator of the model of a recipe, for any weights.
+    """Return the evaluator of a model, for any weights.
 
-    The job keeps it while the recipe stays the same; the copy that is returned has `names`.
+    The job keeps one while the recipe stays the same, of which a copy with `names` is returned.
 
     Args:
         recipe: the recipe of a trainer's step.
         names: the names of the columns of tables.
-        buffers: names of statistics that train, and are not in the state yet.
+        buffers: names of running statistics that train, and are not in the state yet.
     """
     job, state = recipe.job, recipe.state
     changing = frozenset({*state.weights, *state.buffers, *buffers})
@@ -422,15 +414,15 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
 def evaluate(
     recipe: Recipe, names: Names, data: Dataset, batch_size: int | None, shown: str | None
 ) -> dict[str, Any]:
-    """Return the loss and the metrics of data.
+    """Return the loss and the metrics of a trainer's model on data, by name.
 
     Args:
         recipe: the recipe for these data, with the arguments of a trainer and the weights.
         names: the names of the columns of tables.
         data: the data.
         batch_size: rows of one call of the runtime; None: 256, 1,024 of a model that computes
-            little for each row, or 8 of a file that takes one row. With a static batch in the
-            model, its rows, and a single row where states go from one to the next.
+            little for each row, 8 if the file declares one row. Where states are carried, or a
+            static batch cannot be freed, a call has the rows that the file declares.
         shown: the title of a progress bar; None for none.
     """
     job, evaluator = recipe.job, evaluator_of(recipe, names.copy())

@@ -1,4 +1,4 @@
-"""The data inputs of a model with a loss, and the checked arrays of data for them."""
+"""The inputs that data are for: features, labels, sample weights; they check arrays of data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.class_numbers import class_numbers
-from onnxgrad.data.columns import Part, column_names, target_names
+from onnxgrad.data.columns import ColumnSelection, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.info import LossInfo
@@ -22,14 +22,20 @@ from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
 
 class Fields:
-    """The data inputs of a model with a loss: features, labels, sample weights.
-
-    `names` has the names of the columns: of an earlier training, or else of the first table.
+    """The inputs that data are for, of a model with a loss: features, labels, sample weights.
 
     Args:
         objective: the model and its loss.
         batch_axes: `{input: axis of its rows}`, None for an array that every batch gets whole;
             the default is read from the symbols of the declared shapes.
+
+    Attributes:
+        names: the names of the columns, of an earlier training, or else of the first table.
+        left_out: names of labels that data for predictions may have; they are not read.
+        accumulates: whether a step adds up the gradients of several fixed batches.
+        numbered: whether the reader numbers labels, so that they are no names of classes.
+        divides: whether larger batches are divided into fixed batches.
+        parts_of: returns into how many parts, which are normalized alone, a batch is divided.
 
     Raises:
         ValueError: `batch_axes` names another input, or an axis that the input does not have.
@@ -40,20 +46,18 @@ class Fields:
     ) -> None:
         inputs, weight = objective.data, objective.row_weight
         self.names = objective.names.copy()
-        self.left_out: frozenset[str] = frozenset()  # labels that data for predictions may have
-        self.accumulates = False  # whether a step runs the fixed batches of a larger one
-        self.numbered = False  # whether what reads labels has their numbers
-        self.divides = False  # whether larger batches are divided into fixed ones
+        self.left_out: frozenset[str] = frozenset()
+        self.accumulates = self.numbered = self.divides = False
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
         labels = dict(objective.labels)
         unsaid = bool(objective.written.sums) and not objective.written.needs_no_label
-        if unsaid and not labels and len(rest) > 1:  # of a loss in the model, which names none
+        if unsaid and not labels and len(rest) > 1:  # a loss in the model does not name its label
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
         shapes = {str(x.name): dims(x) for x in inputs}
-        self.classified = {n for n, info in labels.items() if _is_class(info, shapes.get(n))}
+        self.classified = {n for n, info in labels.items() if _has_classes(info, shapes.get(n))}
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
         self.label: str | None = self.labels[0] if labels else None
         self.features = [name for name in rest if name not in labels]
@@ -69,7 +73,7 @@ class Fields:
             tables = objective.tables.get(name, ())
             self.fields[name] = Field(name, x.dtype.numpy(), shapes[name], tables=tables, **limits)
         self.one_value: str | None = objective.model.graph.meta.get(marks.ONE_VALUE_NODE)
-        self.parts_of: Callable[[int], int] = lambda rows: 1  # of a batch, each normalized alone
+        self.parts_of: Callable[[int], int] = lambda rows: 1
         axes = dict(batch_axes or {})
         called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
         self.row_axes = RowAxes(shapes, self.features, self.label, axes, called)
@@ -80,14 +84,14 @@ class Fields:
 
     @property
     def _weight_axes(self) -> int:
-        """The number of axes of sample weights: 1 for weights of rows, else as of the losses."""
+        """The number of axes of the input of sample weights; 0 if there is none."""
         return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
 
     def _spread_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
-        """Return sample weights with as many axes as the losses have, if these are several.
+        """Return sample weights in the number of axes of their input: one each of row or label.
 
         Raises:
-            ValueError: weights that are neither of rows nor of labels.
+            ValueError: weights that are neither one for each row nor one for each label.
         """
         axes = self._weight_axes
         if axes < 2 or self.weight is None:
@@ -119,9 +123,9 @@ class Fields:
         return new
 
     def without_labels(self) -> Fields:
-        """Return the inputs other than labels and sample weights, which data may have all the same.
+        """Return the inputs without labels and sample weights.
 
-        Those that it has are not read: (X, y) is a batch, a table may have the columns of y.
+        Data may have both, which are not read: in a batch (X, y), or as columns of a table.
         """
         new = self.copy()
         new.left_out = frozenset(name for name in (*self.labels, self.weight) if name is not None)
@@ -130,7 +134,7 @@ class Fields:
         return new
 
     def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
-        """Return checked arrays by input name, with the rows where the model has them.
+        """Return checked arrays by input, with the rows on the axes that the model declares.
 
         Raises:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
@@ -139,14 +143,14 @@ class Fields:
         return self._check_arrays(self.by_input(X, y, sample_weight))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
-        """Return what `arrays` checks, by input name.
+        """Return the data of each input, before `arrays` checks them.
 
         Raises:
-            ValueError: as `arrays`, of names.
+            ValueError: an unknown input, label or column, or labels or weights without an input.
         """
-        data = self._by_name(X, y is None, sample_weight is None)
+        data = self._split_inputs(X, y is None, sample_weight is None)
         if y is not None:
-            data |= self._by_label(y)
+            data |= self._labels_by_input(y)
         if sample_weight is not None:
             if self.weight is None:
                 built = named("add_loss_output(..., weight_name='weight')")
@@ -155,24 +159,25 @@ class Fields:
                     "for each row, the tensor before its reduction, as output= of a loss model"
                 )
             data[self.weight] = sample_weight
-        return self._in_order(data)
+        return self._order_columns(data)
 
-    def _by_field(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `data` by input; data of a label may have the name of its output."""
+    def _values_by_input(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a dict of data by input; a label may be named by its output."""
         outputs = {output: name for output, name in self.label_of.items() if name not in data}
         return {
             name if name in self.fields else outputs.get(name, name): value
             for name, value in data.items()
         }
 
-    def _by_label(self, y: Any) -> dict[str, Any]:
+    def _labels_by_input(self, y: Any) -> dict[str, Any]:
+        """Return the data of each label: `y`, a dict, or a table with columns of their names."""
         if not self.labels:
             raise ValueError(f"the model has no label input: pass {argument('y', None)}")
         names = column_names(y)
         if len(self.labels) > 1 and names and {*names} <= {*self.labels, *self.label_of}:
-            y = {name: Part(y, [name]) for name in names}
+            y = {name: ColumnSelection(y, [name]) for name in names}
         if isinstance(y, Mapping):
-            labels = self._by_field(y)
+            labels = self._values_by_input(y)
             if wrong := next((name for name in labels if name not in self.labels), None):
                 raise unknown("label", wrong, [*self.labels, *self.label_of])
             return labels
@@ -185,7 +190,10 @@ class Fields:
     ) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of the inputs, and the number of rows.
 
-        A `whole` batch goes into the model uncut: rows are where the declared shapes say so.
+        Args:
+            data: the data, by input.
+            whole: whether they are a batch that goes into the model uncut, so that only axes of
+                the declared row symbol are rows.
         """
         if wrong := next((name for name in data if name not in self.fields), None):
             raise unknown("input", wrong, [*self.fields])
@@ -199,7 +207,7 @@ class Fields:
         else:
             axes = self.row_axes.axes_of({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
-        rows = self._count_whole(arrays, axes) if whole else count_rows(arrays, axes)
+        rows = self._count_uncut(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight is not None and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
             ones, axis = self._spread_weights(np.ones(rows), {}), axes[self.weight]
@@ -232,10 +240,10 @@ class Fields:
                         f"has length {length}: {reason}, so they must be the same"
                     )
 
-    def _in_order(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return data by input, the columns of tables in the order of training.
+    def _order_columns(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data of each input, with the columns of tables in the order of training.
 
-        The names of the first tables are stored.
+        The names of the columns of the first tables are stored.
 
         Raises:
             DataError: a table has other columns.
@@ -253,28 +261,28 @@ class Fields:
                 columns = column_names(value) or []
                 order = names.order(name, columns) if columns else []
             if order != columns and order:
-                settled[name] = Part(value, order)
+                settled[name] = ColumnSelection(value, order)
         if len(self.labels) > 1 and targets:
             names.target = targets
         return settled
 
-    def _by_name(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
-        """Return the columns of a table, or the arrays of a dict, by input.
+    def _split_inputs(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
+        """Return the columns of a table, or the arrays of a dict, for each input.
 
         Args:
             X: the features.
-            label: whether `X` may have the labels.
-            weight: whether it may have the sample weights.
+            label: whether `X` may have the labels, too.
+            weight: whether `X` may have the sample weights, too.
         """
         names, columns_of = column_names(X), dict[str, list[str]]()
         if isinstance(X, Mapping):
-            X = self._by_field(X)
+            X = self._values_by_input(X)
             names = list(X)
         if names is not None:
             labels, target = self.labels if label else [], self.names.target
             columns_of = {name: [name] for name in labels if name in names}
             if not columns_of and len(labels) == 1 and target and {*target} <= {*names}:
-                columns_of = {labels[0]: target}  # which were the labels of the training
+                columns_of = {labels[0]: target}  # the columns that were labels in training
             if columns_of and weight and self.weight in names:
                 columns_of[self.weight] = [self.weight]
             own = {*self.features}.union(*columns_of.values(), *self.names.columns.values())
@@ -287,7 +295,7 @@ class Fields:
                 return kept
             if not gone.isdisjoint(names):
                 names = [name for name in names if name not in gone]
-                X = Part(X, names)
+                X = ColumnSelection(X, names)
         if len(self.features) == 1 and not columns_of:
             return {self.features[0]: X}
         if names is None:
@@ -304,22 +312,26 @@ class Fields:
             raise ValueError(
                 f"no input of the model takes the columns {unused}: leave out these columns"
             )
-        return {n: X[n] if columns == [n] else Part(X, columns) for n, columns in by_input.items()}
+        return {
+            n: X[n] if columns == [n] else ColumnSelection(X, columns)
+            for n, columns in by_input.items()
+        }
 
     def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of one batch of an iterable, and its number of rows.
 
-        The rows are first, in arrays that have any.
-
-        (X, y) and (X, y, weight) have rows. A dict goes into the model uncut: dtypes and declared
-        shapes are checked, and that dimensions of one symbol agree. The number of its rows is the
-        length of the row axis of the label, or of the first axis of the label, or 1.
+        Arrays with rows have them on the first axis. A batch is (X, y), (X, y, weight), or a dict,
+        which goes into the model uncut: dtypes and declared shapes are checked, and whether
+        dimensions of one symbol agree. The number of rows of a dict is the length of the row axis
+        of the label, or of the first axis of the label, or 1.
 
         Raises:
             ValueError: as `arrays`.
         """
         if whole := isinstance(item, Mapping):
-            data = self._in_order(self._by_name(item, not self.left_out, not self.left_out))
+            data = self._order_columns(
+                self._split_inputs(item, not self.left_out, not self.left_out)
+            )
         else:
             parts = item if isinstance(item, (tuple, list)) else [item]
             if len(parts) > 3:
@@ -333,14 +345,14 @@ class Fields:
         return self.row_axes.rows_first(arrays), rows
 
     def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
-        """Return the data of an input as numbers; data of a label may be names of classes."""
+        """Return the data of an input as numbers; labels may be names of classes."""
         own = self.fields[name]
         if name in self.classified and not self.numbered:
             ignored = own.ignored, bool(own.ignores_nan)
             data = class_numbers(data, self.names.classes, name, *ignored)
         return own.numbers(data)
 
-    def _count_whole(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+    def _count_uncut(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return the number of rows of a batch that goes into the model uncut."""
         for name in self.labels:
             if not arrays[name].size:
@@ -352,7 +364,7 @@ class Fields:
         return shape[axis] if shape else 1
 
     def check_rows(self, rows: int) -> None:
-        """Raise if the model has a fixed batch, and batches of it leave some of the rows over."""
+        """Raise if the model has a fixed batch, and `rows` is no multiple of its rows."""
         if self.fixed_rows and rows % self.fixed_rows:
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
@@ -360,9 +372,9 @@ class Fields:
             )
 
     def check_batch(self, rows: int) -> None:
-        """Raise if a batch has not the fixed rows of the model, or a multiple, or has too few.
+        """Raise if a batch of `rows` rows does not fit the fixed batch of the model, or is small.
 
-        Statistics of a batch, or of each part in which it is computed, need more than one value.
+        The statistics of a batch, or of each part of a divided batch, need more than one value.
         """
         self.check_rows(rows)
         if self.one_value is not None and rows < 2 * (parts := self.parts_of(rows)):
@@ -380,11 +392,11 @@ class Fields:
             )
 
 
-def _is_class(info: LossInfo, shape: Dims | None) -> bool:
-    """Return whether each label is a class: a number, or one of the two that a score tells apart.
+def _has_classes(info: LossInfo, shape: Dims | None) -> bool:
+    """Return whether each label is a class, which may be given by name.
 
-    Of several scores a row, such as scores of tags, each is the score of a class, which its column
-    names.
+    A score that is compared with a threshold tells two classes apart. Where a row has several such
+    scores, as of tags, the columns of the labels have the names, and labels are numbers.
     """
     if info.classes is not None or info.threshold is None:
         return info.classes is not None

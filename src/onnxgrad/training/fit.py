@@ -12,14 +12,14 @@ import numpy as np
 
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.data.columns import Names
-from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.data.torch_data import has_random_sampler
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.compose import Warmup
 from onnxgrad.schedules.curves import InverseSqrt
-from onnxgrad.schedules.rates import OfMembers, Rates
+from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
@@ -288,7 +288,7 @@ class Fit:
                 _check_length(rate, state, batches, epochs)
             rates.append(rate.rates_of_training(state, steps, None if job.members is None else k))
         state.epochs = None if self.further else epochs
-        return rates[0] if job.members is None else OfMembers(rates, state)
+        return rates[0] if job.members is None else MemberRates(rates, state)
 
     def _begin_or_resume(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return a new state with the current weights, or the state of a checkpoint.
@@ -302,7 +302,7 @@ class Fit:
         if found is not None:
             path, state = found
             require_equal(state.identity, identity, path)
-            if draws_its_order(self.data.X):
+            if has_random_sampler(self.data.X):
                 warnings.warn(
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "

@@ -17,8 +17,8 @@ import onnx_ir as ir
 from onnxgrad.checks import check_positive
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.mixed_rows import MixedRows
 from onnxgrad.losses.objectives import TrainingLoss
+from onnxgrad.losses.output_terms import MixedRows
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.training.model_loss import ComputedLoss
 from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
@@ -57,7 +57,7 @@ class Mixup:
                     f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name others by "
                     "mixup(inputs=[...]), or use cutmix"
                 )
-        return [mixed.blend(op, x, mixed.of_partners(op, x)) for x in inputs], mixed
+        return [mixed.blend(op, x, mixed.take_partners(op, x)) for x in inputs], mixed
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class CutMix:
             inside.append(op.Reshape(along, [-1] + [1] * (n - 1 - axis)))
         share = op.Reshape(op.Sub(op.const(1.0, drawn.dtype), reduce(op.Mul, shares)), [])
         mixed = MixedRows(partners, share, of_parts=True)
-        cut = op.Where(reduce(op.And, inside), mixed.of_partners(op, x), x)
+        cut = op.Where(reduce(op.And, inside), mixed.take_partners(op, x), x)
         return [op.set_type_like(cut, x)], mixed
 
     def _box_axes(self, x: ir.Value) -> tuple[int, ...]:

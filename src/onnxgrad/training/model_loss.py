@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.operators import shapes
@@ -83,7 +83,7 @@ def write_model_loss(
     computed: ComputedLoss,
     loss: ir.Value,
     data: Sequence[ir.Value],
-) -> Written:
+) -> WrittenLoss:
     """Return the loss that the model computes, as the mean of a batch.
 
     One that `add_loss_output` noted to be a sum is divided by the number of rows.
@@ -105,7 +105,7 @@ def write_model_loss(
         total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
     infos = dict.fromkeys(labels[:1], info)
     weight = inputs.get(computed.row_weight)
-    return Written([total], [count], [1.0], [], infos, weight, [None], batch_loss=own)
+    return WrittenLoss([total], [count], [1.0], [], infos, weight, [None], batch_loss=own)
 
 
 def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:

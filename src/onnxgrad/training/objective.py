@@ -12,11 +12,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names, read_names
-from onnxgrad.data.indices import Table
+from onnxgrad.data.indices import IndexedTable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.label_checks import require_labels
-from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.info import LossInfo, require_labels
+from onnxgrad.losses.objectives import WrittenLoss
 from onnxgrad.model import weights as constants
 from onnxgrad.training.job import Job
 
@@ -31,7 +30,7 @@ class TrainingLoss(Protocol):
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
-    ) -> Written:
+    ) -> WrittenLoss:
         """Write the loss of these tensors."""
 
 
@@ -58,9 +57,9 @@ class Objective:
     model: ir.Model
     data: list[ir.Value]
     weights: list[ir.Value]
-    written: Written
+    written: WrittenLoss
     predictions: dict[str, ir.Value]
-    tables: Mapping[str, tuple[Table, ...]]
+    tables: Mapping[str, tuple[IndexedTable, ...]]
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
     states: dict[str, ir.Value] = field(default_factory=dict)
     stop_gradient: Collection[ir.Value] = frozenset()

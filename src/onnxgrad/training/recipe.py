@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.data.indices import tables
+from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
@@ -27,8 +27,8 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Chain, Optimizer
-from onnxgrad.optimizers.clipping import clip_by_global_norm
-from onnxgrad.parallel.part import Part
+from onnxgrad.optimizers.scaling import clip_by_global_norm
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset, array_shape, names_in
 from onnxgrad.training.filled import fill, fillable, is_cache
@@ -351,7 +351,7 @@ def build_objective(
     return Objective(
         *(job, model, data, trained, written),
         predictions={name: results[name] for name in predicted} | others,
-        tables=tables(graph, data),
+        tables=indexed_tables(graph, data),
         buffers=buffers,
         states=states,
         stop_gradient=stopped,

@@ -7,7 +7,7 @@ and out, and `take_rows` cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from onnxgrad.data.arrays import shape_text
 from onnxgrad.errors import unknown
 from onnxgrad.operators.shapes import Dims, is_stated
+from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.model_loss import BATCH
 
 Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
@@ -243,24 +244,6 @@ class RowAxes:
     def _means_rows(self, symbol: Any) -> bool:
         names = self.called if symbol == BATCH else [symbol]
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
-
-
-def take_rows(
-    arrays: Arrays, rows: slice | np.ndarray, whole: Collection[str]
-) -> dict[str, np.ndarray]:
-    """Return some rows of arrays that have them first, and the arrays `whole`, which have none.
-
-    `take` is faster than an index, but copies the whole of an array that is not contiguous.
-    """
-    taken = {}
-    for name, array in arrays.items():
-        if name in whole:
-            taken[name] = array
-        elif isinstance(rows, slice) or not array.flags.c_contiguous:
-            taken[name] = array[rows]
-        else:
-            taken[name] = array.take(rows, 0)
-    return taken
 
 
 def count_rows(arrays: Arrays, axes: Axes) -> int:

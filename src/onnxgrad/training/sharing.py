@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import argument
-from onnxgrad.parallel.part import Part
-from onnxgrad.parallel.process_groups import DataParallel, Group, group_of
+from onnxgrad.parallel.process_groups import DataParallel, Group, Part, group_of
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slices
 from onnxgrad.training.callbacks.base import Callbacks

@@ -16,7 +16,7 @@ from onnxgrad.operators import made_by, marks, operator_of
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.parallel.collectives import all_reduce
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropouts import (
     describe,

@@ -16,7 +16,7 @@ from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, requ
 from onnxgrad.errors import ModelError
 from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective

@@ -132,11 +132,9 @@ class OneSession:
         for array in fed.values():
             binding.bind_cpu_input(next(names), array if whole else np.asarray(array[0], order="C"))
         for name, target in zip_longest(self._outputs, map(target_of, states, states.values())):
-            if target is None:
-                self.device.bind_outputs(binding, [name])
-            else:
+            bind_output(binding, name, self.device if target is None else target)
+            if target is not None:
                 into[name] = target
-                bind_output(binding, name, target)
         with escaping():
             running.run_with_iobinding(binding)
         results = binding.get_outputs()

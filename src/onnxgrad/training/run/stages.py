@@ -18,9 +18,8 @@ from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import reads
 from onnxgrad.native import Target, to_native
 from onnxgrad.parallel.collectives import MESSAGES, exchanges
-from onnxgrad.parallel.part import Part
-from onnxgrad.parallel.pieces import Exchange, Piece, cut
-from onnxgrad.parallel.process_groups import Group
+from onnxgrad.parallel.pieces import Exchange, Piece, cut_at_exchanges
+from onnxgrad.parallel.process_groups import Group, Part
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
 from onnxgrad.training.batches import ArraySource
@@ -75,7 +74,7 @@ class Stages:
         self.part, self.part_rows = Part(group.rank, group.size), part_rows
         self._data = [str(v.name) for v in step.data.values()]
         self._outputs = [str(y.name) for y in step.model.graph.outputs]
-        pieces = cut(step.model, LARGE if group.size > 1 else inf)
+        pieces = cut_at_exchanges(step.model, LARGE if group.size > 1 else inf)
         self._pieces = [_Running(piece, step, target.device, work) for piece in pieces]
         self._row_values = _names_of_row_values(step)
         given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}

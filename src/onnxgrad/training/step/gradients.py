@@ -29,7 +29,7 @@ from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import all_reduce
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.inputs import (
     ROWS,

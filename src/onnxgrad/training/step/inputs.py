@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.operators import marks
-from onnxgrad.parallel.part import Part
+from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.row_axes import RowAxes
 
 Arrays = dict[str, np.ndarray]

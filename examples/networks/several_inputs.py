@@ -1,0 +1,58 @@
+"""Several inputs
+==============
+
+Data for a model of several inputs are a dict of arrays by the names of the inputs. Here, a
+recommender reads the numbers of a user and of an item, and predicts a rating as the product of
+their vectors. Only a fifth of all ratings is known.
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import onnx
+
+import onnxgrad as og
+
+rng = np.random.default_rng(0)
+USERS, ITEMS, RANK = 120, 80, 3
+model = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 20]>
+    recommender (int64[N] user, int64[N] item) => (float[N,1] rating) <int64[1] last = {1}> {
+        u = Gather(users, user)  i = Gather(items, item)
+        product = Mul(u, i)  rating = ReduceSum(product, last)
+    }
+""")
+for name, rows in (("users", USERS), ("items", ITEMS)):
+    array = rng.normal(scale=0.5, size=(rows, RANK)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+print(og.trainable(model))
+
+# %%
+# A fifth of the ratings is for training; the model is evaluated on the others.
+
+truth = (rng.normal(size=(USERS, RANK)) @ rng.normal(size=(RANK, ITEMS))).astype(np.float32)
+user, item = np.divmod(rng.permutation(USERS * ITEMS), ITEMS)
+ratings = truth[user, item][:, None]
+known, unknown = slice(0, len(user) // 5), slice(len(user) // 5, None)
+
+trainer = og.Trainer(
+    model,
+    "mse",
+    optimizer=og.optimizers.adamw(weight_decay=0.01),
+    learning_rate=0.02,
+    metrics=["r2"],
+)
+trainer.fit(
+    {"user": user[known], "item": item[known]},
+    ratings[known],
+    epochs=60,
+    validation=({"user": user[unknown], "item": item[unknown]}, ratings[unknown]),
+)
+print(trainer.history[-1])
+assert trainer.history[-1]["validation_r2"] > 0.95
+
+# %%
+predicted = trainer.predict({"user": user[unknown], "item": item[unknown]})
+plt.plot(ratings[unknown], predicted, ".", markersize=2)
+plt.xlabel("rating that was not known")
+plt.ylabel("prediction")
+plt.show()

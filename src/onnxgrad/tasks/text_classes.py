@@ -1,0 +1,126 @@
+"""`TextClasses`: the base of tasks on texts with classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import onnx
+
+import onnxgrad as og
+from onnxgrad.errors import unknown
+from onnxgrad.tasks.base import (
+    Task,
+    configured_classes,
+    home_of,
+    inputs_of,
+    model_of,
+    outputs_of,
+    stored_classes,
+    tokenizer_for,
+    with_classes,
+)
+
+BATCH = 32  # rows of a call of the runtime
+_POOLS = ("mean", "first", "none")
+_HIDDEN = "last_hidden_state"
+_UNNAMED = re.compile(r"LABEL_\d+")  # names by transformers for classes without names
+
+
+class TextClasses(Task):
+    """A task on texts whose model has scores of classes on the last axis of its output.
+
+    Subclasses say how rows are read.
+    """
+
+    _score_axes: ClassVar[int]  # number of axes of the scores: 2 for texts, 3 for tokens
+
+    def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
+        """Return the reader of texts for any model; `known` classes are taken if they suffice."""
+        raise NotImplementedError
+
+    def _open_model(
+        self, model: Any, data: Any, tokenizer: Any, classes: Sequence[str] | None, **head: Any
+    ) -> None:
+        """Read the rows to train on, choose the classes, and give the model a layer for them."""
+        self.model = proto = model_of(model)
+        home = home_of(model)
+        self._tokenizer = tokenizer_for(tokenizer, home)
+        known = stored_classes(proto) or configured_classes(proto, home)
+        self.classes = list(map(str, classes or known))
+        if self._score_axes == 2 and all(map(_UNNAMED.fullmatch, known)):
+            known = []
+        rows = None if data is None else self._read_texts(data, classes, known=known)
+        self.classes = self.classes if rows is None else list(rows.classes)
+        if not self.classes:
+            raise ValueError("neither the data nor the model names the classes: pass classes=")
+        self.model = self._with_head(proto, known, **head)
+        if rows is not None:
+            self.model = with_classes(self.model, self.classes)
+            self.data = rows.for_inputs(inputs_of(self.model))
+
+    def read(self, path: Any) -> og.data.Reader:
+        """Return other rows for the same classes, from what `data` may be.
+
+        Raises:
+            ValueError: as for `data`, or a label that is no class.
+        """
+        return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
+
+    def _with_head(
+        self,
+        proto: onnx.ModelProto,
+        known: Sequence[str],
+        at: str | None,
+        seed: int,
+        pool: str | None = None,
+    ) -> onnx.ModelProto:
+        """Return the model with one output, the scores of the classes."""
+        if pool not in (None, *_POOLS):
+            raise unknown("pool", pool, [*_POOLS, "None"])
+        outputs, of_texts = outputs_of(proto), self._score_axes == 2
+        if at is None and (known or "logits" in outputs):
+            name = "logits" if "logits" in outputs else next(iter(outputs))
+            shape = outputs[name]
+            if pool is not None:
+                raise ValueError(
+                    f"pool={pool!r}: the model has scores, {name!r}; name features by at="
+                )
+            if of_texts and len(shape) != 2:
+                raise ValueError(
+                    f"{name!r} has the shape {list(shape)}, and scores of texts have (rows, "
+                    "classes): name the features of an encoder by at="
+                )
+            if len(outputs) > 1:
+                proto = og.graph.select_model_inputs_outputs(proto, [name])
+            unnamed = of_texts and not known and shape[1] == len(self.classes)
+            if unnamed or [*known] == self.classes:
+                return proto
+            return og.replace_head(proto, self.classes, activation=None, seed=seed)
+        at = at or self._feature_output(outputs)
+        of_tokens = len(outputs.get(at, (None,) * 3)) == 3
+        pool = (pool or ("mean" if of_tokens else "none")) if of_texts else "none"
+        masked = pool == "mean" and "attention_mask" in inputs_of(proto)
+        return og.add_head(
+            proto,
+            self.classes,
+            at,
+            pool=None if pool == "none" else pool,
+            mask="attention_mask" if masked else None,
+            seed=seed,
+        )
+
+    def _feature_output(self, outputs: Mapping[str, tuple[int | None, ...]]) -> str:
+        """Return the output with the features of an encoder.
+
+        Raises:
+            ValueError: several may be.
+        """
+        if _HIDDEN in outputs:
+            return _HIDDEN
+        by_axes = {axes: [n for n, d in outputs.items() if len(d) == axes] for axes in (3, 2)}
+        found = by_axes[3] or by_axes[2] * (self._score_axes == 2)
+        if len(found) != 1:
+            raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of texts")
+        return found[0]

@@ -1,0 +1,107 @@
+"""The names, dtypes and shapes of the inputs, weights and outputs of a graph, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from onnxgrad.data.arrays import shape_mismatch
+from onnxgrad.errors import printable
+from onnxgrad.operators.shapes import Dims, dims
+from onnxgrad.torch.function import DTYPES, GraphFunction
+
+
+@dataclass
+class TensorSpec:
+    """The name, dtype and shape of an input, a weight or an output."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    shape: Dims | None
+
+    @staticmethod
+    def of(kind: str, value: ir.Value) -> TensorSpec:
+        """Return the spec of a value; raise `ValueError` for a type that PyTorch does not have."""
+        tensor = isinstance(value.type, ir.TensorType)
+        dtype = DTYPES.get(value.dtype) if tensor and value.dtype else None
+        if dtype is None:
+            raise ValueError(
+                f"{kind} {value.name!r} has the type {value.type}, and PyTorch has no such tensor"
+            )
+        return TensorSpec(kind, str(value.name), dtype, dims(value))
+
+    def __str__(self) -> str:
+        shape = ["..."] if self.shape is None else ["?" if d is None else d for d in self.shape]
+        lengths = ", ".join(map(printable, shape))
+        return f"{printable(self.name)}: {str(self.dtype).removeprefix('torch.')}[{lengths}]"
+
+    def check(self, x: Any, device: torch.device) -> None:
+        """Raise `TypeError` or `ValueError` if `x` has another type, device, dtype or shape."""
+        who = f"{self.kind} {self.name!r}"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{who} takes a tensor, not {type(x).__name__}")
+        if x.device != device:
+            raise ValueError(
+                f"{who} is on {x.device}, the module on {device}: move one of them with .to"
+            )
+        if x.dtype != self.dtype:
+            raise ValueError(
+                f"{who} takes {self.dtype}, not {x.dtype}: convert it with .to, or the module"
+            )
+        if mismatch := shape_mismatch(x.shape, self.shape):
+            raise ValueError(f"{who} {mismatch}")
+
+
+class GraphVariant:
+    """The graph of a module in one precision on one device, and the specs of its inputs."""
+
+    def __init__(
+        self, graph: GraphFunction, inputs: list[TensorSpec], weights: list[TensorSpec]
+    ) -> None:
+        self.graph, self.inputs, self.weights = graph, inputs, weights
+        self._device = graph.device
+        axes: dict[str, list[tuple[int, int]]] = {}
+        for i, spec in enumerate(inputs):
+            for axis, d in enumerate(spec.shape or ()):
+                if isinstance(d, str):
+                    axes.setdefault(d, []).append((i, axis))
+        self._shared_symbols = {symbol: pairs for symbol, pairs in axes.items() if len(pairs) > 1}
+
+    def needs_check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> bool:
+        """Return whether `check` must run, as onnxruntime may raise no error by itself.
+
+        onnxruntime does not compare symbolic dimensions, and copies tensors between devices.
+        """
+        return bool(self._shared_symbols) or any(
+            not isinstance(x, Tensor) or x.device != self._device for x in (*inputs, *weights)
+        )
+
+    def cast(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the inputs, with floats cast to the dtypes of the graph."""
+        return tuple(
+            x.to(spec.dtype)
+            if isinstance(x, Tensor) and x.is_floating_point() and spec.dtype.is_floating_point
+            else x
+            for spec, x in zip(self.inputs, inputs, strict=True)
+        )
+
+    def check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> None:
+        """Raise for the first tensor of another type, device, dtype or shape than in the graph."""
+        for specs, tensors in ((self.inputs, inputs), (self.weights, weights)):
+            for spec, x in zip(specs, tensors, strict=True):
+                spec.check(x, self._device)
+        for symbol, places in self._shared_symbols.items():  # gradients rely on equal lengths
+            lengths = [inputs[i].shape[axis] for i, axis in places]
+            if len(set(lengths)) > 1:
+                where = [f"axis {axis} of {self.inputs[i].name!r}" for i, axis in places]
+                listed = ", ".join(f"{n} as {w}" for n, w in zip(lengths, where, strict=True))
+                raise ValueError(
+                    f"the dimension {symbol!r} has more than one length: {listed}; pass inputs "
+                    "in which it has the same length"
+                )
