@@ -38,8 +38,9 @@ cnn.fit(X, y, epochs=5)
 
 # %%
 # The student is a linear model. Its loss is the sum of two terms: ``alpha`` times the divergence
-# from the probabilities of the teacher, and ``1 - alpha`` times the cross entropy of the labels.
-# The temperature brings the probabilities of the teacher closer to each other.
+# from the probabilities of the teacher, scaled by the squared temperature, and ``1 - alpha`` times
+# the cross entropy of the labels. The temperature brings the probabilities of the teacher closer to
+# each other.
 
 student = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> linear (float[N,1,8,8] image) => (float[N,10] logits)
