@@ -119,7 +119,8 @@ def sub_rule(graph, node, g):
 # %%
 # In a product `a * b`, when an element of `a` grows by a small d, the product grows by d times the
 # element of `b`. The slope with respect to `a` is `b`, and the slope with respect to `b` is `a`. A
-# rule may read the inputs and outputs of its node, because these are values of the same graph.
+# rule may read the inputs and outputs of its node, because all of them are values of the same
+# graph.
 
 
 def mul_rule(graph, node, g):

@@ -324,7 +324,7 @@ class StopBelow(og.callbacks.Callback):
         self.loss = loss
 
     def on_epoch_end(self, trainer, state, control):
-        """Handle the end of an epoch, whose entry is the last one of the history."""
+        """Handle the end of an epoch, whose entry is the last entry of the history."""
         control.stop = state.history[-1]["loss"] < self.loss
 
 

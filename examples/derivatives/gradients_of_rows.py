@@ -61,7 +61,7 @@ plt.show()
 # %%
 # DP-SGD clips the gradient of each row to the norm C, and adds normal noise of standard deviation
 # sigma C to the sum of the gradients. What this costs in privacy, the budget, is computed by an
-# accountant, such as those of the packages Opacus and dp-accounting.
+# accountant, such as the packages Opacus and dp-accounting.
 
 
 def train_privately(clip, sigma, steps=150, rate=0.5, share=0.05):

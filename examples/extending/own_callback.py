@@ -53,8 +53,8 @@ class SparseWeights(og.callbacks.Callback):
 
 
 # %%
-# The loss here is the mean squared error. ``Lasso`` has half the mean squared error, so its penalty
-# ``alpha`` is doubled here.
+# The loss of the trainer is the mean squared error, and the loss of ``Lasso`` is half the mean
+# squared error. So the trainer needs twice the penalty ``alpha`` of ``Lasso``.
 
 alpha = 0.05
 sparse = SparseWeights("w", 2 * alpha)

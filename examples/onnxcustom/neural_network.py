@@ -48,7 +48,7 @@ print("weights:", names)
 # %%
 # The loss that ``add_loss_output`` adds is the squared error, and the loss outside of the model is
 # half the squared error. The gradient of the first is twice as large, so its learning rate is half
-# as large. ``weight_init="glorot"`` replaces the trained weights by random ones, as scikit-learn
+# as large. ``weight_init="glorot"`` replaces the trained weights by random weights, as scikit-learn
 # draws them.
 
 options = {"max_iter": 100, "batch_size": 10, "weight_init": "glorot", "random_state": 0}
