@@ -133,7 +133,7 @@ with suppress(UnavailableError):  # then the scripts download it, as they do for
     unpack_here("paddle-lines", SCRIPTS / "docs" / "tutorials")
 
 
-SECTIONS = "first_steps networks extending derivatives pytorch data processes".split()
+SECTIONS = "first_steps networks extending derivatives onnxcustom".split()
 sphinx_gallery_conf = {
     "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
     "gallery_dirs": [f"auto_{Path(folder).name}" for folder in FOLDERS],

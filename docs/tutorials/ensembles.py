@@ -1,12 +1,13 @@
 """Many models at once
 ===================
 
-A small network spends a step on its nodes, not on its numbers: a dozen copies in one graph take
-little longer than one. `TrainerStack` trains copies of a model, its members, that differ in their
-learning rates, optimizers or initial weights: for a search, or for an ensemble. Every weight has a
-leading axis of members, and one run of onnxruntime trains all.
+In a small network, starting a node takes longer than the arithmetic of the node: so a step of a
+dozen copies in one graph takes little longer than a step of one copy. `TrainerStack` trains copies
+of a model, which are called its *members*. Members differ in their learning rates, optimizers or
+initial weights: for a search, or for an ensemble. Every weight of the graph has a leading axis of
+members, and one run of onnxruntime trains all members.
 
-The page is one Python file, which the tests run: `python docs/tutorials/ensembles.py`.
+This page is one Python file: `python docs/tutorials/ensembles.py` runs it.
 """
 
 import numpy as np
@@ -40,9 +41,9 @@ for name, shape in {"w1": (64, 32), "b1": 32, "w2": (32, 10), "b2": 10}.items():
 # A search
 # --------
 #
-# An argument that is a list has an element for each member. Here, four learning rates times two
-# weight decays are eight members. They begin with the weights of the file, and see the same
-# batches.
+# If an argument of `TrainerStack` is a list, each element belongs to one member. Here, four
+# learning rates times two weight decays are eight members. All members begin with the weights of
+# the file, and train on the same batches.
 
 rates = [rate for rate in (1e-4, 1e-3, 1e-2, 1e-1) for _ in range(2)]
 decays = [og.optimizers.adamw(weight_decay=decay) for _ in range(4) for decay in (0.0, 0.1)]
@@ -54,13 +55,14 @@ for rate, entry in zip(rates, search.history[-1]["validation_accuracy"], strict=
     print(rate, entry)
 
 # %%
-# The history has arrays with a number for each member, and so do the results of `evaluate`.
-# `predict` returns (members, rows, ...). `best` is the member with the lowest validation loss, and
-# `model` returns a member as a `ModelProto`.
+# In the history, and in the results of `evaluate`, each value is an array with one number for each
+# member. `predict` returns an array of shape (members, rows, ...). `best` returns the index of the
+# member with the lowest validation loss, and `model` returns one member as a `ModelProto`.
 #
-# The accuracy of the test rows is lower than that of the validation rows. These are drawn from the
-# same rows as those that train, and so from the same hands; the test rows are those that follow in
-# the file, written by other people. (The nearest neighbor, of scikit-learn, gets 99 % and 92 %.)
+# The accuracy on the test rows is lower than the accuracy on the validation rows. The people who
+# wrote the digits of the validation rows also wrote digits of the training rows; other people wrote
+# the digits of the test rows. (The nearest neighbor classifier of scikit-learn is right for 99 % of
+# the validation rows and for 92 % of the test rows.)
 
 best = search.best()
 print(search.evaluate(X_test, y_test)["accuracy"][best])
@@ -70,10 +72,11 @@ onnx.save(search.model(best), "best.onnx")
 # An ensemble
 # -----------
 #
-# Members that are to differ by chance need other initial weights: `init="redrawn"` draws matrices
-# and kernels from the normal distribution with the mean and the standard deviation that they have
-# in the file, and `init="glorot"` by Glorot's rule. `weights` takes a dict for each member instead.
-# The mean of their probabilities is usually better than the prediction of a single member.
+# The members of an ensemble have the same arguments and different initial weights. `init="redrawn"`
+# draws the elements of each matrix and kernel from the normal distribution, with the mean and the
+# standard deviation of the matrix or kernel in the file. `init="glorot"` draws by Glorot's rule.
+# The argument `weights` takes a dict of initial weights for each member instead. The mean of the
+# probabilities of all members is usually better than the prediction of a single member.
 
 ensemble = og.TrainerStack(model, "cross_entropy", members=8, init="redrawn", learning_rate=0.01)
 ensemble.fit(X, y, epochs=20)
@@ -88,16 +91,18 @@ print(single, together)
 # What a member is
 # ----------------
 #
-# A member is what a `Trainer` with its weights, learning rate and optimizer would be, up to
-# rounding: clipping by `clip_norm`, norms of LAMB and matrices of Muon are those of the member.
-# Schedules by epoch or by a monitored loss go by the member's own losses. Masks of dropout are the
-# same for all, those of a `Trainer` with that seed. Callbacks see all members at once: losses and
-# metrics are arrays `(members,)` in the history, and weights `(members, ...)` in the state.
-# `EarlyStopping` stops each member when its own value no longer improves, and gives it its best
-# weights back; a callback of your own stops member `k` by `control.freeze.add(k)`.
+# A member trains like a `Trainer` with the weights, the learning rate and the optimizer of the
+# member, up to rounding. `clip_norm` clips by the norm of the gradients of one member, and LAMB and
+# Muon compute the norms and the matrices of one member. Schedules that depend on a monitored loss
+# read the loss of the member. The masks of dropout are the same for all members: the masks of a
+# `Trainer` with the same seed. Callbacks see all members at once: losses and metrics are arrays
+# `(members,)` in the history, and weights are arrays `(members, ...)` in the state. `EarlyStopping`
+# stops a member when the monitored value of this member no longer improves, and gives the member
+# its best weights back. A callback of your own stops member `k` by `control.freeze.add(k)`.
 #
-# A member whose loss or weights become NaN or infinite keeps its last finite state, and the others
-# go on as if it were not there. `fit` warns, and `state.frozen` has its number and its last step.
+# If the loss or the weights of a member become NaN or infinite, this member keeps its last finite
+# state, and the other members train on. `fit` warns, and `state.frozen` is a dict from the index of
+# the stopped member to its last step.
 
 with_one_too_many = og.TrainerStack(
     model, "cross_entropy", optimizer="sgd", learning_rate=[0.1, 1e38]
@@ -111,14 +116,15 @@ finally:
 # When it is faster, and when not
 # -------------------------------
 #
-# The nodes of most operators become one node for all members. Convolutions whose weights train,
-# recurrent layers, and operators that are rare in networks become a node for each; then a stack
-# saves what the others cost, and building takes longer with every member. With large layers the
-# products take the time, and a stack is as fast as trainers one after the other: see
-# :doc:`Benchmarks </benchmarks>`. It needs the memory of all members at once, and updates
-# no weights in place.
+# For most operators, one node computes all members. Convolutions whose weights train, recurrent
+# layers, and operators that are rare in networks need one node for each member; then a stack is
+# faster only for the remaining nodes, and building the graph takes longer with every member. In
+# large layers, matrix products take most of the time, and a stack is as fast as several trainers
+# one after the other: see :doc:`Benchmarks </benchmarks>`. A stack needs the memory of all members
+# at once, and it does not update weights in place.
 #
-# A stack refuses sequences that depend on trained weights, and subgraphs that run for some members
-# only: an `If` whose condition depends on weights, or a `Loop` whose number of iterations does. It
-# does not share batches with other processes, and `Recorder` describes one model. Train such models
-# by a `Trainer` each.
+# A stack refuses sequences that depend on trained weights. It also refuses subgraphs that run for
+# some members only: an `If` whose condition depends on weights, and a `Loop` whose number of
+# iterations depends on weights. Train copies of such a model by one `Trainer` for each copy. A
+# stack does not share batches with other processes, and does not take the callback `Recorder`,
+# which describes one model.

@@ -2,11 +2,11 @@
 ======================
 
 This page computes gradients of ONNX models in reverse mode, the method behind `loss.backward()` in
-PyTorch and `jax.grad`, with no more than `onnx`, `numpy` and `onnxruntime`. It begins with a single
-`Add` and ends with the training of a small network. Then it compares its gradients with those of
-onnxgrad, and says what onnxgrad does beyond this.
+PyTorch and `jax.grad`, with no more than `onnx`, `numpy` and `onnxruntime`. The page begins with a
+single `Add` and ends with the training of a small network. At the end, its gradients are compared
+with the gradients of onnxgrad, and a list says what onnxgrad does beyond this page.
 
-The page is one Python file, which runs in this order: `python docs/tutorials/explained.py`.
+This page is one Python file, which runs from top to bottom: `python docs/tutorials/explained.py`.
 """
 
 import numpy as np
@@ -19,13 +19,14 @@ from onnx import TensorProto, helper, numpy_helper
 # --------------------------
 #
 # An ONNX model is a list of nodes. A node has an operator, such as `Add`, the names of the values
-# that it reads, and the name of the value that it computes. (Some operators compute several; those
-# here do not.) A node reads inputs of the model and outputs of earlier nodes, so the nodes can be
-# run one after the other, from first to last.
+# that it reads, and the name of the value that it computes. (Some operators compute several values;
+# the operators of this page compute one value each.) A node reads inputs of the model and outputs
+# of earlier nodes, so the nodes can be run one after the other, from first to last.
 #
-# `Graph` holds such a list. `add` appends a node and returns the name of its output, which later
-# nodes read. `model` makes an ordinary ONNX model of it. `shapes` asks onnx for the shape of every
-# value. All numbers are float64, to make rounding errors small, and all shapes are fixed.
+# The class `Graph` is a list of nodes. `add` appends a node and returns the name of its output,
+# which later nodes read. `model` returns an ordinary ONNX model of the nodes. `shapes` asks onnx
+# for the shape of every value. All numbers are float64, to make rounding errors small, and all
+# shapes are fixed.
 
 
 class Graph:
@@ -74,12 +75,13 @@ def run(model, feeds):
 #
 # Let `y = a + b`, and let a number L, the loss, depend on `y` in some way. The gradient of L with
 # respect to `y` is an array of the shape of `y`: each element says how fast L grows when that
-# element of `y` grows. Call it `y_grad`. Other texts call it the cotangent or the adjoint of `y`.
+# element of `y` grows. Call this array `y_grad`. Other texts call it the cotangent or the adjoint
+# of `y`.
 #
 # How fast does L grow with `a`? When an element of `a` grows by a small amount, the same element of
 # `y` grows by just as much. So the gradient of L with respect to `a` is `y_grad`, and the same
 # holds for `b`. This is the chain rule, and it needs no knowledge of what happens between `y` and
-# L. We can write it as nodes, with `y_grad` as one more input of the model:
+# L. The two gradients can be written as nodes, with `y_grad` as one more input of the model:
 
 graph = Graph({"a": (2,), "b": (2,), "y_grad": (2,)})
 graph.add("Add", "a", "b", output="y")
@@ -99,9 +101,9 @@ assert one_node["a_grad"].tolist() == one_node["b_grad"].tolist() == [5, 7]
 # Rules
 # -----
 #
-# A *rule* does this for one operator. It takes the graph, a node, and the name `g` of the gradient
-# of the node's output. It appends nodes that compute the gradients of the node's inputs, and
-# returns their names, one for each input.
+# A *rule* writes the gradients of one operator. A rule takes the graph, a node, and the name `g` of
+# the gradient of the node's output. It appends nodes that compute the gradients of the node's
+# inputs, and returns the names of these gradients, one name for each input.
 
 
 def add_rule(graph, node, g):
@@ -116,8 +118,9 @@ def sub_rule(graph, node, g):
 
 # %%
 # In a product `a * b`, when an element of `a` grows by a small d, the product grows by d times the
-# element of `b`. The slope with respect to `a` is `b`, and with respect to `b` it is `a`. A rule
-# may read the inputs and outputs of its node, as they are values of the same graph.
+# element of `b`. The slope with respect to `a` is `b`, and the slope with respect to `b` is `a`. A
+# rule may read the inputs and outputs of its node, because all of them are values of the same
+# graph.
 
 
 def mul_rule(graph, node, g):
@@ -136,12 +139,13 @@ RULES = {"Add": add_rule, "Sub": sub_rule, "Mul": mul_rule, "Constant": lambda g
 # ------------
 #
 # `Add` and `Mul` also accept operands of different shapes. With `a` of shape (4, 3) and `b` of
-# shape (3,), each element of `b` is added to four elements of `a`. When it grows, four elements of
-# `y` grow, and the effects on L add up. So the gradient of `b` is the sum of `g` over the axis
-# along which `b` was repeated: where the forward pass repeats, the backward pass sums.
+# shape (3,), each element of `b` is added to four elements of `a`. When an element of `b` grows,
+# four elements of `y` grow, and the effects on L add up. So the gradient of `b` is the sum of `g`
+# over the axis along which `b` was repeated: where the forward pass repeats, the backward pass
+# sums.
 #
-# `sum_to` does this. The axes to sum over are those that `x` lacks, and those along which `x` has
-# length 1 and `g` has not. Where the shapes are equal there is nothing to do.
+# `sum_to` computes this sum. It sums over the axes that `x` lacks, and over the axes along which
+# `x` has length 1 and `g` has another length. If the shapes are equal, there is nothing to sum.
 
 
 def sum_to(graph, g, x):
@@ -165,10 +169,10 @@ def sum_to(graph, g, x):
 # inputs. An input that is the output of an earlier node now has the gradient that the rule of that
 # node needs. At the end, the gradient has reached the inputs of the graph.
 #
-# A value may be read by several nodes, or twice by one. Each use contributes a term to its
-# gradient, and the terms are added, again because effects on L add up. The sum is complete before a
-# rule needs it: every node that reads a value comes after the node that computes it, and so the
-# walk in reverse visits all of them first. A node whose output has no gradient is skipped.
+# A value may be read by several nodes, or twice by one node. Each read adds a term to the gradient
+# of the value, again because effects on L add up. The sum is complete before a rule needs it: every
+# node that reads a value comes after the node that computes the value, and so the walk in reverse
+# visits all readers first. A node whose output has no gradient is skipped.
 
 
 def differentiate(graph, y, y_grad):
@@ -188,13 +192,14 @@ def differentiate(graph, y, y_grad):
 
 
 # %%
-# This is all of reverse mode. An operator without a rule raises a `KeyError`; to skip it would give
-# a wrong gradient. The cost is small: a rule appends a few nodes, so that the gradients with
-# respect to *all* inputs together cost a small multiple of computing `y`, however many inputs there
-# are.
+# This is all of reverse mode. An operator without a rule raises a `KeyError`, because without its
+# rule the gradient would be wrong. The cost is small: a rule appends a few nodes, so that the
+# gradients with respect to *all* inputs together cost a small multiple of computing `y`, however
+# many inputs there are.
 #
 # Usually `y` is the loss itself, and the gradient of the loss with respect to itself is 1.
-# `add_gradients` starts there. The gradient with respect to a value `x` gets the name `x_grad`.
+# `add_gradients` starts with this 1. The gradient with respect to a value `x` gets the name
+# `x_grad`.
 
 
 def add_gradients(graph, loss, wrt):
@@ -204,8 +209,8 @@ def add_gradients(graph, loss, wrt):
 
 
 # %%
-# As an example, take y = x x x (x cubed), in which `x` is used three times. The slope is 3 x²,
-# which is 12 at x = 2: the three uses contribute 4 each.
+# As an example, take y = x x x (x cubed), in which `x` is read three times. The slope is 3 x²,
+# which is 12 at x = 2: each of the three reads adds 4.
 
 graph = Graph({"x": ()})
 y = graph.add("Mul", graph.add("Mul", "x", "x"), "x")
@@ -214,9 +219,9 @@ cubic = run(graph.model(slope), {"x": np.array(2.0)})
 assert cubic[slope] == 12
 
 # %%
-# The gradient consists of nodes in the same graph, so that it can be differentiated like anything
-# else. The second derivative is 6 x. Its nodes are `Mul`, `Add` and `Identity`, of which the last
-# one still needs a rule:
+# The gradient consists of nodes in the same graph, so it can be differentiated like any other
+# value. The second derivative is 6 x. The nodes of the gradient are `Mul`, `Add` and `Identity`,
+# and `Identity` still needs a rule:
 
 RULES["Identity"] = lambda graph, node, g: [g]
 second = differentiate(graph, slope, graph.constant(1.0))["x"]
@@ -227,8 +232,9 @@ assert run(graph.model(second), {"x": np.array(2.0)})[second] == 12
 # ----------
 #
 # For a product of matrices, y_ij is the sum of a_ik b_kj over k. The element a_ik enters all y_ij
-# of row i, with the slope b_kj, so its gradient is the sum of g_ij b_kj over j: the product of `g`
-# and the transpose of `b`. For `b` it is the same with the sides exchanged.
+# of row i, with the slope b_kj, so the gradient of a_ik is the sum of g_ij b_kj over j: the
+# gradient of `a` is the product of `g` and the transpose of `b`. In the same way, the gradient of
+# `b` is the product of the transpose of `a` and `g`.
 
 
 def matmul_rule(graph, node, g):
@@ -238,8 +244,9 @@ def matmul_rule(graph, node, g):
 
 
 # %%
-# A function of each element multiplies `g` by its slope. That of tanh is 1 - tanh², and the forward
-# pass has already computed tanh, so the rule reads the output of its node.
+# The rule of a function of each element multiplies `g` by the slope of the function. The slope of
+# tanh is 1 - tanh², and the forward pass has already computed tanh, so the rule reads the output of
+# its node.
 
 
 def tanh_rule(graph, node, g):
@@ -250,9 +257,9 @@ def tanh_rule(graph, node, g):
 
 
 # %%
-# The slope of Relu is 1 where x is positive and 0 where it is negative, which is the sign of the
-# output. At x = 0 there is no slope: any number from 0 to 1 would do, and the sign gives 0, as
-# PyTorch does.
+# The slope of Relu is 1 where x is positive and 0 where x is negative, which is the sign of the
+# output. At x = 0 there is no slope: any number from 0 to 1 would do. The sign gives 0, and PyTorch
+# also takes 0.
 
 
 def relu_rule(graph, node, g):
@@ -263,9 +270,9 @@ def relu_rule(graph, node, g):
 # %%
 # A sum is the reverse of broadcasting: where the forward pass sums, the backward pass repeats.
 # Every element that goes into a sum has the slope 1, so `g` is expanded to the shape of `x`. The
-# axes to sum over are a second input of `ReduceSum`. They are integers, which have no gradient:
-# None. If some axes were removed from the shape, `Expand` could repeat along the wrong ones. The
-# rule does not cover this case and says so.
+# second input of `ReduceSum` is the axes to sum over. These are integers and have no gradient, so
+# the rule returns None for this input. If the sum removes some axes from the shape, `Expand` could
+# repeat along the wrong axes; the rule does not cover this case, and raises an error.
 
 
 def sum_rule(graph, node, g):
@@ -283,10 +290,11 @@ RULES |= {"MatMul": matmul_rule, "Tanh": tanh_rule, "Relu": relu_rule, "ReduceSu
 # Is it right?
 # ------------
 #
-# A gradient can be checked without any of this. Increase one element of an input by a small h,
-# decrease it by h, and divide the difference of the two losses by 2 h. The error of such a *central
-# difference* is of the order of h². It needs two runs of the model for every single element: too
-# slow for training, but a test that does not depend on any rule.
+# A gradient can be checked without any rule. Increase one element of an input by a small h,
+# decrease this element by h, and divide the difference of the two losses by 2 h. The error of such
+# a *central difference* is of the order of h². A central difference needs two runs of the model for
+# every single element. This is too slow for training, but it is a test that does not depend on any
+# rule.
 
 
 def central_differences(model, feeds, x, h=1e-5):
@@ -301,8 +309,8 @@ def central_differences(model, feeds, x, h=1e-5):
 
 
 # %%
-# Here is a graph of all operators above: `c` is a row that is added to every row of a product, and
-# the result is used twice.
+# The graph of this test has all operators above: `c` is a row that is added to every row of a
+# product, and the sum `s` is read twice.
 
 rng = np.random.default_rng(0)
 shapes = {"a": (4, 2), "b": (2, 3), "c": (3,)}
@@ -321,9 +329,9 @@ for x in shapes:
 # A network
 # ---------
 #
-# Now a network of two layers. It predicts a number from two, `x`, by way of 16 hidden units. The
-# weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they can change from run to
-# run. The loss is the mean of the squared errors over 64 rows.
+# Now follows a network of two layers. It predicts one number from the two numbers of a row of `x`,
+# by 16 hidden units. The weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they
+# can change from run to run. The loss is the mean of the squared errors over 64 rows.
 
 ROWS, HIDDEN = 64, 16
 WEIGHTS = {"W1": (2, HIDDEN), "b1": (HIDDEN,), "W2": (HIDDEN, 1), "b2": (1,)}
@@ -341,7 +349,7 @@ def network(**more_inputs):
 
 
 # %%
-# Its gradient is a model with one output for each weight:
+# The gradient of the loss is a model with one output for each weight:
 
 graph = network()
 gradient_model = graph.model(*add_gradients(graph, "loss", WEIGHTS))
@@ -351,8 +359,9 @@ gradient_model = graph.model(*add_gradients(graph, "loss", WEIGHTS))
 # ---------------
 #
 # Gradient descent subtracts from each weight its gradient times a small number, the learning rate.
-# That is two more nodes for each weight. The model that results is a whole training step: rows,
-# weights and learning rate go in, the loss and the new weights come out.
+# This takes two more nodes for each weight, `Mul` and `Sub`. The resulting model computes a whole
+# training step: its inputs are the rows, the weights and the learning rate, and its outputs are the
+# loss and the new weights.
 
 graph = network(rate=())
 steps = []
@@ -364,9 +373,9 @@ step_model = graph.model("loss", *steps)
 # Training
 # --------
 #
-# The data are 64 points of a square, and the label is the product of the two coordinates, which no
-# linear function comes close to. The weights begin at random. Each iteration runs the step and
-# feeds the new weights to the next one.
+# The rows are 64 points of a square, and the label of a row is the product of its two coordinates,
+# which no linear function comes close to. The weights begin at random. Each iteration runs the
+# step, and its new weights are the inputs of the next iteration.
 
 data = {"x": rng.uniform(-1, 1, (ROWS, 2))}
 data["label"] = data["x"][:, :1] * data["x"][:, 1:]
@@ -392,44 +401,44 @@ print(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.6f}")
 # The same by onnxgrad
 # --------------------
 #
-# `onnx_derivative` takes the model of the loss and returns one with the gradients. The two agree,
-# and both agree with central differences.
+# `onnx_derivative` takes the model of the loss and returns a model of the gradients. The gradients
+# of onnxgrad and the gradients of this page agree with each other, and with central differences.
 
 from onnxgrad import DerivativeOptions, onnx_derivative
 
 loss_model = network().model("loss")
 options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
-theirs = run(onnx_derivative(loss_model, inputs=list(WEIGHTS), options=options), data | weights)
-ours = run(gradient_model, data | weights)
+package = run(onnx_derivative(loss_model, inputs=list(WEIGHTS), options=options), data | weights)
+page = run(gradient_model, data | weights)
 for w in WEIGHTS:
-    np.testing.assert_allclose(ours[f"{w}_grad"], theirs[f"{w}_grad"], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(page[f"{w}_grad"], package[f"{w}_grad"], rtol=1e-6, atol=1e-9)
     expected = central_differences(loss_model, data | weights, w)
-    np.testing.assert_allclose(ours[f"{w}_grad"], expected, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(page[f"{w}_grad"], expected, rtol=1e-6, atol=1e-9)
 
 # %%
 # What onnxgrad adds
 # ------------------
 #
-# The package has the same parts: `Emit` writes nodes, one rule for each operator is in
-# `onnxgrad/operators`, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
-# What it does beyond this page:
+# The package has the same parts as this page: `Emit` writes nodes, `onnxgrad/operators` has one
+# rule for each operator, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
+# Beyond this page, the package has:
 #
-# - **Unknown shapes.** Here `sum_to` asks for shapes while the graph is written. In most models the
-#   number of rows, at least, is a symbol such as `N`, and some shapes depend on the data. Where a
-#   shape is not static, the axes to sum over are computed by nodes of the gradient model when it
-#   runs.
-# - **Every operator.** It has rules for all differentiable tensor operators, for every attribute. A
-#   few operators are first rewritten as others, and local functions are inlined. An operator
-#   without a rule is an error that names the node. Operators that have no gradient, such as
-#   `Shape`, are declared as such.
+# - **Unknown shapes.** On this page, `sum_to` asks for shapes while the graph is written. In most
+#   models the count of rows, at least, is a symbol such as `N`, and some shapes depend on the data.
+#   If a shape is not static, nodes of the gradient model compute the axes to sum over when the
+#   model runs.
+# - **Every operator.** The package has rules for all differentiable tensor operators, with all
+#   values of their attributes. A few operators are first rewritten as other operators, and local
+#   functions are inlined. An operator without a rule raises an error that names the node. Operators
+#   that have no gradient, such as `Shape`, are declared to have none.
 # - **Subgraphs.** `If`, `Loop` and `Scan` contain graphs of their own, which may also read values
 #   of the graph that contains them. The gradient of a loop is another loop, over the iterations in
 #   reverse order, which reads the state at the start of each iteration.
-# - **Saved values.** Our rules read values of the forward pass, and one model has both passes. In a
-#   program where something else comes between the passes, such as a loss in PyTorch, `partition`
-#   makes two models of them. It decides which values the forward model saves and which the backward
-#   model computes again, by a minimum cut of the graph.
-# - **Only what is needed.** onnxgrad removes the nodes that no output of the gradient depends on.
-# - **Training without Python.** Here each step is a call, and weights pass through Python. onnxgrad
-#   puts the step into a `Scan` over the batches, so that one call trains on many batches. Weights
-#   are read from the file of the model and written back to it.
+# - **Saved values.** The rules of this page read values of the forward pass, and one model has both
+#   passes. In a program where something else comes between the passes, such as a loss in PyTorch,
+#   `partition` makes a forward model and a backward model. It decides by a minimum cut of the graph
+#   which values the forward model saves, and which values the backward model computes again.
+# - **Fewer nodes.** onnxgrad removes the nodes that no output of the gradient model depends on.
+# - **Training without Python.** On this page, each step is a call, and the weights pass through
+#   Python. onnxgrad puts the step into a `Scan` over the batches, so that one call trains on many
+#   batches. The weights are read from the file of the model and written back to the file.

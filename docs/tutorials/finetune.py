@@ -2,12 +2,13 @@
 Fine-tune an ONNX model
 =======================
 
-You have a model as an ``.onnx`` file, without the code that trained it, and a task that differs
-from the one it was trained for. This tutorial goes the whole way: what in the file can train, a new
-last layer, training that layer alone, then more of the model, LoRA adapters, and a clean ``.onnx``
-file for the ordinary onnxruntime. Neither PyTorch nor a conversion back to it is needed.
+You have a model as an ``.onnx`` file, without the code that trained the model, and your task is not
+the task that the model was trained for. This tutorial shows every step: which tensors of the file
+can train, a new last layer, the training of this layer alone, the training of more layers, LoRA
+adapters, and an ``.onnx`` file for the ordinary onnxruntime. PyTorch is not needed.
 
-It runs in an empty folder, after ``pip install '.[images]'`` in the folder of the repository.
+The script runs in an empty folder, after ``pip install '.[images]'`` in the folder of the
+repository.
 """
 
 import subprocess
@@ -42,17 +43,17 @@ PUBLISHED = "published/rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infe
 print(scores.name, [d.dim_param or d.dim_value for d in scores.type.tensor_type.shape.dim])
 
 # %%
-# For another model, such as one of `Hugging Face <https://huggingface.co/models?library=onnx>`_,
-# write its path instead: the rest of this page reads the same. Inputs must be prepared as the page
-# of the model says (size, normalization, tokens); :doc:`preprocess </preprocess>` can put that into
-# the file.
+# To fine-tune another model, such as a model of `Hugging Face
+# <https://huggingface.co/models?library=onnx>`_, write the path of this model instead. The inputs
+# must be prepared as the page of the model says (size, normalization, tokens); :doc:`preprocess
+# </preprocess>` can write the preparation into the file.
 #
 # The task
 # --------
 #
-# You digitize films. A film may also lie the wrong way round in the scanner: then lines are
-# mirrored, or mirrored and upside down. These are two more classes. Lines of words are drawn here;
-# 80 are for training, 200 others for the evaluation.
+# You digitize films. A film may also lie the wrong way round in the scanner: then the lines of text
+# are mirrored, or mirrored and upside down. So there are two more classes. The images of this page
+# are lines of random words: 80 images for the training, and 200 images for the evaluation.
 
 CLASSES = ["upright", "upside down", "mirrored", "both"]
 WORDS = "the and you that was for are with his they this have from one had word but not".split()
@@ -63,7 +64,7 @@ FONTS = [
 ]
 
 
-def lines(count, seed):
+def draw_lines(count, seed):
     """Return images (count, 3, 48, 192) from -1 to 1, and their classes."""
     rng, labels = np.random.default_rng(seed), np.arange(count) % 4
     rows = []
@@ -79,7 +80,7 @@ def lines(count, seed):
     return np.float32(rows) / 127.5 - 1, labels
 
 
-(X, y), (X_test, y_test) = lines(80, seed=0), lines(200, seed=1)
+(X, y), (X_test, y_test) = draw_lines(80, seed=0), draw_lines(200, seed=1)
 
 figure, axes = plt.subplots(2, 4, figsize=(9, 1.7), layout="constrained")
 for ax, image, label in zip(axes.flat, X[:, 0], y, strict=False):
@@ -91,8 +92,9 @@ for ax, image, label in zip(axes.flat, X[:, 0], y, strict=False):
 # What trains
 # -----------
 #
-# Which tensors of the file are weights? `trainable` lists all float constants, and why each of them
-# trains or does not. These are the first and the last lines of its table.
+# Which tensors of the file are weights? `trainable` returns a table of all float constants, with
+# the reason why each of them trains or does not. These are the first lines and the last line of the
+# table.
 
 table = str(og.trainable(PUBLISHED)).splitlines()
 print(*table[:12], "...", table[-1], sep="\n")
@@ -101,9 +103,10 @@ print(*table[:12], "...", table[-1], sep="\n")
 # A new head
 # ----------
 #
-# ``replace_head`` finds the last layer, and gives it fresh weights for another number of classes,
-# or for classes with names, which are kept in the file's metadata. Whatever follows, such as the
-# Softmax of this file, is adapted. The new tensors are ``head.weight`` and ``head.bias``.
+# The head of a model is its last layer. ``replace_head`` replaces the head by a layer with random
+# weights for other classes. ``units`` is the count of the classes, or a list of their names, which
+# are stored in the metadata of the file. Nodes behind the head, such as the Softmax of this file,
+# are adapted. The weights of the new head are called ``head.weight`` and ``head.bias``.
 
 model = og.replace_head(PUBLISHED, units=CLASSES)
 head = og.Trainer(model, "cross_entropy", train="head.*", learning_rate=0.01, metrics=["accuracy"])
@@ -114,66 +117,70 @@ print(results)
 # Only the head
 # -------------
 #
-# ``train="head.*"`` trains nothing but the new layer. Everything else is constant: it has no
-# gradient, and the backward pass ends at the head, so a step costs little more than a prediction.
+# ``train="head.*"`` trains the weights of the new head only. All other weights are constants
+# without a gradient. The backward pass ends at the head, so a step takes little longer than a
+# prediction.
 
 
-def judge(name, trainer, epochs):
-    """Train, and note the number of weights that train and the accuracy."""
+def train_and_evaluate(name, trainer, epochs):
+    """Train, and record the count of numbers that train and the accuracy."""
     trainer.fit(X, y, epochs=epochs, batch_size=20)
     count = sum(weight.size for weight in trainer.state.weights.values())
     results[name] = count, trainer.evaluate(X_test, y_test)["accuracy"]
     print(f"{name}: {count} weights, accuracy {results[name][1]:.2f}")
 
 
-judge("head", head, epochs=20)
+train_and_evaluate("head", head, epochs=20)
 
 # %%
-# Nothing else has changed in the file:
+# All other tensors of the file have the same values as before the training:
 
 published, tuned = (og.graph.get_train_initializer(m) for m in (PUBLISHED, head.model))
-same = published.keys() & tuned.keys()
-for name in same:
+shared = published.keys() & tuned.keys()
+for name in shared:
     np.testing.assert_array_equal(tuned[name][0], published[name][0])
-print(len(same), "tensors are the same as before")
+print(len(shared), "tensors are the same as before")
 
 # %%
 # More of the model
 # -----------------
 #
-# What this model knows was learned for another question, so that the head alone is not enough.
-# ``train`` and ``freeze`` take names and patterns. This goes on from the trained head, so that
-# older layers do not follow the gradients of a random one.
+# The layers in front of the head were trained for another task, so training the head alone is not
+# enough. ``train`` and ``freeze`` take names and patterns of weights. This training begins with the
+# trained head, because the gradients of a random head would change the layers in front of it for
+# the worse.
 
 options = {"learning_rate": 2e-3, "metrics": ["accuracy"]}
 block = og.Trainer(head.model, "cross_entropy", train=["head.*", "conv1[0-2]_*"], **options)
-judge("then the last blocks", block, epochs=12)
+train_and_evaluate("then the last blocks", block, epochs=12)
 
 # %%
-# With ``param_groups``, groups of weights have rates of their own. Here, all weights train, and the
-# head at three times the rate of all other weights.
+# With ``param_groups``, groups of weights have different learning rates. Here, all weights train,
+# and the learning rate of the head is three times the learning rate of all other weights.
 
 groups = og.optimizers.param_groups(
     {"head.*": og.optimizers.ParamGroup(rate=3)}, default=og.optimizers.adam()
 )
 whole = og.Trainer(head.model, "cross_entropy", optimizer=groups, **options)
-judge("then all", whole, epochs=12)
+train_and_evaluate("then all", whole, epochs=12)
 
 # %%
 # LoRA
 # ----
 #
-# Training all weights of a large model takes much memory, and a copy of the whole file for every
-# task. `LoRA <https://arxiv.org/abs/2106.09685>`_ trains two small factors beside each weight
-# instead. Adapters train by default; the weights beside them are frozen.
+# Training all weights of a large model takes much memory, and every task needs a copy of the whole
+# file. `LoRA <https://arxiv.org/abs/2106.09685>`_ adds an adapter to each weight: two small
+# matrices, whose product is added to the weight. By default, the adapters train, and the weights
+# with adapters are frozen.
 
 adapted = og.add_lora(head.model, ["conv*_expand_weights", "conv*_linear_weights"], rank=4)
 lora = og.Trainer(adapted, "cross_entropy", **options)
-judge("then LoRA", lora, epochs=12)
+train_and_evaluate("then LoRA", lora, epochs=12)
 
 # %%
-# Adapters can be stored on their own, in the format of PEFT, or merged into the weights.
-# ``merge_lora`` returns a file with the nodes of the original, as fast as before.
+# ``save_adapter`` writes the adapters into a folder, without the model, in the format of the
+# package PEFT. ``merge_lora`` adds the adapters to the weights, and returns a model with the nodes
+# of the published model, which is as fast as the published model.
 
 og.save_adapter(lora.model, "adapter")
 print(sum(path.stat().st_size for path in Path("adapter").iterdir()), "bytes of adapters")
@@ -183,8 +190,9 @@ merged = og.merge_lora(lora.model)
 # Was it worth it?
 # ----------------
 #
-# The measure is the same network without what it has learned: its weights are shuffled, and trained
-# on the same images, as often as the other one with its head.
+# For comparison, a network without any knowledge trains on the same images: the same model, with
+# the elements of each weight in random order. It trains for 32 epochs, the sum of the 20 epochs of
+# the head and the 12 epochs of all weights.
 
 rng = np.random.default_rng(0)
 shuffled = onnx.load_model_from_string(model.SerializeToString())
@@ -194,12 +202,12 @@ for tensor in shuffled.graph.initializer:
         values = onnx.numpy_helper.to_array(tensor)
         values = rng.permutation(values.ravel()).reshape(values.shape)
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-judge("shuffled", og.Trainer(shuffled, "cross_entropy", **options), epochs=32)
+train_and_evaluate("shuffled weights", og.Trainer(shuffled, "cross_entropy", **options), epochs=32)
 
 figure, ax = plt.subplots(figsize=(8, 2.8), layout="constrained")
 bars = ax.barh(list(results), [accuracy for _, accuracy in results.values()])
 ax.bar_label(bars, [f"{a:.0%}, {n:,} weights train" for n, a in results.values()], padding=4)
-ax.set(xlabel="accuracy on other lines", xlim=(0, 1.6), xticks=np.linspace(0, 1, 6))
+ax.set(xlabel="accuracy on the 200 test images", xlim=(0, 1.6), xticks=np.linspace(0, 1, 6))
 ax.invert_yaxis()
 plt.show()
 
@@ -207,8 +215,8 @@ plt.show()
 # Deploy
 # ------
 #
-# ``save`` writes a plain ``.onnx`` file: the operators of the published model, its names and opset,
-# and no trace of the training. It needs nothing of this package.
+# ``save`` writes an ordinary ``.onnx`` file with the operators, names and opset of the published
+# model, and without nodes of the training. A program that runs this file does not need onnxgrad.
 
 whole.save("mine.onnx")
 session = onnxruntime.InferenceSession("mine.onnx")
@@ -219,7 +227,7 @@ np.testing.assert_allclose(accuracy, results["then all"][1], atol=0.01)
 
 
 def operators(model):
-    """Return the operators of a model, which may store weights in Constant nodes."""
+    """Return the operators of a model, but for Constant, whose nodes may hold weights."""
     return [node.op_type for node in model.graph.node if node.op_type != "Constant"]
 
 
@@ -231,11 +239,11 @@ assert results["then all"][1] > results["head"][1] + 0.1
 # For another model
 # -----------------
 #
-# - A file that ends in features, such as a sentence encoder, gets a head by ``add_head``; one that
-#   ends in something else is cut by ``features``, and joined to a head of yours by ``attach``:
-#   :doc:`Fine-tune a model </finetune>`.
-# - Weights of quantized models do not change; heads and adapters beside them train.
-# - Numbered names such as ``onnx::MatMul_137`` have readable aliases, which patterns match:
-#   :doc:`What trains by default </trainable>`.
+# - If the output of a file is a tensor of features, such as the output of a sentence encoder,
+#   ``add_head`` adds a head. If the output is something else, ``features`` cuts the model, and
+#   ``attach`` joins the cut model to a head of your own: :doc:`Fine-tune a model </finetune>`.
+# - The weights of quantized models do not change; heads and adapters of quantized models train.
+# - If the exporter numbered the weights, as in ``onnx::MatMul_137``, each weight has a readable
+#   alias, which patterns match: :doc:`What trains by default </trainable>`.
 # - Adapters in detail: :doc:`LoRA </lora>`. The trainer in detail:
 #   :doc:`Train a model </auto_tutorials/training>`.

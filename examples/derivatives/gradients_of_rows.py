@@ -1,8 +1,10 @@
-"""Gradients of single rows
-========================
+"""Gradients of single rows, and differential privacy
+==================================================
 
-A gradient model returns the sum of the gradients over the batch. For the gradient of each row, such
-as to find rows that pull hardest at the weights, take the Jacobian of the losses of the rows.
+A gradient model returns the sum of the gradients over the batch. The gradient of each single row is
+a block of the Jacobian of the losses. It finds the row that changes the weights most, and is what
+DP-SGD needs (`Abadi et al. 2016 <https://arxiv.org/abs/1607.00133>`_): this optimizer clips the
+gradient of every row and adds noise, so that the weights tell little about any one row.
 """
 
 import matplotlib.pyplot as plt
@@ -13,42 +15,77 @@ from onnxruntime import InferenceSession
 import onnxgrad as og
 
 rng = np.random.default_rng(0)
-x = rng.normal(size=(64, 3)).astype(np.float32)
-y = (x @ np.float32([[1], [-2], [3]]) + 0.1 * rng.normal(size=(64, 1))).astype(np.float32)
-y[17] += 8  # an outlier
+x = rng.normal(size=(2000, 4)).astype(np.float32)
+score = x @ np.float32([[2], [-1], [1], [0]])
+y = (score + rng.logistic(size=score.shape) > 0).astype(np.float32)
+x[17], y[17] = [4, -4, 4, 0], 0  # an outlier, with the wrong label
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
-    f (float[N,3] x) => (float[N,1] y) <float[3,1] w = {0.5, -1.0, 2.0}, float[1] b = {0.0}>
-    { a = MatMul(x, w)  y = Add(a, b) }
+    logistic (float[N,4] x) => (float[N,1] s) <float[4,1] w = {1.0, -1.0, 1.0, 0.0}>
+    { s = MatMul(x, w) }
 """)
 
 # %%
-# ``unreduced_onnx_loss`` returns the loss of every row. Its Jacobian with respect to the weights
-# has one block for each row: ``(64, 1, 3, 1)`` for w. With ``batched=True``, the rows are proven
-# not to mix, and the model has a loop over them, which computes each alone.
+# ``unreduced_onnx_loss`` returns the model of the loss of every row. Its Jacobian w.r.t. the weight
+# w has one block for each row, of shape ``(N, 1, 4, 1)`` altogether. ``batched=True`` proves that
+# no row has an influence on the loss of another row, and computes these blocks only.
 
-rows = og.losses.unreduced_onnx_loss(og.add_loss_output(model, "squared_error"), "loss")
-per_row = og.jacobian(rows, weights=["w", "b"], inputs=[], batched=True)
-session = InferenceSession(per_row.SerializeToString())
+loss = og.add_loss_output(model, "binary_cross_entropy", from_logits=True)
+row_losses = og.losses.unreduced_onnx_loss(loss, "loss")
+gradient_model = og.jacobian(row_losses, weights=["w"], inputs=[], batched=True)
+session = InferenceSession(gradient_model.SerializeToString())
 print([(output.name, output.shape) for output in session.get_outputs()])
 
-feed = {name: array for name, (array, _) in og.graph.get_train_initializer(model).items()}
-losses, by_w, by_b = session.run(None, feed | {"x": x, "label": y})
-by_w, by_b = by_w.reshape(64, 3), by_b.reshape(64, 1)
+
+def row_gradients(x, y, w):
+    """Return the gradient of each row's loss w.r.t. w, as an array (N, 4)."""
+    return session.run(None, {"x": x, "label": y, "w": w})[1].reshape(-1, 4)
+
 
 # %%
-# The gradient of (f - y)^2 is 2 (f - y) x.
+# The gradient of a row's cross entropy is (sigmoid(s) - y) x. Its norm is largest for the outlier.
 
-error = x @ feed["w"] + feed["b"] - y
-np.testing.assert_allclose(by_w, 2 * error * x, rtol=1e-4, atol=1e-4)
-np.testing.assert_allclose(by_b, 2 * error, rtol=1e-4, atol=1e-4)
-
-norms = np.linalg.norm(np.hstack([by_w, by_b]), axis=1)
-print("row", norms.argmax(), "pulls hardest")
+w = np.float32([[1], [-1], [1], [0]])
+gradients = row_gradients(x, y, w)
+np.testing.assert_allclose(gradients, (1 / (1 + np.exp(-x @ w)) - y) * x, rtol=1e-3, atol=1e-5)
+norms = np.linalg.norm(gradients, axis=1)
+print("row", norms.argmax(), "has the gradient with the largest norm")
 assert norms.argmax() == 17
+plt.hist(norms, 60)
+plt.annotate("row 17", (norms[17], 1), (norms[17], 100), ha="center", arrowprops={"width": 1})
+plt.xlabel("norm of the gradient of a row")
+plt.ylabel("rows")
+plt.show()
+
 
 # %%
-plt.bar(range(64), norms)
-plt.xlabel("row")
-plt.ylabel("norm of its gradient")
+# DP-SGD clips the gradient of each row to the norm C, and adds normal noise of standard deviation
+# sigma C to the sum of the gradients. What this costs in privacy, the budget, is computed by an
+# accountant, such as the packages Opacus and dp-accounting.
+
+
+def train_privately(clip, sigma, steps=150, rate=0.5, share=0.05):
+    """Return the weights after steps of DP-SGD; each row is in a batch with probability `share`."""
+    w, drawn = np.zeros((4, 1), np.float32), np.random.default_rng(1)
+    for _ in range(steps):
+        batch = drawn.random(len(x)) < share
+        gradients = row_gradients(x[batch], y[batch], w)
+        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+        clipped = gradients * np.minimum(1, clip / np.maximum(norms, 1e-12))
+        noisy = clipped.sum(axis=0) + sigma * clip * drawn.normal(size=4)
+        w -= (rate * noisy / (share * len(x))).astype(np.float32)[:, None]
+    return w
+
+
+# %%
+# The accuracy falls as the noise grows. The noise of common privacy budgets, sigma near 1, costs
+# little.
+
+sigmas = [0, 1, 4, 16, 64, 256]
+accuracy = [np.mean((x @ train_privately(1.0, sigma) > 0) == y).item() for sigma in sigmas]
+print(dict(zip(sigmas, accuracy)))
+assert accuracy[1] > 0.7
+plt.plot(sigmas, accuracy, "o-")
+plt.xlabel("noise, sigma")
+plt.ylabel("accuracy")
 plt.show()

@@ -1,9 +1,9 @@
 """The spectrum of a Hessian
 =========================
 
-The eigenvalues of the Hessian of a loss say how curved it is, and so how large a learning rate may
-be: gradient descent diverges above 2 / λ, with the largest eigenvalue λ. Hessian-vector products
-find λ without the matrix.
+The eigenvalues of the Hessian of a loss say how curved the loss is. The largest eigenvalue λ limits
+the learning rate: gradient descent diverges above 2 / λ. Products of the Hessian with vectors find
+λ without the whole matrix.
 """
 
 import matplotlib.pyplot as plt
@@ -30,8 +30,9 @@ trainer = og.Trainer(model, "cross_entropy", learning_rate=0.01)
 trainer.fit(X, y, epochs=30, batch_size=30)
 
 # %%
-# The mean loss of all rows as the output of the model, and two derivatives with respect to the
-# weights: the product H v, and the whole matrix in blocks.
+# The model whose only output is the mean loss of all rows has two derivatives w.r.t. its weights:
+# the product H v of the Hessian with a vector, by ``hvp``, and the whole Hessian H, by ``hessian``.
+# The Hessian has a block for each pair of weights; numpy puts the blocks together.
 
 loss = og.add_loss_output(trainer.model, "cross_entropy", reduction="mean")
 loss = og.graph.select_model_inputs_outputs(loss, ["loss"])
@@ -40,6 +41,7 @@ options = {"weights": names, "inputs": []}
 
 
 def run(model, outputs, **more):
+    """Return the outputs of a model for all rows and the trained weights."""
     session = onnxruntime.InferenceSession(model.SerializeToString())
     known = {"x": X, "label": y, **weights, **more}
     return session.run(outputs, {i.name: known[i.name] for i in session.get_inputs()})
@@ -55,7 +57,8 @@ np.testing.assert_allclose(H, H.T, atol=1e-10)
 eigenvalues = np.linalg.eigvalsh(H)
 
 # %%
-# Power iteration: the product with a vector, again and again.
+# Power iteration multiplies a vector by the Hessian again and again. The vector turns toward the
+# eigenvector of the largest eigenvalue.
 
 product = onnxruntime.InferenceSession(og.hvp(loss, **options).SerializeToString())
 v, estimates = rng.normal(size=len(H)), []
@@ -71,13 +74,13 @@ print(f"largest eigenvalue: {estimates[-1]:.6f}, by numpy {eigenvalues[-1]:.6f}"
 np.testing.assert_allclose(estimates[-1], eigenvalues[-1], rtol=1e-3)
 
 # %%
-# Few directions are curved; along most of the others the loss is nearly flat.
+# Most eigenvalues are small: along most directions, the loss is nearly flat.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
 limit = np.abs(H).max()
 left.imshow(H, cmap="RdBu", vmin=-limit, vmax=limit)
 left.set_title("Hessian")
 right.semilogy(np.abs(eigenvalues[::-1]), "o")
-right.set(title="absolute values of the eigenvalues", xlabel="number")
+right.set(title="absolute values of the eigenvalues", xlabel="index of the eigenvalue")
 plt.show()
 assert np.sum(eigenvalues > 0.1 * eigenvalues[-1]) < len(H) / 3

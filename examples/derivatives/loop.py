@@ -1,9 +1,9 @@
-"""A simulation, differentiated
+"""The gradient of a simulation
 ============================
 
-An oscillator is simulated by a ``Scan``, a loop of ONNX: 100 steps, each with the stiffness k and
-the friction c. The gradient goes back through all steps, and gradient descent finds both numbers
-from noisy observations.
+A model simulates an oscillator in 100 time steps, by ``Scan``, a loop of ONNX. The stiffness k and
+the friction c of the oscillator are weights. The gradient goes back through all time steps, and
+training finds k and c from noisy observations.
 """
 
 import matplotlib.pyplot as plt
@@ -16,11 +16,12 @@ from rich.table import Table
 import onnxgrad as og
 
 STEPS, H = 100, 0.1
-K, C = 2.0, 0.3  # to be found
+K, C = 2.0, 0.3  # which the training has to find
 
 # %%
-# The state of a row is its position and its velocity. The semi-implicit Euler method: the velocity
-# first, v += h (-k x - c v), then the position, x += h v.
+# Each row of the data is an oscillator, with its position x and its velocity v at the start. A time
+# step of length h is one of the semi-implicit Euler method: first v += h (-k x - c v), then x += h
+# v.
 
 model = onnx.parser.parse_model(f"""
     <ir_version: 9, opset_import: ["": 20]>
@@ -37,8 +38,8 @@ model = onnx.parser.parse_model(f"""
 model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(STEPS), "clock"))
 
 
-def simulated(x, v, k, c):
-    """Return the same in numpy."""
+def simulate(x, v, k, c):
+    """Return the positions after each time step, computed by numpy."""
     path = []
     for _ in range(STEPS):
         v = v - H * (k * x + c * v)
@@ -48,29 +49,29 @@ def simulated(x, v, k, c):
 
 
 # %%
-# The gradient of the squared error with respect to k and c, and central differences of the
-# simulation in numpy.
+# The gradient of the squared error w.r.t. k and c equals the central differences of the simulation
+# in numpy.
 
 rng = np.random.default_rng(0)
 x, v = rng.normal(size=(2, 30, 1))
-truth = simulated(x, v, K, C)
+truth = simulate(x, v, K, C)
 observed = truth + rng.normal(0, 0.1, truth.shape)
 gradient = og.onnx_derivative(model, weights=["k", "c"], inputs=[])
 session = onnxruntime.InferenceSession(gradient.SerializeToString())
 at = {"k": np.array([1.5]), "c": np.array([0.2])}
-path = simulated(x, v, **at)
+path = simulate(x, v, **at)
 fed = {"x": x, "v": v, **at, "path_grad": 2 * (path - observed)}
 found = session.run(["k_grad", "c_grad"], {i.name: fed[i.name] for i in session.get_inputs()})
-table = Table("with respect to", "gradient", "central differences")
+table = Table("weight", "gradient", "central differences")
 for name, slope in zip("kc", found):
-    ends = [np.sum((simulated(x, v, **at | {name: at[name] + e}) - observed) ** 2)
+    ends = [np.sum((simulate(x, v, **at | {name: at[name] + e}) - observed) ** 2)
             for e in (1e-5, -1e-5)]  # fmt: skip
     table.add_row(name, f"{slope[0]:.6f}", f"{(ends[0] - ends[1]) / 2e-5:.6f}")
     np.testing.assert_allclose(slope[0], (ends[0] - ends[1]) / 2e-5, rtol=1e-5)
 Console().print(table)
 
 # %%
-# Training finds the numbers that made the observations.
+# Training finds the stiffness and the friction with which the observations were simulated.
 
 trainer = og.Trainer(
     model, "squared_error", train=["k", "c"], learning_rate=og.schedules.cosine(0.05)
@@ -80,9 +81,9 @@ k, c = (trainer.state.weights[name].item() for name in "kc")
 print(f"k = {k:.3f}, c = {c:.3f}")
 np.testing.assert_allclose([k, c], [K, C], atol=0.02)
 plt.plot(observed[0], ".", color="gray", markersize=4, label="observed")
-plt.plot(simulated(x, v, 1.0, 0.0)[0], "--", label="before")
-plt.plot(trainer.predict({"x": x, "v": v})[0], label="after")
-plt.xlabel("step")
+plt.plot(simulate(x, v, 1.0, 0.0)[0], "--", label="before the training")
+plt.plot(trainer.predict({"x": x, "v": v})[0], label="after the training")
+plt.xlabel("time step")
 plt.ylabel("position")
 plt.legend()
 plt.show()

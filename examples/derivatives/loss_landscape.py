@@ -1,9 +1,10 @@
-"""The loss along two directions
-=============================
+"""A picture of the loss along two directions
+==========================================
 
-The weights of a network are a point of a space with many dimensions. This draws the loss on a plane
-through the trained weights, along two random directions whose norms are those of the weights (Li et
-al., 2018), and compares its slope with the gradient that ``onnx_derivative`` computes.
+The weights of a network are a point in a space of many dimensions. The picture shows the loss on a
+plane through the trained weights. Two random directions span the plane; for each weight, a
+direction has the norm of this weight (`Li et al. 2018 <https://arxiv.org/abs/1712.09913>`_). The
+slope of the surface is compared with the gradient that ``onnx_derivative`` computes.
 """
 
 import matplotlib.pyplot as plt
@@ -29,8 +30,8 @@ trainer.fit(X, y, epochs=60, batch_size=50)
 end = dict(trainer.state.weights)
 
 # %%
-# The network with its loss, as a function of the weights: ``onnx_derivative`` makes them inputs,
-# and returns the loss with its gradient.
+# ``onnx_derivative`` returns a model that takes the rows and the weights as inputs, and computes
+# the loss and its gradient w.r.t. each weight.
 
 with_loss = og.graph.select_model_inputs_outputs(
     og.add_loss_output(trainer.model, "binary_cross_entropy", reduction="mean"), ["loss"]
@@ -41,35 +42,39 @@ session = onnxruntime.InferenceSession(gradient.SerializeToString())
 
 
 def loss_and_gradient(weights):
+    """Return the mean loss, and its gradient w.r.t. each weight."""
     names = ["loss", *(f"{name}_grad" for name in weights)]
     loss, *gradients = session.run(names, {"x": X, "label": y, **weights})
     return loss.item(), dict(zip(weights, gradients))
 
 
-def moved(a, b):
+def weights_at(a, b):
+    """Return the trained weights, moved by a times u and b times v."""
     return {n: np.float32(w + a * u[n] + b * v[n]) for n, w in end.items()}
 
 
-def direction():
+def random_direction():
+    """Return a random array for each weight, with the norm of the weight."""
     drawn = {n: rng.normal(size=w.shape) for n, w in end.items()}
     return {n: d / np.linalg.norm(d) * np.linalg.norm(end[n]) for n, d in drawn.items()}
 
 
-u, v = direction(), direction()
+u, v = random_direction(), random_direction()
 grid = np.linspace(-1, 1, 41)
-losses = np.array([[loss_and_gradient(moved(a, b))[0] for a in grid] for b in grid])
+losses = np.array([[loss_and_gradient(weights_at(a, b))[0] for a in grid] for b in grid])
 
 # %%
-# The slope of the surface along the first direction is the inner product with the gradient.
+# The slope of the surface along the first direction u is the inner product of u and the gradient.
+# It equals the central difference of two losses.
 
-at = (0.3, -0.2)
-found = sum(np.sum(g * u[n]) for n, g in loss_and_gradient(moved(*at))[1].items())
-ends = [loss_and_gradient(moved(at[0] + h, at[1]))[0] for h in (1e-2, -1e-2)]
+point = (0.3, -0.2)
+found = sum(np.sum(g * u[n]) for n, g in loss_and_gradient(weights_at(*point))[1].items())
+ends = [loss_and_gradient(weights_at(point[0] + h, point[1]))[0] for h in (1e-2, -1e-2)]
 print(f"slope {found:.4f} by the gradient, {(ends[0] - ends[1]) / 2e-2:.4f} by differences")
 np.testing.assert_allclose(found, (ends[0] - ends[1]) / 2e-2, rtol=0.02)
 
 # %%
-# The trained weights lie in a basin.
+# The star marks the trained weights, which lie in a basin of the loss.
 
 figure = plt.figure(figsize=(9, 4), layout="constrained")
 left = figure.add_subplot(121, projection="3d")

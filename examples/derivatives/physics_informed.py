@@ -1,9 +1,10 @@
 """A differential equation as a loss
 =================================
 
-A network u(t) shall solve u'' = -u with u(0) = 0 and u'(0) = 1, whose solution is the sine. It is
-trained on no data at all: its loss is the residual of the equation, with the second derivative of
-the network (`Raissi et al. 2019 <https://doi.org/10.1016/j.jcp.2018.10.045>`_).
+A network learns the solution u(t) of the differential equation u'' = -u with u(0) = 0 and u'(0) =
+1, which is the sine. There are no labels: the loss is the square of u'' + u, and contains the
+second derivative of the network (`Raissi et al. 2019
+<https://doi.org/10.1016/j.jcp.2018.10.045>`_).
 """
 
 import matplotlib.pyplot as plt
@@ -14,7 +15,8 @@ from onnxruntime import InferenceSession
 import onnxgrad as og
 
 # %%
-# u(t) = t + t^2 network(t) meets the conditions at 0 for any weights.
+# The model computes u(t) = t + t² n(t), where n is a network with one hidden layer. So u(0) = 0 and
+# u'(0) = 1 hold for any weights.
 
 network = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
@@ -29,8 +31,9 @@ for name, shape in (("w1", (1, 32)), ("b1", (32,)), ("w2", (32, 1))):
     network.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 # %%
-# ``hvp`` returns a model that also computes u' as ``t_grad`` and u'' as ``t_hvp``, if ``u_grad``
-# and ``t_vector`` are 1. A second model is the loss: it reads two of these outputs.
+# ``hvp`` returns a model with two more inputs, ``u_grad`` and ``t_vector``. If both are 1, the
+# model also computes u' as the output ``t_grad`` and u'' as the output ``t_hvp``. A second model,
+# ``residual``, computes the loss from the outputs ``u`` and ``t_hvp``.
 
 second = og.hvp(network, inputs=["t"])
 residual = onnx.parser.parse_model("""
@@ -45,7 +48,8 @@ ones = np.ones_like(t)
 trainer.fit({"t": t, "u_grad": ones, "t_vector": ones}, epochs=4000, batch_size=100)
 
 # %%
-# The weights belong to the network, too.
+# The trained weights have the names of the weights of the network, and
+# ``replace_initializers_into_onnx`` writes them into it.
 
 solution = og.graph.replace_initializers_into_onnx(network, trainer.state.weights)
 [u] = InferenceSession(solution.SerializeToString()).run(None, {"t": t})

@@ -1,8 +1,10 @@
 """SciPy's solvers with exact derivatives
 ======================================
 
-`trust-ncg` minimizes Rosenbrock's function, whose minimum is at (1, 1), by Hessian-vector products;
-`least_squares` fits a decaying wave by the Jacobian of its residuals.
+The solvers of SciPy take functions that return derivatives, and a session of onnxruntime is such a
+function. `minimize` by the method `trust-ncg` uses products of the Hessian with vectors, and finds
+the minimum of Rosenbrock's function, which is at (1, 1). `least_squares` uses the Jacobian of
+residuals, and fits a decaying wave.
 """
 
 import matplotlib.pyplot as plt
@@ -16,21 +18,22 @@ from onnxgrad import hvp, jacobian
 HEAD = '<ir_version: 9, opset_import: ["": 20]>'
 
 
-def function(model):
-    """Return a function of named arrays that returns the outputs of the model by name."""
+def make_function(model):
+    """Return the function {name of input: array} -> {name of output: array} of a model."""
     session = InferenceSession(model.SerializeToString())
     names = [y.name for y in session.get_outputs()]
     return lambda **inputs: dict(zip(names, session.run(None, inputs)))
 
 
 # %%
-# `hvp` is one model for the value, the gradient and a Hessian-vector product.
+# `hvp` returns one model that computes three outputs: the value of the function, its gradient, and
+# the product of its Hessian with a vector.
 
 rosenbrock = onnx.parser.parse_model(f"""{HEAD} rosenbrock (double[2] x) => (double[1] y)
     <int64[2] halves = {{1, 1}}, double[1] one = {{1.0}}, double[1] hundred = {{100.0}}> {{
     a, b = Split(x, halves)  s = Mul(a, a)  c = Sub(b, s)  d = Sub(one, a)
     e = Mul(c, c)  f = Mul(hundred, e)  g = Mul(d, d)  y = Add(f, g) }}""")
-second = function(hvp(rosenbrock))  # value, gradient and product, in one run
+second = make_function(hvp(rosenbrock))
 zero = np.zeros(2)
 path = [np.array([-1.2, 1.0])]
 found = minimize(
@@ -46,7 +49,9 @@ np.testing.assert_allclose(found.x, [1, 1], rtol=1e-8)
 print(f"trust-ncg: {found.x} after {found.nit} steps and {found.nhev} products")
 
 # %%
-# The residuals of a decaying wave have a Jacobian with respect to its two parameters.
+# The residuals of a decaying wave are the differences between the wave and the data. `jacobian`
+# returns a model of their Jacobian w.r.t. the two parameters of the wave, its rate of decay and its
+# speed.
 
 wave = onnx.parser.parse_model(f"""{HEAD}
     wave (double[2] p, double[N] t, double[N] y) => (double[N] r)
@@ -54,7 +59,7 @@ wave = onnx.parser.parse_model(f"""{HEAD}
     c = Exp(b)  d = Mul(speed, t)  e = Cos(d)  f = Mul(c, e)  r = Sub(f, y) }}""")
 t, true = np.linspace(0, 4, 50), np.array([0.5, 3.0])
 data = {"t": t, "y": np.exp(-true[0] * t) * np.cos(true[1] * t)}
-residuals, slopes = function(wave), function(jacobian(wave, inputs=["p"]))
+residuals, slopes = make_function(wave), make_function(jacobian(wave, inputs=["p"]))
 r = lambda p: residuals(p=p, **data)["r"]  # noqa: E731
 J = lambda p: slopes(p=p, **data)["r_p_jacobian"]  # noqa: E731
 assert check_grad(lambda p: r(p) @ r(p), lambda p: 2 * J(p).T @ r(p), true + 0.1) < 1e-5
@@ -63,7 +68,10 @@ np.testing.assert_allclose(fitted.x, true, rtol=1e-8)
 print(f"least_squares: {fitted.x} after {fitted.nfev} evaluations")
 
 # %%
-# The steps of Newton's method through the valley.
+# The points that `trust-ncg` visits on its way to the minimum of Rosenbrock's function.
 
 plt.plot(*np.array(path).T, "o-")
+plt.plot(1, 1, "k*")
+plt.xlabel("x[0]")
+plt.ylabel("x[1]")
 plt.show()

@@ -2,7 +2,8 @@
 =================================
 
 A model of two weights learns a straight line from points. ``Trainer`` takes the model, the loss and
-the optimizer; ``fit`` takes the data. The result is that of least squares.
+the optimizer; ``fit`` takes the data. The trained slope and intercept are compared with the
+solution of least squares.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +19,8 @@ X = rng.uniform(-2, 2, (200, 1)).astype(np.float32)
 y = 1.5 * X - 0.5 + rng.normal(0, 0.4, X.shape).astype(np.float32)
 
 # %%
-# A model is an ONNX file. This one is written as text: y = x w + b, with both weights zero.
+# A model is an ONNX file. Here, the model is written as text: y = x w + b. Both weights begin at
+# zero.
 
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> line (float[N,1] x) => (float[N,1] y)
@@ -28,8 +30,8 @@ og.plot.plot_onnxs(model, title="the model")
 plt.show()
 
 # %%
-# Stochastic gradient descent: after every batch of 20 rows, the weights move against the gradient
-# of the mean squared error.
+# The optimizer is stochastic gradient descent: after every batch of 20 rows, the weights move
+# against the gradient of the mean squared error. The learning rate falls to zero along a cosine.
 
 trainer = og.Trainer(
     model, "squared_error", optimizer="sgd", learning_rate=og.schedules.cosine(0.1)
@@ -45,8 +47,8 @@ right.set(xlabel="x", ylabel="y")
 plt.show()
 
 # %%
-# Least squares has the same slope and intercept. What ``trainer.model`` returns is the model with
-# its new weights, and ``trainer.save`` writes it as a file.
+# ``trainer.model`` is the model with the trained weights, and ``trainer.save`` writes this model to
+# a file. Its slope and intercept are close to the numbers that least squares finds.
 
 (slope, intercept), *_ = np.linalg.lstsq(np.hstack([X, np.ones_like(X)]), y[:, 0])
 weights = og.graph.get_train_initializer(trainer.model)

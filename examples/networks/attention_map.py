@@ -1,8 +1,9 @@
-"""Where a small transformer looks
-===============================
+"""The attention of a small transformer
+====================================
 
-A sequence has keys, each followed by a value, and ends with one of the keys. The model has to say
-the value of this key. It learns to look there, which the attention weights show.
+A sequence has four pairs of a key and a value, and a question: one of the four keys. The label is
+the value of this key. The attention weights show that the trained model looks at the pair of this
+key.
 """
 
 import matplotlib.pyplot as plt
@@ -19,8 +20,8 @@ KEYS, PAIRS, WIDTH = 8, 4, 32
 rng = np.random.default_rng(0)
 
 
-def pairs(count):
-    """Return pairs (count, PAIRS, 2) of a key and a value, questions (count, 1), and answers."""
+def draw_sequences(count):
+    """Return sequences, their labels, and the index of the pair that each question asks for."""
     keys = np.argsort(rng.random((count, KEYS)), axis=1)[:, :PAIRS]
     values, asked = rng.integers(0, KEYS, (count, PAIRS)), rng.integers(0, PAIRS, (count, 1))
     question = np.take_along_axis(keys, asked, 1)
@@ -29,8 +30,10 @@ def pairs(count):
 
 
 # %%
-# The question is the query of an attention; the embedding of each pair's key gives its key, that of
-# the value its value.
+# The query of the attention is computed from the embedding of the question, the keys of the
+# attention from the embeddings of the four keys, and the values of the attention from the
+# embeddings of the four values. The model returns the logits of the label, and the attention
+# weights as a second output.
 
 model = onnx.parser.parse_model(f"""
     <ir_version: 9, opset_import: ["": 20]> recall (int64[N,{PAIRS},2] pairs, int64[N,1] question)
@@ -51,7 +54,7 @@ arrays = {name: rng.normal(0, 0.3, shape).astype("f4") for name, shape in shapes
 model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
 
 trainer = og.Trainer(model, {"logits": "cross_entropy"}, learning_rate=og.schedules.cosine(0.01))
-X, y, _ = pairs(2000)
+X, y, _ = draw_sequences(2000)
 trainer.fit(X, y, epochs=15, batch_size=50)
 plt.plot([entry["loss"] for entry in trainer.history])
 plt.xlabel("epoch")
@@ -59,9 +62,10 @@ plt.ylabel("cross entropy")
 plt.show()
 
 # %%
-# New sequences. The attention of the trained model equals that of PyTorch with the same weights.
+# On 500 new sequences, the logits of the trained model equal the logits that the attention of
+# PyTorch computes with the same weights.
 
-X_test, y_test, asked = pairs(500)
+X_test, y_test, asked = draw_sequences(500)
 session = onnxruntime.InferenceSession(trainer.model.SerializeToString())
 logits, attention = session.run(["logits", "attention"], X_test)
 w = {name: torch.tensor(array) for name, array in trainer.state.weights.items()}
@@ -71,13 +75,14 @@ mixed = torch.nn.functional.scaled_dot_product_attention(Q, K, V)
 np.testing.assert_allclose(logits, (mixed[:, 0] @ w["Wo"]).numpy(), atol=1e-3)
 table = Table("500 new sequences", "share")
 accuracy, found = np.mean(logits.argmax(1) == y_test), np.mean(attention[:, 0].argmax(1) == asked)
-table.add_row("right answers", f"{accuracy:.3f}")
-table.add_row("attention is largest at the asked key", f"{found:.3f}")
+table.add_row("the largest logit is at the label", f"{accuracy:.3f}")
+table.add_row("the largest attention is at the key of the question", f"{found:.3f}")
 Console().print(table)
 assert min(accuracy, found) > 0.95
 
 # %%
-# Each row is a sequence, each column one of its pairs. A cross marks the key that is asked for.
+# Each row of the picture is a sequence, and each column one of its pairs. A cross marks the pair of
+# the key that the question asks for.
 
 plt.figure(figsize=(4, 6), layout="constrained")
 plt.imshow(attention[:16, 0], cmap="viridis", vmin=0, vmax=1)

@@ -1,8 +1,9 @@
 """A recurrent network continues a wave
 ====================================
 
-A GRU reads 40 values of a noisy sine of any frequency and predicts the next one. Its gradient is
-compared with that of PyTorch, and its predictions with the exact continuation.
+A GRU reads 40 values of a noisy sine wave and predicts the next value. Each row has a wave of
+another frequency. A training step is compared with PyTorch, and the predictions with the true
+continuation of the wave.
 """
 
 import matplotlib.pyplot as plt
@@ -16,15 +17,16 @@ HIDDEN = 24
 rng = np.random.default_rng(0)
 
 
-def waves(count, length=41):
-    """Return waves (length, count, 1): time is the first axis, as the operator GRU has it."""
+def draw_waves(count, length=41):
+    """Return waves (length, count, 1): the operator GRU has time on the first axis."""
     frequency, phase = rng.uniform(0.2, 0.6, count), rng.uniform(0, 2 * np.pi, count)
     clean = np.sin(np.arange(length)[:, None] * frequency + phase)
     return clean[..., None].astype(np.float32)
 
 
 # %%
-# ``GRU`` is one operator of ONNX. The last hidden state goes through a linear layer.
+# ``GRU`` is one operator of ONNX. A linear layer computes the prediction from the last hidden
+# state.
 
 model = onnx.parser.parse_model(f"""
     <ir_version: 9, opset_import: ["": 20]> gru (float[T,N,1] x) => (float[N,1] next)
@@ -38,35 +40,37 @@ arrays |= {"out": rng.normal(0, 0.2, (HIDDEN, 1)).astype("f4"), "bias": np.zeros
 model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
 
 # %%
-# One step of gradient descent, in PyTorch and here. The gates of PyTorch are in another order: the
-# reset gate comes before the update gate.
+# One step of gradient descent, here and in PyTorch, changes the weights equally. ``batch_axes``
+# says that the rows of ``x`` are on its second axis. In PyTorch, the reset gate comes before the
+# update gate; in ONNX, it comes after the update gate.
 
-x = waves(64)
+x = draw_waves(64)
 step = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.1, batch_axes={"x": 1})
 step.fit(x[:-1], x[-1], batch_size=64)
 
 
-def reordered(array):
+def in_torch_order(array):
+    """Return a weight of the operator GRU with its gates in the order of PyTorch."""
     z, r, h = np.split(array[0], 3)
     return torch.tensor(np.concatenate([r, z, h]))
 
 
 gru = torch.nn.GRU(1, HIDDEN)
 parts = [arrays["W"], arrays["R"], *np.split(arrays["B"], 2, axis=1)]
-gru.load_state_dict(dict(zip(gru.state_dict(), map(reordered, parts))))
+gru.load_state_dict(dict(zip(gru.state_dict(), map(in_torch_order, parts))))
 loss = torch.mean((gru(torch.tensor(x[:-1]))[1][0] @ torch.tensor(arrays["out"])
                    - torch.tensor(x[-1])) ** 2)  # fmt: skip
 loss.backward()
 np.testing.assert_allclose(step.history[0]["loss"], loss.item(), rtol=1e-5)
-after = reordered(step.state.weights["R"])
+after = in_torch_order(step.state.weights["R"])
 expected = gru.weight_hh_l0 - 0.1 * gru.weight_hh_l0.grad
 np.testing.assert_allclose(after, expected.detach(), atol=1e-6)
 print(f"loss before the first step: {loss.item():.4f}, in PyTorch and here")
 
 # %%
-# The whole training. ``batch_axes`` says that the rows of ``x`` are on its second axis.
+# The GRU trains on 1000 waves with noise.
 
-X = waves(1000)
+X = draw_waves(1000)
 noisy = X[:-1] + rng.normal(0, 0.05, X[:-1].shape).astype("f4")
 rate = og.schedules.cosine(0.02)
 trainer = og.Trainer(model, "squared_error", learning_rate=rate, clip_norm=1.0, batch_axes={"x": 1})
@@ -77,9 +81,10 @@ plt.ylabel("mean squared error")
 plt.show()
 
 # %%
-# A wave goes on for 40 steps: each prediction is the next input.
+# The GRU continues three new waves by 40 values: each prediction becomes the last input of the next
+# prediction. The true waves are gray.
 
-new = waves(3, 80)
+new = draw_waves(3, 80)
 history = new[:40]
 for _ in range(40):
     history = np.concatenate([history, trainer.predict(history[-40:])[None]])

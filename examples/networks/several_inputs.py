@@ -1,9 +1,10 @@
-"""Several inputs
-==============
+"""Several inputs: a recommender
+=============================
 
-Data for a model of several inputs are a dict of arrays by the names of the inputs. Here, a
-recommender reads the numbers of a user and of an item, and predicts a rating as the product of
-their vectors. Only a fifth of all ratings is known.
+A model with several inputs takes a dict of arrays: the keys are the names of the inputs. The
+recommender of this page reads the index of a user and the index of an item. It has a vector for
+every user and every item, and predicts the user's rating of the item as the inner product of their
+vectors.
 """
 
 import matplotlib.pyplot as plt
@@ -21,13 +22,13 @@ model = onnx.parser.parse_model("""
         product = Mul(u, i)  rating = ReduceSum(product, last)
     }
 """)
-for name, rows in (("users", USERS), ("items", ITEMS)):
-    array = rng.normal(scale=0.5, size=(rows, RANK)).astype(np.float32)
+for name, count in (("users", USERS), ("items", ITEMS)):
+    array = rng.normal(scale=0.5, size=(count, RANK)).astype(np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 print(og.trainable(model))
 
 # %%
-# A fifth of the ratings is for training; the model is evaluated on the others.
+# A fifth of the ratings is known, and trains the model. The other ratings are for the validation.
 
 truth = (rng.normal(size=(USERS, RANK)) @ rng.normal(size=(RANK, ITEMS))).astype(np.float32)
 user, item = np.divmod(rng.permutation(USERS * ITEMS), ITEMS)
@@ -51,8 +52,10 @@ print(trainer.history[-1])
 assert trainer.history[-1]["validation_r2"] > 0.95
 
 # %%
+# The predictions of the ratings that were not in the training.
+
 predicted = trainer.predict({"user": user[unknown], "item": item[unknown]})
 plt.plot(ratings[unknown], predicted, ".", markersize=2)
-plt.xlabel("rating that was not known")
+plt.xlabel("rating that was not in the training")
 plt.ylabel("prediction")
 plt.show()

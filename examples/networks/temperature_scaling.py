@@ -1,8 +1,9 @@
-"""Calibration: training one number
-================================
+"""Calibration: training a temperature
+===================================
 
-A network that has learned its data by heart is too sure of itself. Its logits are divided by a
-temperature, one number, which is trained on held-out rows (Guo et al., 2017). The result is the
+A network that has learned its training rows by heart predicts too high probabilities. Temperature
+scaling divides its logits by one number, the temperature, which is trained on held-out rows (`Guo
+et al. 2017 <https://arxiv.org/abs/1706.04599>`_). The trained temperature is compared with the
 minimum that SciPy finds.
 """
 
@@ -34,13 +35,14 @@ for name, shape in {"w1": (20, 64), "b1": 64, "w2": (64, 3), "b2": 3}.items():
     model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 # %%
-# First the network, with a temperature of 1, until it knows its rows.
+# First, the weights of the network train, while the temperature stays at 1.
 
 network = og.Trainer(model, "cross_entropy", freeze="inverse_temperature", learning_rate=0.01)
 network.fit(X[train], y[train], epochs=100, batch_size=50)
 
 # %%
-# Then the temperature alone, on rows that the network has not seen.
+# Then the temperature alone trains, on rows that were not in the first training. The weight in the
+# file is the inverse of the temperature.
 
 scaled = og.Trainer(
     network.model,
@@ -59,9 +61,10 @@ print(f"temperature: {1 / inverse:.3f}, by SciPy {1 / best.x:.3f}")
 np.testing.assert_allclose(inverse, best.x, rtol=0.02)
 
 # %%
-# The accuracy is the same, as the order of the logits is. The loss falls.
+# For the test rows, the loss is lower with the trained temperature. The accuracy is the same, as
+# the temperature does not change which logit of a row is the largest.
 
-table = Table("new rows", "cross entropy", "accuracy")
+table = Table("test rows", "cross entropy", "accuracy")
 losses = {}
 for name, trainer in (("before", network), ("after", scaled)):
     losses[name] = trainer.evaluate(X[test], y[test])["loss"]
@@ -71,8 +74,8 @@ Console().print(table)
 assert losses["after"] < losses["before"]
 
 # %%
-# How often a class of a predicted probability is the right one: on the diagonal, the network is as
-# right as it says.
+# Among predictions of 80 %, how many are right? On the diagonal, the share of right predictions
+# equals the predicted probability.
 
 plt.figure(layout="constrained")
 plt.plot([0, 1], [0, 1], color="gray")
@@ -81,6 +84,6 @@ for name, trainer in (("before", network), ("after", scaled)):
     share, predicted = calibration_curve(np.eye(3)[y[test]].ravel(), p.ravel(), n_bins=10)
     plt.plot(predicted, share, "o-", label=name)
 plt.xlabel("predicted probability")
-plt.ylabel("share that is right")
+plt.ylabel("share of right predictions")
 plt.legend()
 plt.show()

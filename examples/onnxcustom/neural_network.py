@@ -1,9 +1,11 @@
-"""A neural network: the loss in the model, and outside of it
-==========================================================
+"""The training classes of onnxcustom
+==================================
 
-The same network of scikit-learn is trained by ``OrtGradientOptimizer``, whose model computes its
-loss, and by ``OrtGradientForwardBackwardOptimizer``, which has the loss outside of the model.
-``weight_init="glorot"`` begins with new random weights, as scikit-learn does.
+Programs for ``onnxcustom.training`` train a network of scikit-learn in three ways.
+``OrtGradientOptimizer`` trains a model that computes its loss.
+``OrtGradientForwardBackwardOptimizer`` computes the loss outside of the model.
+``OrtGradientForwardBackward`` only runs the forward and the backward pass, for a loop of your own.
+The three networks are about as good as the network that scikit-learn trains.
 """
 
 import warnings
@@ -22,6 +24,8 @@ from sklearn.neural_network import MLPRegressor
 
 from onnxgrad.compat import (
     LearningRateSGD,
+    OrtDataLoader,
+    OrtGradientForwardBackward,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
     add_loss_output,
@@ -38,18 +42,20 @@ mlp = MLPRegressor(
     learning_rate_init=0.05, max_iter=100, n_iter_no_change=1000, random_state=0,
 ).fit(X_train, y_train)  # fmt: skip
 onx = to_onnx(mlp, X_train[:1], target_opset=15)
-weights = list(get_train_initializer(onx))
-print("weights:", weights)
+names = list(get_train_initializer(onx))
+print("weights:", names)
 
 # %%
-# The loss in the model is the squared error, and the one outside of it half of that. The gradient
-# of the first is twice as large, so it gets half the learning rate.
+# The loss that ``add_loss_output`` adds is the squared error, and the loss outside of the model is
+# half the squared error. The gradient of the first is twice as large, so its learning rate is half
+# as large. ``weight_init="glorot"`` replaces the trained weights by random weights, as scikit-learn
+# draws them.
 
 options = {"max_iter": 100, "batch_size": 10, "weight_init": "glorot", "random_state": 0}
 rates = {rate: LearningRateSGD(rate, learning_rate="constant") for rate in (0.025, 0.05)}
-inside = OrtGradientOptimizer(add_loss_output(onx), weights, learning_rate=rates[0.025], **options)
+inside = OrtGradientOptimizer(add_loss_output(onx), names, learning_rate=rates[0.025], **options)
 inside.fit(X_train, y_train)
-outside = OrtGradientForwardBackwardOptimizer(onx, weights, learning_rate=rates[0.05], **options)
+outside = OrtGradientForwardBackwardOptimizer(onx, names, learning_rate=rates[0.05], **options)
 outside.fit(X_train, y_train)
 half = np.divide(inside.train_losses_, 2)
 np.testing.assert_allclose(half, outside.train_losses_, rtol=0.01)
@@ -61,13 +67,35 @@ plt.legend()
 plt.show()
 
 # %%
-# The errors of rows that none of them has seen. The variance of the labels is 1.
+# A loop of your own: the forward pass, the gradient of half the squared error w.r.t. the
+# predictions, the backward pass, and a step of gradient descent. The loop begins with other random
+# weights.
 
-session = InferenceSession(inside.get_trained_onnx(onx).SerializeToString())
-predicted = {"scikit-learn": mlp.predict(X_test), "loss outside": outside.predict(X_test)}
-predicted["loss in the model"] = session.run(None, {"X": X_test})[0]
+passes = OrtGradientForwardBackward(onx, names).new_instance()
+rng = np.random.default_rng(0)
+shapes = [array.shape for array, _ in get_train_initializer(onx).values()]
+weights = [rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32) for shape in shapes]
+loader = OrtDataLoader(X_train, y_train, batch_size=10, random_state=0)
+for _ in range(100):
+    for rows, labels in loader.iter_numpy():
+        [predicted] = passes.forward([rows, *weights], training=True)
+        _, *gradients = passes.backward([(predicted - labels) / len(rows)])
+        for weight, gradient in zip(weights, gradients):
+            weight -= 0.05 * gradient
+
+# %%
+# The errors for rows that were in no training. ``get_trained_onnx`` returns the file with its
+# trained weights and without the loss. The labels have a variance of 1.
+
+trained = InferenceSession(inside.get_trained_onnx(onx).SerializeToString())
+predictions = {
+    "scikit-learn": mlp.predict(X_test),
+    "loss in the model": trained.run(None, {"X": X_test})[0],
+    "loss outside of the model": outside.predict(X_test),
+    "loop of your own": passes.forward([X_test, *weights])[0],
+}
 table = Table("", "mean squared error")
-for name, values in predicted.items():
-    table.add_row(name, f"{mean_squared_error(y_test, values):.5f}")
-    assert mean_squared_error(y_test, values) < 0.01
+for name, predicted in predictions.items():
+    table.add_row(name, f"{mean_squared_error(y_test, predicted):.5f}")
+    assert mean_squared_error(y_test, predicted) < 0.01
 Console().print(table)

@@ -1,8 +1,8 @@
 """Distillation: a linear model learns from a CNN
 ==============================================
 
-A small model, the student, learns from the labels and from the probabilities of a larger one, the
-teacher, which is a second ONNX file. The loss is compared with the one that PyTorch computes.
+A small model, the student, learns from the labels and from the probabilities that a larger model,
+the teacher, predicts. The teacher is a second ONNX file. The loss is compared with PyTorch's.
 """
 
 import io
@@ -24,7 +24,7 @@ X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
 X, X_test, y, y_test = X[:1000], X[1000:], y[:1000], y[1000:]
 
 # %%
-# The teacher is a CNN.
+# The teacher is a CNN, which PyTorch exports and ``Trainer`` trains.
 
 torch.manual_seed(0)
 layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
@@ -37,8 +37,10 @@ cnn = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.005, metrics=
 cnn.fit(X, y, epochs=5)
 
 # %%
-# The student is linear. The temperature softens the probabilities of the teacher, and ``alpha`` is
-# the weight of the teacher against that of the labels.
+# The student is a linear model. Its loss is the sum of two terms: ``alpha`` times the divergence
+# from the probabilities of the teacher, scaled by the squared temperature, and ``1 - alpha`` times
+# the cross entropy of the labels. The temperature brings the probabilities of the teacher closer to
+# each other.
 
 student = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> linear (float[N,1,8,8] image) => (float[N,10] logits)
@@ -55,14 +57,14 @@ after = trainer.evaluate(X_test, y_test)
 assert after["loss"] < before["loss"] / 2
 assert after["accuracy"] > 0.85
 
-table = Table("images that none has seen", "loss", "accuracy")
-teacher = cnn.evaluate(X_test, y_test)
-for name, results in (("teacher", teacher), ("student before", before), ("student after", after)):
+table = Table("test images", "loss of distillation", "accuracy")
+table.add_row("teacher", "", f"{cnn.evaluate(X_test, y_test)['accuracy']:.3f}")
+for name, results in (("student, untrained", before), ("student, trained", after)):
     table.add_row(name, f"{results['loss']:.4f}", f"{results['accuracy']:.3f}")
 Console().print(table)
 
 # %%
-# The same loss in PyTorch, from the logits of both models.
+# PyTorch computes the same loss from the logits of the student and the teacher.
 
 logits, targets = (torch.tensor(m.predict(X_test)) for m in (trainer, cnn))
 soft = kl_div(
@@ -73,11 +75,14 @@ expected = alpha * T**2 * soft + (1 - alpha) * cross_entropy(logits, torch.tenso
 np.testing.assert_allclose(after["loss"], expected.item(), rtol=1e-4)
 
 # %%
-# The weights of the student are a picture for each digit.
+# The weights of the student for each digit, as a picture: red pixels raise the logit of this digit,
+# and blue pixels lower it.
 
+weight = trainer.state.weights["weight"]
 figure, axes = plt.subplots(2, 5, figsize=(8, 3.6), layout="constrained")
 for digit, ax in enumerate(axes.flat):
-    ax.imshow(trainer.state.weights["weight"][:, digit].reshape(8, 8), cmap="RdBu_r")
+    picture, limit = weight[:, digit].reshape(8, 8), np.abs(weight).max()
+    ax.imshow(picture, cmap="RdBu_r", vmin=-limit, vmax=limit)
     ax.set_title(digit)
     ax.axis("off")
 plt.show()

@@ -1,9 +1,10 @@
-"""Waveforms in, classes out
-=========================
+"""Spectrograms as a part of the file
+==================================
 
-A CNN learns from log-mel spectrograms. The transform computes them once for the training, and then
-becomes nodes of the file, which takes waveforms. Its scores equal those of PyTorch behind PyTorch's
-own Fourier transform.
+A CNN classifies sounds by their log-mel spectrograms. For the training, a transform computes the
+spectrograms once. Then the transform becomes a part of the file, as ONNX nodes, and the file takes
+waveforms. The scores are compared with PyTorch, which computes the spectrograms by its own Fourier
+transform.
 """
 
 import io
@@ -21,8 +22,8 @@ CLASSES = ["falling", "constant", "rising"]
 rng = np.random.default_rng(0)
 
 
-def sung(labels):
-    """Return waveforms of tones that fall, keep their pitch, or rise, in noise."""
+def draw_tones(labels):
+    """Return waveforms of tones with noise, whose pitch falls, is constant, or rises."""
     seconds = np.arange(SAMPLES) / RATE
     slope = (labels[:, None] - 1) * rng.uniform(0.5, 1, (len(labels), 1))
     pitch = rng.uniform(500, 1000, (len(labels), 1)) * np.exp2(slope * (seconds - 0.4))
@@ -32,7 +33,7 @@ def sung(labels):
 
 mel = og.data.mel_spectrogram(RATE, n_fft=256, hop_length=128, n_mels=32)
 labels = rng.integers(0, 3, 300)
-spectrograms = mel(sung(labels))[:, None]  # (N, 1, bands, frames)
+spectrograms = mel(draw_tones(labels))[:, None]  # (N, 1, bands, frames)
 
 figure, axes = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
 for label, ax in enumerate(axes):
@@ -41,7 +42,7 @@ for label, ax in enumerate(axes):
 plt.show()
 
 # %%
-# A CNN, exported from PyTorch, trains on the spectrograms.
+# A CNN, exported by PyTorch, trains on the spectrograms.
 
 torch.manual_seed(0)
 layers = [torch.nn.Conv2d(1, 8, 5, stride=2), torch.nn.ReLU(), torch.nn.Conv2d(8, 16, 5, stride=2)]
@@ -55,12 +56,14 @@ trainer = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.01)
 trainer.fit(spectrograms, labels, epochs=20)
 
 # %%
-# With ``preprocess``, the file takes waveforms. What trains is still the CNN only.
+# ``preprocess`` writes the transform into the file, in front of the CNN, and the file takes
+# waveforms. The constants of the transform do not train: ``trainable`` lists the weights of the CNN
+# only.
 
 model = og.graph.preprocess(trainer.model, [mel])
 assert [t.name for t in og.trainable(model) if t.trains] == list(trainer.state.weights)
 new_labels = rng.integers(0, 3, 200)
-waveforms = sung(new_labels)
+waveforms = draw_tones(new_labels)
 session = onnxruntime.InferenceSession(model.SerializeToString())
 (scores,) = session.run(None, {"waveform": waveforms})
 accuracy = np.mean(scores.argmax(axis=1) == new_labels)

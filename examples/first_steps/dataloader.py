@@ -1,8 +1,8 @@
 """DataLoaders and metrics of PyTorch
 ==================================
 
-A ``DataLoader`` of PyTorch is the data of a ``Trainer``, and a metric of torchmetrics one of its
-metrics. A loop in PyTorch on the same batches ends with the same weights.
+``Trainer.fit`` reads batches from a ``DataLoader`` of PyTorch, and ``metrics`` takes metrics of the
+package torchmetrics. A training loop in PyTorch over the same batches ends with the same weights.
 """
 
 import matplotlib.pyplot as plt
@@ -22,12 +22,13 @@ dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(y))
 
 
 def loader():
+    """Return a DataLoader that shuffles the rows in the same order in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.utils.data.DataLoader(dataset, 32, shuffle=True, generator=generator)
 
 
 # %%
-# The same network as an ONNX model and in PyTorch.
+# The network, as an ONNX model and as a module of PyTorch with the same weights.
 
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]> mlp (float[N,4] x) => (float[N,3] logits)
@@ -41,7 +42,8 @@ for name, parameter in names.items():
     model.graph.initializer.append(tensor)
 
 # %%
-# Metrics are computed batch by batch, for the validation data too.
+# The history of the training has the loss and the metrics of every epoch, for the training data and
+# for the validation data, which are the same rows here.
 
 trainer = og.Trainer(
     model,
@@ -57,7 +59,7 @@ for entry in trainer.history:
 Console(width=110).print(table)
 
 # %%
-# The loop in PyTorch.
+# The training loop in PyTorch ends with the same weights and the same accuracy.
 
 optimizer, batches, losses = torch.optim.AdamW(net.parameters(), 0.01), loader(), []
 for _ in range(5):
@@ -67,7 +69,7 @@ for _ in range(5):
         loss = torch.nn.functional.cross_entropy(net(rows), labels)
         loss.backward()
         optimizer.step()
-        epoch += [loss.item()] * len(rows)
+        epoch += [loss.item()] * len(rows)  # the last batch has fewer rows
     losses.append(np.mean(epoch))
 for name, parameter in names.items():
     np.testing.assert_allclose(trainer.state.weights[name], parameter.detach(), atol=1e-5)

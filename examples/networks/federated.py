@@ -1,10 +1,11 @@
 """Federated averaging
 ===================
 
-Three clients train a model on data that never leave them: each gets the weights, trains, and
-returns new weights, which are averaged (McMahan et al., 2017). A client is a ``NumPyClient`` of
-Flower (``flwr``), with weights in and out as arrays; without ``flwr`` installed, it is a class with
-the same methods.
+Three clients train one model, and none of them shows its rows to another. Each client gets the
+weights, trains on its own rows, and returns new weights; the mean of the returned weights is the
+start of the next round (`McMahan et al. 2017 <https://arxiv.org/abs/1602.05629>`_). A client is a
+``NumPyClient`` of the package Flower (``flwr``), which takes and returns weights as arrays. Without
+``flwr`` installed, the client is a class with the same methods.
 """
 
 import matplotlib.pyplot as plt
@@ -27,7 +28,7 @@ model = to_onnx(start, X[:1], options={"zipmap": False})
 
 
 class Client(NumPyClient):
-    """Trains on rows of its own."""
+    """Trains on its own rows."""
 
     def __init__(self, X, y):
         self.X, self.y = X, y
@@ -45,43 +46,46 @@ class Client(NumPyClient):
         return self.get_parameters(config), len(self.X), {}
 
 
-def averaged(clients, parameters, steps):
+def train_one_round(clients, parameters, steps):
+    """Return the mean of the weights that the clients return after training."""
     results = [client.fit(parameters, {"steps": steps}) for client in clients]
-    return [np.mean(same, axis=0) for same in zip(*(r[0] for r in results), strict=True)]
+    return [np.mean(copies, axis=0) for copies in zip(*(r[0] for r in results), strict=True)]
 
 
 # %%
-# The rows are sorted by digit, so that no client sees all digits. One step of each client,
-# averaged, is one step on all rows.
+# The rows are sorted by digit, so that each client has the images of a few digits only. If every
+# client does one step of gradient descent on all of its rows, the mean of the new weights equals
+# the weights after one step on all rows.
 
 order = np.argsort(y, kind="stable")[:1500]
 clients = [Client(X[rows], y[rows]) for rows in np.array_split(order, 3)]
 first = clients[0].get_parameters({})
-whole, _, _ = Client(X[order], y[order]).fit(first, {"steps": 1})
-for ours, theirs in zip(averaged(clients, first, 1), whole, strict=True):
-    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+on_all_rows, _, _ = Client(X[order], y[order]).fit(first, {"steps": 1})
+for mean, expected in zip(train_one_round(clients, first, 1), on_all_rows, strict=True):
+    np.testing.assert_allclose(mean, expected, atol=1e-6)
 
 # %%
-# A hundred rounds of ten steps each, against a client that trains alone. It never learns the
-# digits that it has not seen.
+# A hundred rounds of ten steps each. For comparison, the first client also trains alone; then the
+# model never learns the digits that this client has no images of.
 
-judge = Client(X, y)
+evaluator = Client(X, y)
 
 
 def accuracy(parameters):
-    judge.fit(parameters, {"steps": 0})
-    return np.mean(judge.trainer.predict(X).argmax(1) == y)
+    """Return the share of all images whose digit the model with these weights says correctly."""
+    evaluator.fit(parameters, {"steps": 0})
+    return np.mean(evaluator.trainer.predict(X).argmax(1) == y)
 
 
 together, alone, scores = first, first, []
 for _ in range(100):
-    together = averaged(clients, together, 10)
+    together = train_one_round(clients, together, 10)
     alone, _, _ = clients[0].fit(alone, {"steps": 10})
     scores.append((accuracy(together), accuracy(alone)))
 plt.plot(scores, label=["three clients", "one client"])
 plt.xlabel("round")
-plt.ylabel("accuracy for all digits")
+plt.ylabel("accuracy on the images of all digits")
 plt.legend()
 plt.show()
-print(f"accuracy: {scores[-1][1]:.3f} by one client, {scores[-1][0]:.3f} by all")
+print(f"accuracy: {scores[-1][1]:.3f} by one client, {scores[-1][0]:.3f} by three")
 assert scores[-1][0] > 0.85 > scores[-1][1]
