@@ -185,7 +185,7 @@ def tables(rounds: int) -> list[str]:
     heads = " | ".join(map(str, PROCESSES))
     lines += [
         "",
-        f"Predicted efficiency, with {1e6 * latency:.0f} µs a message as measured here:",
+        f"Predicted efficiency, with {1e6 * latency:.0f} µs for each message, as measured:",
         "",
         f"| Model, ms a step | network | {heads} | ended by |",
         "|---" * (3 + len(PROCESSES)) + "|",
