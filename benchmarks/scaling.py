@@ -39,7 +39,7 @@ CASES: dict[str, tuple[int, str, int | None]] = {  # processes, how, cores
     "2 processes": (2, "shared", None),
     "4 processes": (4, "shared", None),
 }
-PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+PAGE = Path(__file__).parent.parent / "docs" / "parallel.md"
 BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
 
 
@@ -185,7 +185,7 @@ def tables(rounds: int) -> list[str]:
     heads = " | ".join(map(str, PROCESSES))
     lines += [
         "",
-        f"Predicted efficiency, with {1e6 * latency:.0f} µs a message as measured here:",
+        f"Predicted efficiency, with {1e6 * latency:.0f} µs for each message, as measured:",
         "",
         f"| Model, ms a step | network | {heads} | ended by |",
         "|---" * (3 + len(PROCESSES)) + "|",
@@ -203,7 +203,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/parallel.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

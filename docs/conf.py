@@ -91,7 +91,7 @@ html_extra_path = [str(EXTRA)]
 autosummary_generate = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-ALIASES = "LossLike", "MetricLike", "RateLike", "ClassWeights"  # the page api/train explains them
+ALIASES = "LossLike", "MetricLike", "RateLike", "ClassWeights"  # explained on the page api/train
 autodoc_type_aliases = {name: name for name in ALIASES}
 autodoc_member_order = "bysource"
 # scikit-learn writes these into estimators, with links into its own pages

@@ -19,6 +19,7 @@ from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 from onnxgrad.training.trainer import TrainerBase
 
+SUBMODULE = re.compile(r"^\.\. py:module:: onnxgrad\.([\w.]+)$", re.MULTILINE)
 BLOCK = re.compile(r"^\.\. api::(?: ([\w.]+))?\n((?:\n|   \w+\n)+)", re.MULTILINE)
 
 
@@ -33,7 +34,18 @@ def documented_names(folder: Path) -> list[tuple[str, str]]:
     return [(name, module or "onnxgrad") for module, names in blocks for name in names.split()]
 
 
-MODULES = dict(documented_names(Path(__file__).parents[1] / "api"))
+def pages_of_submodules(folder: Path) -> dict[str, str]:
+    """Return the page in `folder` that documents each submodule, such as `onnxgrad.losses`."""
+    return {
+        submodule: page.stem
+        for page in folder.glob("*.rst")
+        for submodule in SUBMODULE.findall(page.read_text())
+    }
+
+
+API = Path(__file__).parents[1] / "api"
+MODULES = dict(documented_names(API))
+PAGES = pages_of_submodules(API)
 
 
 class Api(SphinxDirective):
@@ -100,10 +112,9 @@ class Backticks(SphinxRole):
         code = nodes.literal(self.rawtext, self.text, classes=["code"])
         root, path = re.fullmatch(r"((?:onnxgrad|og)\.)?(.*)", self.text, re.DOTALL).groups()
         module, _, name = path.rpartition(".")
-        page = f"api/{path}"  # of a submodule, as `onnxgrad.losses`
-        if root and page in self.env.found_docs:
-            target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/{page}"}
-        elif name in MODULES and (not module or f"api/{module}" in self.env.found_docs):
+        if root and path in PAGES:  # a submodule, such as `onnxgrad.losses`
+            target = {"refdomain": "std", "reftype": "doc", "reftarget": f"/api/{PAGES[path]}"}
+        elif name in MODULES and (not module or module in PAGES):
             place = f"{MODULES[name]}.{name}"
             target = {"refdomain": "py", "reftype": "obj", "reftarget": place}
         else:

@@ -24,7 +24,7 @@ def documented_rows(head: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
 
 
-ROWS_OF_THE_TABLE = documented_rows("There | Here")
+ROWS_OF_THE_TABLE = documented_rows("The old packages | onnxgrad")
 LOST_ARGUMENTS = documented_rows("Of | Arguments")
 PROMISED = """
 onnx_derivative DerivativeOptions DerivativeOptions.Zero DerivativeOptions.KeepYieldOp

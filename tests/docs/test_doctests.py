@@ -131,8 +131,9 @@ def vars_of_tasks() -> dict[str, object]:
 
 
 def test_every_submodule_has_a_page():
+    pages = "".join(path.read_text() for path in (DOCS / "api").glob("*.rst"))
     for name in submodules():
-        assert f"\n.. py:module:: onnxgrad.{name}\n" in (DOCS / "api" / f"{name}.rst").read_text()
+        assert pages.count(f"\n.. py:module:: onnxgrad.{name}\n") == 1
 
 
 def test_every_page_is_in_the_navigation():

@@ -44,7 +44,7 @@ IMPORTED = {  # by extras that pages install, and by the hidden cells of pages
     "sklearn": ["skl2onnx"],
     "text": ["tokenizers"],
     "torch": ["torch"],
-    "cli/generate.md": ["tokenizers"],
+    "cli/predict.md": ["tokenizers"],
     "parallel.md": ["torch"],
     "report.md": ["PIL"],
     "solvers.md": ["casadi"],

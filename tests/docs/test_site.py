@@ -84,15 +84,19 @@ def test_options_are_those_of_the_code(extensions):
     assert missing == []
 
 
-def test_every_command_has_a_page(extensions):
-    """It has the help, the options and the keys of `--json`, and the index leads to it."""
+def test_every_command_is_on_a_page(extensions):
+    """The page has its help, its options and its keys of `--json`; the index leads to them."""
     names = set(importlib.import_module("cli_options").commands())
     index = (DOCS / "cli.md").read_text()
-    assert {path.stem for path in (DOCS / "cli").glob("*.md")} == names
-    assert set(re.findall(r"^cli/(\w+)$", index, re.MULTILINE)) == names
-    for name in names:
-        page = (DOCS / "cli" / f"{name}.md").read_text()
-        assert f"](cli/{name}.md) |" in index
+    stems = {path.stem for path in (DOCS / "cli").glob("*.md")}
+    assert set(re.findall(r"^cli/(\w+)$", index, re.MULTILINE)) == stems
+    links = dict(re.findall(r"^\| \[`onnxgrad (\w+)`\]\(cli/([\w.#-]+)\) \|", index, re.MULTILINE))
+    assert set(links) == names
+    for name, link in links.items():
+        file, _, heading = link.partition("#")
+        page = (DOCS / "cli" / file).read_text()
+        assert f"\n{'##' if heading else '#'} onnxgrad {name}\n" in page
+        assert heading in ("", f"onnxgrad-{name}")
         assert f"```{{command-help}} {name}\n```" in page
         assert f"```{{command-options}} {name}\n```" in page
         assert f"\n| `{name}` |" in page[page.index("## Keys of `--json`") :]
