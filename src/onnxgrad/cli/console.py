@@ -19,7 +19,7 @@ stdout, stderr = Console(), Console(stderr=True)
 
 
 def ignoring_closed_output() -> suppress:
-    """Go on when the terminal or the pipe behind the output is closed: rich exits then."""
+    """Ignore a closed terminal or pipe behind the output, where rich would exit."""
     return suppress(OSError, SystemExit)
 
 
@@ -45,7 +45,7 @@ def warn(message: Warning | str) -> None:
 
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table of two columns: what, and its value."""
+    """Print a table of two columns, name and value."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))

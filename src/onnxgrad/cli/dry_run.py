@@ -34,7 +34,7 @@ class Probe(Callback):
         self.slots = self.batch_size = 0
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin to measure."""
+        """Start the clock of the steps."""
         self._began = time.perf_counter()
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:

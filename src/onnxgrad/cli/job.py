@@ -38,12 +38,12 @@ class Job:
 
     @property
     def rows(self) -> int | None:
-        """The number of rows to train on; None if it is unknown."""
+        """The count of rows to train on; None if unknown."""
         return row_count(self.task.data)
 
     @property
     def validation_rows(self) -> int | None:
-        """The number of rows of the validation data; None if it is unknown, or without any."""
+        """The count of rows to validate on; None if unknown, or without validation data."""
         return None if self.task.validation is None else row_count(self.task.validation)
 
     @property
@@ -64,7 +64,7 @@ class Job:
 
 
 def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
-    """Return the task that the options name, or that the data are of, with a trainer.
+    """Return the task that the options name or the data imply, with a trainer.
 
     Raises:
         ValueError: options that do not fit the model or the data.
@@ -81,18 +81,20 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     _check_effects(options, task.model, task.validation is not None)
     size, rows = options.batch_size, job.rows
     if size is not None and rows is not None and size > rows and isinstance(task, RowsTask):
-        raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
+        raise ValueError(
+            f"--batch-size {size} is more than the {rows} rows to train on: pass fewer"
+        )
     return job
 
 
 def _arguments_of_task(options: TrainOptions, task: Task) -> list[str]:
-    """Return the names of the arguments that the task decides, as no option was set for them."""
+    """Return the names of the arguments that the task decides, as users set no option."""
     given, names = set_options(options), [*task.arguments, "optimizer"]
     return [name for name in names if not given & _SET_BY.get(name, {name})]
 
 
 def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
-    """Return a schedule that was set without a rate, with the usual rate of the task; else {}."""
+    """Return a schedule that users set without a rate, with the task's rate; else {}."""
     if usual is None or options.learning_rate is not None or not set_options(options) & _RATE:
         return {}
     highest = float(getattr(select(usual), "schedule", select(usual))(0))  # behind a warm-up
@@ -100,7 +102,7 @@ def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
 
 
 def _class_weights(weights: Any, task: Task) -> Any:
-    """Return the weights of classes by their numbers, as a `Trainer` takes them."""
+    """Return class weights by class index, as a `Trainer` takes them."""
     classes = list(task.classes)
     count = task.class_count if isinstance(task, RowsTask) else len(classes)
     by_number = weights_by_number(weights, classes, count)
@@ -123,7 +125,7 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
 
 
 def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
-    """Raise `ValueError` if the history will not have the monitored number."""
+    """Raise `ValueError` if the history has no number of the name in `--monitor`."""
     if options.early_stopping is None and options.monitor is None:
         return
     names, monitor = ["loss", "learning_rate"], options.monitor or "validation_loss"

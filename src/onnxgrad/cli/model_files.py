@@ -31,7 +31,7 @@ def read_model(path: str, data: str | None = None) -> ModelProto:
     if path != STDIN:
         return read(folder_of(path) or path)
     if data == STDIN:
-        raise ValueError('MODEL and DATA are both "-": standard input is only one of them')
+        raise ValueError('MODEL and DATA are both "-", standard input: name a file for one of them')
     return read(standard_input("model").read())
 
 

@@ -32,7 +32,7 @@ class Output:
 
     @property
     def default(self) -> str:
-        """The path without `--output`."""
+        """The path of the result if `--output` is not given."""
         return "trained.onnx" if self.like is None else "trained"
 
     def unused_default(self, curves: bool) -> str:
@@ -44,7 +44,7 @@ class Output:
         return str(next(free))
 
     def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
-        """Raise if a model cannot be written, before anything is computed."""
+        """Raise if the result cannot be written to `path`, before anything is computed."""
         if self.adapter is not None:
             adapter_file(Path(), self.adapter)
         if self.like is None and self.adapter is not None:
@@ -62,7 +62,7 @@ class Output:
             check_folder(path, overwrite, self.like)
 
     def check_data(self, path: str, overwrite: bool, model: str, proto: ModelProto) -> None:
-        """Raise if data that the model reads would be replaced."""
+        """Raise if the result would replace external data that the model reads."""
         if self.like is not None:
             check_folder(path, overwrite, self.like, proto)
         else:
@@ -73,7 +73,7 @@ class Output:
         return path.with_suffix(".png") if self.like is None else Path(f"{path}.png")
 
     def save(self, model: ModelProto, path: Path, overwrite: bool) -> None:
-        """Write the model."""
+        """Write the model into the file or the folder."""
         if self.like is not None:
             save_folder(model, path, self.like, adapter=self.adapter, overwrite=overwrite)
         elif str(path) == STDOUT:

@@ -52,7 +52,7 @@ class StopRequests:
             raise Stopped(number)
 
     def hold(self) -> None:
-        """Record signals from now on, for `check`, instead of raising."""
+        """From now on, record signals for `check` instead of raising `Stopped`."""
         self._held = True
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class StopRequests:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """Raise on a signal again, during a prompt."""
+        """Let signals raise `Stopped` within the block, such as during a prompt."""
         self._held = False
         try:
             yield

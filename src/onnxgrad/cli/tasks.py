@@ -105,18 +105,18 @@ def _open_rows_task(
 
 
 def standard_data(data: str) -> Any:
-    """Return the path of data, or standard input for "-"."""
+    """Return the path of the data, or standard input for "-"."""
     return standard_input("CSV file") if data == STDIN else data
 
 
 def _noted_tasks(proto: ModelProto) -> list[str]:
-    """Return the names of the tasks on which a model was trained, without tasks of rows."""
+    """Return the names of the tasks in the model's metadata, except tasks of rows."""
     noted = json.loads(notes_of(proto).get(OPTIONS, "{}"))
     return [name for name, place in TASKS.items() if place.partition(":")[2] in noted]
 
 
 def _data_task(options: Any) -> str:
-    """Return the task of rows that reads the kind of the data."""
+    """Return the task of rows for the kind of data: images, texts or a table."""
     path = Path(options.data)
     suffix = path.suffix.lower()
     holds_texts = suffix in (*LINES, *TEXTS)
@@ -168,7 +168,7 @@ def _arguments_of_rows(
 
 
 def _by_name(texts: list[str], names: Collection[str]) -> Any:
-    """Return texts, or a dict of them by name where they are NAME=TEXT with one of these names."""
+    """Return `{name: texts}` of options NAME=TEXT with these names; else the texts unchanged."""
     pairs = [text.partition("=") for text in texts]
     if not texts or not all(equals and name in names for name, equals, _ in pairs):
         return texts

@@ -140,7 +140,7 @@ class Watch(Callback):
 
 
 def _check_files(options: TrainOptions, output: Output) -> None:
-    """Raise if the results cannot be written, or would replace something that they must not."""
+    """Raise if results cannot be written, or would replace files that they must not replace."""
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
     _check_different(options, output)
@@ -162,7 +162,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
 
 
 def _check_different(options: TrainOptions, output: Output) -> None:
-    """Raise `ValueError` if two results would be one file or folder."""
+    """Raise `ValueError` if two results would be written to one file or folder."""
     named = ("output", "history", "record", "checkpoint")
     written = [(f"--{name}", getattr(options, name)) for name in named]
     written += [("--card", str(file)) for file in card_of(options)]
@@ -172,11 +172,11 @@ def _check_different(options: TrainOptions, output: Output) -> None:
         if path in (None, STDOUT):
             continue
         if (other := known.setdefault(os.path.realpath(path), name)) != name:
-            raise ValueError(f"{other} {path} is the name of {name}, too: use another")
+            raise ValueError(f"{other} {path} is the path of {name}, too: name another")
 
 
 def _result_files(options: TrainOptions, output: Output) -> list[Path]:
-    """Return the files of the model and its curves."""
+    """Return the paths of the trained model and of the loss curves."""
     if options.output == STDOUT:
         return []
     model = Path(options.output)
@@ -209,7 +209,7 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
 
 
 def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
-    """Train, and return why training ended early, "" if it did not, and the exit code.
+    """Train; return why training ended early ("" if it did not), and the exit code.
 
     An error or a signal after the first steps does not lose them.
     """

@@ -51,9 +51,13 @@ def grad(options: GradOptions) -> None:
 
 def _write_family(options: GradOptions, path: str) -> None:
     if options.output is not None or options.fill_grad or options.keep_outputs:
-        raise ValueError("--family takes no --output, --fill-grad or --keep-outputs")
+        raise ValueError(
+            "--output, --fill-grad and --keep-outputs have no effect on --family: leave them out"
+        )
     if path == STDOUT:
-        raise ValueError("--family writes four models: name the file of the first")
+        raise ValueError(
+            "--family writes four models beside each other: name the file of the first, not -"
+        )
     from onnxgrad.autodiff.family import derivative_family, family_paths
 
     files = [str(file) for file in family_paths(path).values()]
@@ -81,7 +85,9 @@ def merge(options: MergeOptions) -> None:
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
         if options.requantize:
-            raise ValueError(f"--requantize is for adapters, and {options.model} has a checkpoint")
+            raise ValueError(
+                f"--requantize is for adapters, and {options.model} has a checkpoint: leave it out"
+            )
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
@@ -136,7 +142,7 @@ def _write_changed_model(
 
 
 def _print_report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
-    """Print what was written."""
+    """Print the nodes, operators, inputs and outputs of the model that was written."""
     counts = Counter(node.op_type for node in after.graph.node)
     names = _model_signature(after)
     if options.json:

@@ -85,7 +85,7 @@ def arrow_dataset(
 
 
 def _file_suffixes(paths: Sequence[str]) -> set[str]:
-    """Return the suffixes of files, in folders of the first files that are not hidden."""
+    """Return the suffixes of files; of a folder, the suffixes of the first files in it."""
     suffixes = set()
     for path in map(Path, paths):
         inside = (f for f in path.rglob("*") if f.is_file() and f.name[0] not in "._")
@@ -150,7 +150,7 @@ class ArrowReader(Reader):
         self._pieces = list(list_pieces(dataset, selected, needed))
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
-            raise ValueError("the dataset has no rows")
+            raise ValueError("the dataset has no rows: pass files that hold rows")
         with closing(self.decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
             sampled = sum(array.nbytes for array in next(parts).values())
         self._row_bytes = max(1, sampled // min(self.rows, _SAMPLED))
@@ -163,7 +163,7 @@ class ArrowReader(Reader):
             return _batch_parts(next(blocks).tables(slice(0, 1)))
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass without the first `skip`, whose blocks are not decoded.
+        """Yield the batches of one pass; the first `skip` batches are left out without decoding.
 
         A thread decodes the next block of rows while this one is cut into batches.
         """
@@ -209,7 +209,7 @@ class ArrowReader(Reader):
     def decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield arrays by column of up to `size` rows, from row `start` of pieces in this order."""
+        """Yield `{column: array}` of up to `size` rows, from row `start` of the ordered pieces."""
         for i in order:
             piece = self._pieces[i]
             if start >= piece.rows:
@@ -227,7 +227,7 @@ class ArrowReader(Reader):
                 yield arrays
 
     def describe(self) -> dict[str, Any]:
-        """Return the columns, the number of rows, and a digest of sizes and times of files."""
+        """Return the columns, the count of rows, and a digest of the sizes and times of files."""
         schema = self._dataset.schema
         columns = [[name, str(schema.field(name).type)] for name in self._names]
         entries = {"kind": "arrow", "rows": self.rows, "columns": columns}

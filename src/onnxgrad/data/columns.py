@@ -87,7 +87,7 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
     parts = [to_numbers(f"{name}, column {n}", c) for n, c in zip(labels, columns, strict=True)]
     counts = {label: len(part) for label, part in zip(labels, parts, strict=True)}
     if len(set(counts.values())) > 1:
-        raise DataError(f"{name!r}: the columns differ in their number of rows: {counts}")
+        raise DataError(f"{name!r}: all columns must have the same number of rows, not {counts}")
     if len(parts) == 1 and parts[0].ndim > 1:
         return parts[0]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
@@ -126,7 +126,7 @@ def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) 
 
 
 def _column_of_input(name: str, columns: Sequence[str]) -> str:
-    """Return the column for an input, which skl2onnx may call by a changed name."""
+    """Return the name of an input's column, also if skl2onnx renamed the input."""
     renamed = [c for c in columns if re.sub(r"^(?=\d)|[^\w+]", "_", c) == name]
     return renamed[0] if name not in columns and len(renamed) == 1 else name
 
@@ -152,7 +152,7 @@ class Names:
     notes: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def order(self, name: str, names: Sequence[str]) -> list[str]:
-        """Return the columns of an input in the order of training, which is `names` at first.
+        """Return an input's columns in the order of training; the first call stores `names`.
 
         Raises:
             DataError: other columns than in training.
@@ -162,7 +162,7 @@ class Names:
         return self.columns[name]
 
     def target_order(self, names: Sequence[str]) -> list[str]:
-        """Return the columns of the label in the order of training, which other `names` replace."""
+        """Return the label columns in the order of training; new `names` are stored instead."""
         if sorted(names) != sorted(self.target):
             self.target = list(names)
         return self.target

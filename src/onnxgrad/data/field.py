@@ -69,7 +69,7 @@ class Field:
             if array.ndim == 0:
                 raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
             if len(array) == 0:
-                raise ValueError(f"{self.name!r} is empty: it has no row")
+                raise ValueError(f"{self.name!r} has no rows: pass at least one")
         try:
             if axis == 0 and not whole:
                 array = fit_shape(array, self.shape, repr(self.name), reshape=False)
@@ -89,7 +89,7 @@ class Field:
         return self._checked_values(array, what, refuse)
 
     def _checked_values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
-        """Return numbers in the dtype of the input; `refuse` raises for forbidden values."""
+        """Return an array in the dtype of the input; call `refuse` for forbidden values."""
         values = array
         if array.dtype != self.dtype:
             with np.errstate(all="ignore"):
@@ -217,7 +217,7 @@ def _all_finite(values: np.ndarray) -> bool:
 
 
 def _raise_for_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
-    """Raise if any element of the mask is true, naming the rows along `axis`, or the elements."""
+    """Raise `ValueError` that lists the rows along `axis`, or the elements, of the mask `bad`."""
     if not bad.any():
         return
     if axis is None:

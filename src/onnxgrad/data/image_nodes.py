@@ -16,7 +16,7 @@ from onnxgrad.operators.shapes import dims
 
 
 def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
-    """Write images resized to (height, width), or to this length of the shorter side."""
+    """Write nodes that resize images to (height, width), or the shorter side to a length."""
     if not isinstance(size, int):
         return x if _static_sides(x) == size else _write_resize_to(op, x, list(size), size)
     short = op.ReduceMin(_write_sides(op, x), keepdims=1)
@@ -28,7 +28,7 @@ def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
 
 
 def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
-    """Write images resized so that they just cover `size`.
+    """Write nodes that resize images so that they just cover `size`, (height, width).
 
     With `only_small`, only images with a smaller side are resized.
     """
@@ -47,7 +47,7 @@ def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = 
 
 
 def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
-    """Write the part of `size` in the middle of images, which are not smaller."""
+    """Write nodes that crop images to `size`, (height, width), in the middle."""
     if _static_sides(x) == size:
         return x
     with op:
@@ -57,13 +57,13 @@ def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
 
 
 def write_scale(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
-    """Write values from 0 to 255 as float32 from 0 to `scale`."""
+    """Write nodes that turn values from 0 to 255 into float32 from 0 to `scale`."""
     x = op.Cast(x, to=ir.DataType.FLOAT)
     return x if scale == 255 else op.Div(x, 255.0 / scale)
 
 
 def _write_sides(op: Any, x: ir.Value) -> ir.Value:
-    """Write height and width of images, int64 [2]."""
+    """Write nodes that compute height and width of images, int64 [2]."""
     return op.Shape(x, start=1, end=3)
 
 
@@ -73,7 +73,7 @@ def _static_sides(x: ir.Value) -> tuple[Any, ...]:
 
 
 def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
-    """Write images resized to `sides`, a list or a computed value, which are at least `least`."""
+    """Write a Resize of images to `sides`, a list or a computed value, at least `least`."""
     if (dims(x) or (None,))[-1] == 4:
         raise ValueError(
             "images with an alpha channel cannot be resized inside of a model, as Pillow weights "
@@ -89,7 +89,7 @@ def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -
 def _with_shape(
     y: ir.Value, x: ir.Value, sides: tuple[Any, ...], least: tuple[int, int] | None = None
 ) -> ir.Value:
-    """Return `y` after setting its shape to the shape of `x` with other sides."""
+    """Declare that `y` has the shape of the images `x` with other sides, and return `y`."""
     before = dims(x) or (None,) * 4
     y.shape = ir.Shape([before[0], *sides, before[3]])
     y.meta[marks.LEAST_SIDES] = sides if least is None else least

@@ -1,4 +1,4 @@
-"""Transforms of images, and the note in trained models that says how images become numbers."""
+"""Transforms of images, and the metadata of trained models that says how images are read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def resize_to_cover(image: Any, size: tuple[int, int]) -> Any:
 
 
 def _crop_at(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
-    """Return the part of (height, width) of an image that begins at a row and a column."""
+    """Return the crop of `size`, (height, width), of an image at the pixel (top, left)."""
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
 def _room_to_crop(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
-    """Return an image, enlarged if too small for a crop, and the rows and columns to spare."""
+    """Return an image, enlarged to cover `size`, and its rows and columns beyond `size`."""
     if image.size[0] < size[1] or image.size[1] < size[0]:
         image = resize_to_cover(image, size)
     return image, image.size[1] - size[0], image.size[0] - size[1]
@@ -92,7 +92,7 @@ class RandomCrop(CenterCrop):
     """See `random_crop`; models and evaluations take the part in the middle."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return a part at a place that `rng` draws, without it the part in the middle."""
+        """Return a crop at a place that `rng` draws; the middle without `rng`."""
         if rng is None:
             return super().__call__(image, None)
         image, rows, columns = _room_to_crop(image, self.size)
@@ -115,7 +115,7 @@ class RandomFlip(OnlyInTraining):
     probability: float = 0.5
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image, mirrored with the probability by `rng`."""
+        """Return the image, mirrored if `rng` draws so; unchanged without `rng`."""
         if rng is None or rng.random() >= self.probability:
             return image
         return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
@@ -130,7 +130,7 @@ class RandomColors(OnlyInTraining):
     value: float = 0.4
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image with colors changed by numbers of `rng`; unchanged without it."""
+        """Return the image with colors that `rng` changes; unchanged without `rng`."""
         if rng is None:
             return image
         drawn = rng.uniform(-1, 1, 3) * (self.hue, self.saturation, self.value)
@@ -248,7 +248,7 @@ def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
 def image_note(
     size: tuple[int, int], scale: float, transforms: Sequence[Transform]
 ) -> dict[str, Any]:
-    """Return as JSON how images become numbers in evaluations.
+    """Return JSON, for a model's metadata, that says how evaluations turn images into numbers.
 
     The entry "function" names a transform that is no transform of this module. Random transforms
     and transforms of other libraries are left out: they change images in training only.
@@ -266,13 +266,13 @@ def image_note(
 
 
 def noted_transforms(note: Mapping[str, Any]) -> list[Transform]:
-    """Return the transforms that `image_note` has noted, without the normalization."""
+    """Return the transforms that the JSON of `image_note` holds, without the normalization."""
     kinds = {"resize": resize, "center_crop": center_crop}
     return [kinds[name](size) for step in note.get("steps", ()) for name, size in step.items()]
 
 
 def noted_normalization(note: Mapping[str, Any]) -> Normalize | None:
-    """Return the normalization that `image_note` has noted; None if there is none."""
+    """Return the normalization that the JSON of `image_note` holds; None if it holds none."""
     return Normalize(tuple(note["mean"]), tuple(note["std"])) if "mean" in note else None
 
 

@@ -35,7 +35,7 @@ _LARGE = 100_000  # elements of a constant above which it does not hold position
 
 @dataclass(frozen=True)
 class IndexedTable:
-    """A tensor into which an input holds indices.
+    """A tensor of static length, such as an embedding, into which an input holds indices.
 
     - `name`: name of the tensor; `lengths`: lengths of the axes for the numbers of an index.
     - `negative`: whether -1 is the last entry; `ignored`: an index that selects nothing.
@@ -80,7 +80,7 @@ class IndexedTable:
 
 
 class Selection:
-    """The part of a graph that selects elements of an input as indices.
+    """The nodes that select, from the elements of an input, the indices into a tensor.
 
     Where the input declares a number of rows, `rows`, the part runs on as many rows at a time.
     """
@@ -140,7 +140,7 @@ def _find_tables(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
 
 
 def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
-    """Yield (value, node, operand, whether the value has all elements) for uses of elements."""
+    """Yield (value, node, operand index, whether `value` has all elements of `x`) by reader."""
     reached: dict[ir.Value, bool] = {x: True}
     waiting = [x]
     for v in waiting:  # the loop appends to the list
@@ -153,7 +153,7 @@ def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, boo
 
 
 def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
-    """Yield (value, whether it has all elements) for each value with elements of an operand."""
+    """Yield (value, whether it has all elements) for outputs that only move an operand."""
     if node.domain:
         return
     if node.op_type in _MOVES and (operand == 0 or node.op_type == "Concat"):
@@ -166,7 +166,7 @@ def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Val
 
 
 def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
-    """Return the tensor into which the operand of `node` is an index; None if it is no index."""
+    """Return the tensor into which an operand of a node holds indices; None without indices."""
     kind, size = node.op_type, node.attributes.get_int
     if node.domain or not node.inputs:
         return None
@@ -209,7 +209,7 @@ def _table_name(data: ir.Value) -> str:
 
 
 def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
-    """Return the part of `graph` that selects `index` from `x`; None if it computes `index`."""
+    """Return the nodes that select `index` from `x`; None if nodes compute new numbers."""
     path: list[ir.Node] = []
     on_path, v = {x, index}, index
     while v is not x:

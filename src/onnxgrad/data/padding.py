@@ -46,22 +46,26 @@ def pad_sequences(
     """
     arrays = [to_numbers(f"sequence {i}", sequence) for i, sequence in enumerate(sequences)]
     if not arrays:
-        raise ValueError("there is no sequence to pad")
+        raise ValueError("there is no sequence to pad: pass at least one")
     if numbers := [i for i, array in enumerate(arrays) if not array.ndim]:
-        raise ValueError(f"sequence {numbers[0]} is a single number")
+        raise ValueError(f"sequence {numbers[0]} is a single number: pass a list or an array")
     lengths = np.array([len(array) for array in arrays], np.int64)
     longest = int(lengths.max())
     if length is not None and length < longest:
         number = int(lengths.argmax())
-        raise ValueError(f"length={length}: sequence {number} has {longest} elements, cut it")
+        raise ValueError(f"length={length}: sequence {number} has {longest} elements: cut it")
     width = longest if length is None else length
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1:
-        raise ValueError(f"the sequences differ behind their first axis: {sorted(shapes)}")
+        raise ValueError(
+            f"the sequences must have one shape behind their first axis, not {sorted(shapes)}"
+        )
     filled = [array.dtype for array in arrays if array.size] or [arrays[0].dtype]
     dtype = np.result_type(*filled)
     if np.asarray(value).astype(dtype) != value:
-        raise ValueError(f"the sequences hold {dtype}, which cannot represent the value {value}")
+        raise ValueError(
+            f"the sequences hold {dtype}, which cannot represent value={value}: pass another value"
+        )
     padded = np.full((len(arrays), width, *shapes.pop()), value, dtype)
     for row, array in zip(padded, arrays, strict=True):
         row[: len(array)] = array
@@ -137,7 +141,7 @@ def by_length(
 
 
 def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the value of an option for each name, None for names without a value."""
+    """Return `{name: value of the option}`, None for names without a value."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     for name in given:
@@ -148,7 +152,7 @@ def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Padded:
-    """Arrays, one for each row, of different `lengths` along `axis`, padded with `value`."""
+    """One array for each row, of different `lengths` along `axis`; batches pad with `value`."""
 
     rows: Sequence[Any]
     axis: int
@@ -159,7 +163,7 @@ class _Padded:
         return len(self.rows)
 
     def take(self, indices: np.ndarray, axis: int = 0) -> _Padded:
-        """Return some rows without padding; like `take` of an array."""
+        """Return the rows with these indices without padding, as numpy's `take`."""
         return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
 
     def is_attention_mask(self) -> bool:
@@ -172,7 +176,7 @@ class _Padded:
         )
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """Return some rows, padded to the longest."""
+        """Return an array of the rows with these indices, padded to the longest row."""
         rows = [self.rows[i] for i in indices]
         if self.axis:
             rows = [np.moveaxis(to_numpy(row), self.axis, 0) for row in rows]
@@ -182,7 +186,7 @@ class _Padded:
 def _pad_if_ragged(
     name: str, values: Any, axis: int | None, value: float | None
 ) -> _Padded | np.ndarray:
-    """Return a list of arrays as rows to be padded, and anything else as an array."""
+    """Return a list of arrays as rows that batches pad; return other values as an array."""
     stated = getattr(values, "shapes", None)
     if stated is None:
         if isinstance(values, np.ndarray) or not len(values) or not np.ndim(next(iter(values))):
@@ -190,7 +194,9 @@ def _pad_if_ragged(
         values = list(values)
     rows, shapes = values, [np.shape(row) for row in values] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
-        raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
+        raise ValueError(
+            f"all rows of {name!r} must have the same number of axes, not {sorted(ranks)}"
+        )
     lengths = np.array(shapes)
     differ = np.flatnonzero((lengths != lengths[0]).any(axis=0)).tolist()
     axis = next(iter(differ), 0) if axis is None else axis % lengths.shape[1]
@@ -225,7 +231,7 @@ class ByLength(Reader):
         everything = {**X, **y, "sample_weight": self._weight}
         counts = {n: len(column) for n, column in everything.items() if column is not None}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"the inputs have different numbers of rows: {counts}")
+            raise ValueError(f"X, y and weights must have the same number of rows, not {counts}")
         if not any(isinstance(column, _Padded) for column in X.values()):
             raise ValueError("X has no sequences: pass lists of arrays, as arrays are not padded")
         self.rows = next(iter(counts.values()))
@@ -239,7 +245,7 @@ class ByLength(Reader):
         return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _Padded)}
 
     def _distinct_lengths(self, same: bool | None) -> list[np.ndarray]:
-        """Return the lengths of the rows in each column, equal lengths once.
+        """Return the array of row lengths of each column, equal arrays once.
 
         Raises:
             ValueError: lengths differ that must be equal, see `same_length`.
@@ -280,7 +286,7 @@ class ByLength(Reader):
                 raise unknown(f"sequences in {kind}", name, self._ragged_columns)
             if beside in (*self._X, *self._beside):
                 raise ValueError(
-                    f"X has the input {beside!r} already: it is computed from the lengths"
+                    f"X has the input {beside!r}, which {kind}= computes from lengths: leave it out"
                 )
             if self._ragged_columns[name].axis and axes[name] is None:
                 raise ValueError(f"{kind} of {name!r}: pass the axis of different lengths as axis=")
@@ -321,7 +327,7 @@ class ByLength(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
+        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
         return np.argsort(self._length_groups(), kind="stable") if self._apart else None
 
     def _length_groups(self) -> np.ndarray:
@@ -336,7 +342,7 @@ class ByLength(Reader):
         return int((-(-np.bincount(self._length_groups()) // size)).sum())
 
     def subset(self, numbers: np.ndarray) -> ByLength:
-        """Return the reader of some of the rows."""
+        """Return the reader of the rows with these indices."""
         part = copy.copy(self)
         part._X, part._y = (
             {name: column.take(numbers, axis=0) for name, column in columns.items()}

@@ -73,11 +73,11 @@ class Reader:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
+        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
         return None
 
     def first(self) -> Any:
-        """Return the first row as a batch, or the first of given batches; None without rows."""
+        """Return the first row, or of batched data the first batch, as a batch; None if empty."""
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def peek(self) -> Any:
@@ -100,31 +100,31 @@ class Reader:
         return {"kind": type(self).__name__, "rows": self.rows}
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
-        """Return the reader for features of these declared shapes, by name."""
+        """Return the reader adapted to inputs of these declared shapes, `{name: shape}`."""
         return self
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes by number, which trained models store; empty without names."""
+        """The names of the classes by class index, for trained models; empty without names."""
         return ()
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """How data become numbers, by key of the metadata in which trained models store it."""
+        """The metadata entries of a trained model that say how data become numbers."""
         return {}
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
-        """Return the reader for features of these dtypes, by name."""
+        """Return the reader adapted to inputs of these dtypes, `{name: dtype}`."""
         return self
 
     def count_batches(self, size: int) -> int | None:
-        """Return the number of batches of one pass with this size; None if it is unknown."""
+        """Return the count of batches in one pass with this batch size; None if unknown."""
         if self.count is not None or self.rows is None:
             return self.count
         return -(-self.rows // size)
 
     def subset(self, numbers: np.ndarray) -> Reader | None:
-        """Return the reader of the rows with these numbers; None if rows cannot be selected."""
+        """Return the reader of the rows with these indices; None if rows cannot be selected."""
         return None
 
 
@@ -184,7 +184,7 @@ class IndexedReader(Reader):
 
 
 class FileReader(IndexedReader):
-    """Rows of which each is decoded from a file when a batch needs it.
+    """Rows that are each decoded from a file when a batch needs the row.
 
     What is random about a row follows from the seed and its number. Subclasses name in `per_row`
     their attributes that have an entry for each row.
@@ -193,7 +193,7 @@ class FileReader(IndexedReader):
     per_row: tuple[str, ...]
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
-        """Return the arrays of a row, as `rng` draws them; None in evaluations."""
+        """Return the arrays of a row, changed at random by `rng`, which evaluations leave out."""
         raise NotImplementedError
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
@@ -205,7 +205,7 @@ class FileReader(IndexedReader):
         return tuple(np.stack(arrays) for arrays in zip(*rows, strict=True))
 
     def subset(self, numbers: np.ndarray) -> Self:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows with these indices."""
         part = copy.copy(self)
         part.rows = len(numbers)
         for name in self.per_row:
@@ -225,11 +225,13 @@ class DiskArrays(IndexedReader):
         arrays = list(_arrays_of_parts(self.parts))
         counts = {len(array) for array in arrays}
         if len(counts) > 1:
-            raise ValueError(f"the arrays have different numbers of rows: {sorted(counts)}")
+            raise ValueError(
+                f"X, y and weights must have the same number of rows, not {sorted(counts)}"
+            )
         self.rows = counts.pop()
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
-        """Return the rows of every array."""
+        """Return the rows with these indices of every array."""
         order = np.argsort(indices)  # read the file from its beginning to its end
         back = np.argsort(order)
         return tuple(_map_arrays(part, lambda a: a[indices[order]][back]) for part in self.parts)
@@ -241,7 +243,7 @@ class DiskArrays(IndexedReader):
 
 
 def _arrays_of_parts(parts: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yield the arrays of X, y and weights, each an array, a dict of arrays or None."""
+    """Yield every array of X, y and weights; each is an array, a dict of arrays or None."""
     for part in parts:
         yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
 
@@ -252,7 +254,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Return an array or a dict of arrays after a function; None for None."""
+    """Apply a function to an array or to each array of a dict; return None for None."""
     if part is None:
         return None
     if isinstance(part, Mapping):
@@ -261,7 +263,7 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 
 
 class IteratedReader(Reader):
-    """Data that an iterable yields, which is iterated once a pass.
+    """Data from an iterable that each pass over the data iterates once.
 
     The items that `peek` has read begin the next pass, so that an iterable that draws random
     numbers draws the same numbers with and without `peek`. One thread iterates all of that pass.
@@ -275,14 +277,14 @@ class IteratedReader(Reader):
         raise NotImplementedError
 
     def next_pass(self) -> Iterator[Any]:
-        """Yield the items of one pass, first the items that `peek` has read."""
+        """Yield the items of one pass, beginning with the items that `peek` has read."""
         read, items = self._peeked or ([], self.begin_pass())
         self._peeked = None
         yield from read
         yield from items
 
     def peek_items(self) -> list[Any]:
-        """Return the first item of the next pass, and each None in front of it."""
+        """Read the next pass up to its first item that is not None; return the read items."""
         if self._peeked is None:
             items = read_ahead((item for item in self.begin_pass()), 0)
             read = []
@@ -377,7 +379,7 @@ def _numeric_arrays(batches: Sequence[Any]) -> Iterator[np.ndarray]:
 
 
 def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return as JSON what identifies arrays: shapes, dtypes, and a digest of about 1 MB of them."""
+    """Return JSON that identifies arrays: shapes, dtypes, and a digest of about 1 MB of values."""
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())
     for array in arrays.values():

@@ -74,7 +74,7 @@ def sound_folder(
     """
     noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]
     if noise is not None and not noises:
-        raise ValueError(f"noise={str(noise)!r} has no sounds")
+        raise ValueError(f"noise={str(noise)!r} has no sounds: pass a folder of sound files")
     augment = Augment(rate, shift, gain, noises, snr)
     return SoundFolder(list_clips(path), round(seconds * rate), augment, front)
 
@@ -117,7 +117,10 @@ def read_wave(
     """
     data, file_rate = _read_channels(Path(path), start, end)
     if not len(data):
-        raise ValueError(f"{str(path)!r} has no samples from {start} s to {end or 'its end'}")
+        raise ValueError(
+            f"{str(path)!r} has no samples from {start} s to {end or 'its end'}: correct start "
+            "and end"
+        )
     x = np.asarray(data.mean(axis=1), np.float32)
     return x if file_rate == rate else resample(file_rate, rate)(x[None])[0]
 
@@ -182,7 +185,7 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
 
 
 def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
-    """Return the clip of a row of a list; raise `ValueError` if it cannot be read."""
+    """Return the `Clip` of a line in a list of clips; raise `ValueError` if it is wrong."""
     try:
         start, end = (float(v) if (v := line.get(k)) not in (None, "") else None for k in _ENDS)
         clip = Clip(path.parent / line["file"], line["label"] or "", start or 0.0, end)
@@ -194,7 +197,7 @@ def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
     if not clip.file.is_file():
         raise ValueError(f"{str(path)!r}, row {number}: there is no file {str(clip.file)!r}")
     if clip.end is not None and clip.end <= clip.start:
-        raise ValueError(f"{str(path)!r}, row {number}: end={clip.end} is before {clip.start}")
+        raise ValueError(f"{str(path)!r}, row {number}: end={clip.end} must be after {clip.start}")
     return clip
 
 
@@ -232,7 +235,7 @@ class Augment:
 
 
 def crop_or_pad(x: np.ndarray, samples: int, shift: int = 0) -> np.ndarray:
-    """Return the middle of a waveform, moved by `shift` samples, with zeros where it is shorter."""
+    """Return `samples` from the middle of a waveform, moved by `shift`, padded with zeros."""
     start = (len(x) - samples) // 2 - shift
     result = np.zeros(samples, np.float32)
     part = x[max(0, start) : max(0, start + samples)]
@@ -291,7 +294,7 @@ class SoundFolder(FileReader):
         return x if self.front is None else self.front(x), labels
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.int64]:
-        """Return the waveform of a clip, and its label."""
+        """Return the waveform and the label of a clip."""
         clip = self.clips[row]
         x = read_wave(clip.file, self.augment.rate, clip.start, clip.end)
         x = crop_or_pad(x, self.samples, self.augment.draw_shift(rng))

@@ -96,13 +96,13 @@ class FileTable(ColumnArrays):
         return iter(self.columns)
 
     def rows(self, which: slice | np.ndarray) -> FileTable:
-        """Return the table of some rows, given by a slice or indices."""
+        """Return the table of the rows that a slice or an array of row indices selects."""
         numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
         values = {name: array[which] for name, array in self.values.items()}
         return FileTable(values, self.name, numbers, self.note)
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
-        """Return some of the columns as cells for an input, which messages call by `title`."""
+        """Return columns as the `Cells` of an input; `title` names the input in messages."""
         return Cells({name: self.values[name] for name in names}, title, self.row_numbers)
 
     def without_missing(self) -> FileTable:
@@ -129,7 +129,7 @@ class FileTable(ColumnArrays):
         numeric_loss: Callable[[], str | None] = lambda: None,
         ignored: int | None = None,
     ) -> FileTable:
-        """Return the table with a column of labels replaced by the numbers of their classes.
+        """Return the table with the labels in a column replaced by class indices.
 
         A column of numbers that are not all names of classes stays unchanged.
 
@@ -161,7 +161,7 @@ class FileTable(ColumnArrays):
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
     def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
-        """Return the error for texts in a column of labels, with unknown classes."""
+        """Return the error for a label column of texts whose classes are not named."""
         first = first_non_number(values)
         row, cell = self.row_numbers.number(first), quote_cell(values[first])
         where = f"column {column!r} is text, first in row {row}: {cell}"
@@ -209,7 +209,9 @@ def _read_checked(
     except DataError as e:
         raise DataError(f"{what}: {e}") from None
     except MemoryError:
-        raise DataError(f"{what} declares more data than fits into memory") from None
+        raise DataError(
+            f"{what} declares more data than fits into memory: split the file, or write Parquet"
+        ) from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
         raise DataError(f"{what} is damaged, or no {suffix} file: {reason}") from e
@@ -219,7 +221,7 @@ def _read_checked(
 
 
 def _check_expansion(file: BinaryIO, suffix: str) -> None:
-    """Raise `DataError` if a compressed file expands to more than the limit `table_bytes`.
+    """Raise `DataError` if a compressed file expands to more bytes than `table_bytes`.
 
     A file that expands less than tenfold passes, however large it is.
     """

@@ -63,7 +63,7 @@ def to_dot(model: ModelLike) -> str:
 def _cluster_lines(
     scene: Scene, group: int, members: dict[int, list[str]], margin: str
 ) -> Iterator[str]:
-    """Yield the lines of the boxes of a group, and of the clusters of the groups in it."""
+    """Yield the DOT lines of a group: its boxes, and a cluster for each group in it."""
     yield from (margin + line for line in members[group])
     for inner in scene.groups:
         if inner.parent == group:

@@ -105,7 +105,7 @@ def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> P
 
 
 def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
-    """Return what `view.html` reads: boxes as elements of SVG at (0, 0), which it moves."""
+    """Return the data of `view.html`: boxes as SVG elements at (0, 0), which the page moves."""
     scene, hues = layered.scene, layered.scene.gradient_hues()
     items, groups = [], []
     for item in scene.items:

@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Curve:
-    """The way of an arrow in the picture.
+    """The points of an arrow in a picture, and the values that it stands for.
 
     Attributes:
         points: its start, then two control points and the end of each cubic Bezier curve.
@@ -49,7 +49,7 @@ class Curve:
 
 
 class Placed:
-    """The boxes of items, groups and bends; groups of `folded` are drawn as one box."""
+    """The boxes of items, groups and bends; the groups in `folded` are drawn as single boxes."""
 
     def __init__(self, layered: Layered, folded: set[int]) -> None:
         self.layered, self.scene, self.folded = layered, layered.scene, folded
@@ -82,7 +82,7 @@ class Placed:
         return list(found.values())
 
     def _visible_box(self, item: int) -> Box:
-        """Return the box in which an item is drawn: of the outermost folded group around it."""
+        """Return the box that shows an item: the outermost folded group's, or the item's."""
         folded = (("group", g) for g in self.scene.groups_around(item) if g in self.folded)
         return self.boxes[next(folded, ("item", item))]
 
@@ -133,7 +133,7 @@ class Placed:
 
 
 def place(model: ModelLike | Partition, fold: bool | None) -> Placed:
-    """Return the picture of a model, with modules folded as `to_svg` says."""
+    """Return the laid-out picture of a model, with modules folded as `to_svg` says."""
     scene = Scene(model)
     return Placed(Layered(scene), scene.folded_groups(fold))
 
@@ -151,12 +151,12 @@ def folded_size(scene: Scene, group: int) -> tuple[float, float]:
 
 
 def title_width(scene: Scene, group: int) -> float:
-    """Return the least width of the frame of a group, which its title needs."""
+    """Return the least width of a group's frame, so that the title fits."""
     return LETTER * (len(scene.groups[group].title) + 6) + 2 * PAD
 
 
 def _center_rows(rows, sizes, above, below, center) -> None:
-    """Set the centers of the cells of one side, near their neighbors and without overlap."""
+    """Set the horizontal centers of cells in rows, near their neighbors, without overlap."""
     for row in rows:
         x = 0.0
         for c in row:
@@ -171,7 +171,7 @@ def _center_rows(rows, sizes, above, below, center) -> None:
 
 
 def spread(wished: list[float], gaps: list[float]) -> list[float]:
-    """Return the positions nearest to `wished`, by squares, that are at least `gaps` apart.
+    """Return positions nearest to `wished`, by least squares, that are at least `gaps` apart.
 
     Pools adjacent violators: Barlow et al. 1972, "Statistical inference under order restrictions".
     """

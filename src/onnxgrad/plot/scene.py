@@ -76,13 +76,13 @@ class Group:
 
     @property
     def folded_title(self) -> str:
-        """Title of the box of the folded group, with the number of nodes."""
+        """The title of the group's box when it is folded, with the count of nodes."""
         return f"▸ {self.title} ({self.nodes})"
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A value on its way from one item to another."""
+    """An edge of the picture: a value from the item that computes it to an item that reads it."""
 
     source: int
     target: int
@@ -90,7 +90,7 @@ class Arrow:
 
 
 class _Constant(NamedTuple):
-    """Dtype and shape of a constant, and its elements if they are few."""
+    """The dtype and shape of a constant, and the elements if they are few."""
 
     kind: str
     elements: str = ""
@@ -134,7 +134,7 @@ class Scene:
         return self.groups[self.items[item].group].path
 
     def root_cell(self, item: int) -> Cell:
-        """Return the cell of the root in which an item is."""
+        """Return the cell, an item or a group, of the outermost level that holds an item."""
         path = self.groups_around(item)
         return ("group", path[1]) if path[1:] else ("item", item)
 
@@ -158,7 +158,7 @@ class Scene:
         return folded
 
     def gradient_hues(self) -> dict[int, int]:
-        """Return the hue, in degrees, of each item that is differentiated or differentiates."""
+        """Return hues in degrees, equal for a node and the nodes that compute its gradient."""
         order = dict.fromkeys(i.primal for i in self.items if i.primal)
         hue = {name: round(k * _GOLDEN_ANGLE) % 360 for k, name in enumerate(reversed(order))}
         names = {i.id: i.primal if "backward" in i.marks else i.first for i in self.items}
@@ -301,7 +301,7 @@ class Scene:
 
 
 def _note_constant(node: NodeProto, scope: _Scope) -> bool:
-    """Return whether `node` is drawn as a constant of its readers; then `scope` gets its value."""
+    """Return whether readers of `node` show it as a constant, and then add it to `scope`."""
     constant: Item | _Constant | None = None
     if not node.output or node.domain:
         return False

@@ -84,7 +84,10 @@ def write_card(
         README.md ['---', 'license: "mit"']
     """
     if trainer._job.members is not None:
-        raise ValueError("write_card describes one model, and a stack has several members")
+        raise ValueError(
+            "write_card describes one model, and the trainer of a stack trains several: write the "
+            "card by hand"
+        )
     if not trainer.state.history:
         raise NotFittedError("nothing was trained yet: call fit first")
     target = Path(path) / CARD if Path(path).is_dir() else Path(path)
@@ -119,7 +122,7 @@ def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Ite
 
 
 def _training_facts(trainer: Any) -> dict[str, Any]:
-    """Return the length and the arguments of the training, and the names of some weights."""
+    """Return the duration and the arguments of a training, and the names of some weights."""
     state, identity = trainer.state, trainer.state.identity or {}
     kept, names = Kept.of(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
@@ -138,7 +141,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
 
 
 def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
-    """Return file, digest, graph and producer of the model that was trained."""
+    """Return the file, digest, graph and producer of the model before the training."""
     file, digest = UNKNOWN, UNKNOWN
     if base is not None:
         with open(base, "rb") as opened:
@@ -154,7 +157,7 @@ def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, 
 
 
 def _data_facts(description: Any) -> dict[str, Any]:
-    """Return rows, digest and shapes of the data, by the identity of the training."""
+    """Return the count of rows, the digest and the shapes of the training data."""
     known = dict(description) if isinstance(description, Mapping) else {}
     facts = {"rows": known.pop("rows", UNKNOWN), "digest": known.pop("digest", UNKNOWN)}
     if isinstance(known.get("inputs"), Mapping):
@@ -189,7 +192,7 @@ def _markdown_table(names: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _escape_cell(value: Any) -> str:
-    """Return a value on one line, whose characters mean nothing in a table of Markdown."""
+    """Return the text of a value for a cell of a Markdown table, on one line and escaped."""
     if isinstance(value, float):
         value = f"{value:.5g}"
     text = printable(json.dumps(value) if isinstance(value, (dict, list)) else value)

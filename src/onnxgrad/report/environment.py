@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def instruction_sets() -> list[str]:
-    """Return the instruction sets of the processor that kernels use; none where unknown."""
+    """Return the instruction sets of the processor that kernels use; [] if unknown."""
     known = _processor_field("flags", "Features").split()
     return [name for name in _INSTRUCTION_SETS if name in known]
 
@@ -69,7 +69,7 @@ def peak_memory() -> int | None:
 
 
 def _processor_field(*names: str) -> str:
-    """Return the first field of /proc/cpuinfo with one of these names; "" if there is none."""
+    """Return the first of these fields in /proc/cpuinfo; "" if the file has none of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -67,7 +67,9 @@ def write_report(
     try:
         text = page(loaded, path.name if path.name else str(path.resolve().name))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f"{path} is damaged, so that no report can be made: {type(e).__name__}: {e}"
+        ) from e
     with replacing(output) as file:
         file.write_text(text, encoding="utf-8")
     return Path(output)
@@ -122,7 +124,7 @@ def _format_number(value: Any) -> str:
 
 
 def _format_score(value: Any) -> str:
-    """Return a number as `_format_number` does, or an integral float with two decimals: 1.00."""
+    """Return the text of a number as `_format_number` does; an integral float as 1.00."""
     text = _format_number(value)
     return f"{value:.2f}" if isinstance(value, float) and text.strip("-").isdigit() else text
 

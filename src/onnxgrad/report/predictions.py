@@ -38,7 +38,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Output:
-    """An output of the model with the loss that reads it."""
+    """An output of the model, the loss that reads the output, and the axis of rows."""
 
     info: LossInfo
     axis: int  # axis of rows in the output
@@ -46,14 +46,14 @@ class _Output:
     def compare(
         self, prediction: np.ndarray, label: np.ndarray
     ) -> tuple[PredictionInfo, MetricBatch]:
-        """Return predictions and labels in the form that metrics take."""
+        """Return the `PredictionInfo` and the `MetricBatch` of predictions and labels."""
         about = prediction_info(self.info, prediction, self.axis)
         return about, MetricBatch(_NAME, about, prediction, label)
 
 
 @dataclass
 class _Classes(_Output):
-    """Counts of pairs of a class and the predicted class."""
+    """Confusions: counts of (class of the label, predicted class)."""
 
     counts: Counter = field(default_factory=Counter)
     classes: int = 2
@@ -73,7 +73,7 @@ class _Classes(_Output):
 
 @dataclass
 class _Numbers(_Output):
-    """Predictions and labels of a regression."""
+    """Predictions and labels of a regression, and their residuals."""
 
     predictions: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Numbers(_Output):
 
 
 class _Boxes:
-    """Counts of pairs of classes of true and found boxes; the last class is no box."""
+    """Confusions of detection: counts of (true class, found class); the last is no box."""
 
     def __init__(self, info: LossInfo, precision: MeanAveragePrecision) -> None:
         self.info, self.confusion = info, BoxConfusion(precision.read)
@@ -130,7 +130,7 @@ class _Boxes:
 def examine_predictions(
     trainer: Any, seconds: float, numbers: np.ndarray | None = None, first: int = 0
 ) -> dict[str, Any]:
-    """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
+    """Return confusions or residuals, and the rows with the largest loss, as JSON values.
 
     The rows are validation data or, without any, training data.
 
@@ -197,12 +197,14 @@ def examine_predictions(
 
 
 def _examined_data(call: Any) -> tuple[BatchSource, str]:
-    """Return the validation data, or the training data if they are in memory, and their kind."""
+    """Return the validation data, or else the training data in memory, and the word for it."""
     if call.validated is not None:
         return call.validated, "validation"
     if isinstance(call.source, ArraySource):
         return call.source, "training"
-    raise ValueError("there are no validation data, and the training data are not in memory")
+    raise ValueError(
+        "there are no validation data, and the training data are not in memory: pass some to fit"
+    )
 
 
 def _row_number(row: int, numbers: np.ndarray | None) -> int:
@@ -251,7 +253,7 @@ def _aligned_pair(
 
 
 def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
-    """Return the label and the prediction of a row: class numbers, or some of the elements."""
+    """Return the label and the prediction of a row: class indices, or some elements."""
     prediction, wanted = _aligned_pair(output.info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
@@ -269,7 +271,7 @@ def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -
 
 
 def _first_elements(array: np.ndarray) -> list[Any]:
-    """Return the first elements, and an ellipsis if there are more."""
+    """Return the first elements of an array as a list, with an ellipsis for more."""
     flat = np.asarray(array).ravel()
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
@@ -277,7 +279,7 @@ def _first_elements(array: np.ndarray) -> list[Any]:
 
 
 def histogram(array: np.ndarray) -> dict[str, Any]:
-    """Return a histogram between the smallest and the largest element, as numbers for JSON.
+    """Return a histogram from the smallest to the largest element, as JSON values.
 
     `low` and `high` are these elements, `counts` the number of elements in each of `BINS` equal
     intervals between them.
@@ -291,7 +293,7 @@ def histogram(array: np.ndarray) -> dict[str, Any]:
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:
-    """Return the name of a class; its number without names."""
+    """Return the name of the class with an index; the index if classes have no names."""
     if classes and isinstance(index, int) and 0 <= index < len(classes):
         return str(classes[index])
     return str(index)

@@ -110,7 +110,7 @@ class Recorder(Callback):
 
     @property
     def path(self) -> Path:
-        """The file that it writes."""
+        """The path of the file that the recorder writes."""
         return self.folder_written / FILE
 
     # -- events -------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Recorder(Callback):
         self._sum, self._rows = 0.0, 0
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record the mean loss since the last call, and norms where they are due."""
+        """Record the mean loss since the last record, and every `every_steps` steps norms."""
         loss, rows = trainer.progress.loss, trainer.progress.rows
         if rows > self._rows and math.isfinite(loss):
             mean = (loss * rows - self._sum) / (rows - self._rows)
@@ -159,17 +159,17 @@ class Recorder(Callback):
             self._record_norms(trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the file."""
+        """Write the record so far into the file."""
         self._write_file(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record norms, and write the file."""
+        """Record norms of weights, unless steps do, and write the record into the file."""
         if self.every_steps is None:
             self._record_norms(trainer, state)
         self._write_file(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Examine the trained model, and write the file."""
+        """Examine the predictions of the trained model, and write the record into the file."""
         kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
@@ -199,7 +199,7 @@ class Recorder(Callback):
     # -- parts of the record ------------------------------------------------------------------
 
     def _record_norms(self, trainer: Any, state: Any) -> None:
-        """Record the norms of this step, once."""
+        """Record the norms of weights and updates of this step, unless it has been done."""
         entry = self.entry(state)
         entry["calls"] = calls = entry.get("calls", 0) + 1
         records = entry["norms"]
@@ -232,7 +232,7 @@ class Recorder(Callback):
     def _profile_operators(self, trainer: Any) -> Any:
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
-            raise ValueError("the recorder has profile=0")
+            raise ValueError("the recorder has profile=0, which measures no step")
         call = trainer._call
         sample = sample_step(call)
         if sample is None:
@@ -262,7 +262,7 @@ def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
-    """Join neighbors if there are too many points: the mean of their losses, weighted by rows."""
+    """Average neighboring points, weighted by rows, if a loss curve has too many."""
     if len(steps) <= _STEPS:
         return
     pairs = list(zip(steps[0::2], steps[1::2], strict=False))
@@ -274,7 +274,7 @@ def _join_neighbors(steps: list[list[Any]]) -> None:
 
 
 def _summary_of(proto: ModelProto) -> dict[str, Any]:
-    """Return a summary of a model, and the beginning of its text."""
+    """Return counts of a model's nodes, producer and opsets, and the first lines of its text."""
     lines = onnx_simple_text_plot(proto).splitlines()
     return {
         "name": proto.graph.name,

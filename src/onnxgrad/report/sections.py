@@ -21,7 +21,7 @@ Run = Mapping[str, Any]
 
 
 def tiles(run: Run) -> list[tuple[str, Any, str]]:
-    """Return the most important numbers: a title, a value, and a remark.
+    """Return (title, value, remark) for the most important numbers of a training.
 
     Losses and metrics belong to the kept weights, if the record says which weights were kept.
     """
@@ -46,7 +46,7 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
 
 
 def charts(run: Run) -> list[figures.Chart]:
-    """Return the curves of the history, and the loss by step."""
+    """Return the charts of a training: the curves of the history, and the loss by step."""
     history, steps = run.get("history") or [], run.get("steps") or []
 
     def curve(name: str, label: str = "") -> figures.Series:
@@ -103,7 +103,7 @@ def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
 
 
 def outputs(run: Run) -> list[dict[str, Any]]:
-    """Return the confusions or the residuals of each output."""
+    """Return the confusions or the residuals of each output of the model."""
     shown = []
     for output in (run.get("examined") or {}).get("outputs", ()):
         if output["kind"] == "classes":
@@ -121,7 +121,7 @@ def outputs(run: Run) -> list[dict[str, Any]]:
 
 
 def worst(run: Run) -> list[dict[str, Any]]:
-    """Return the rows with the largest loss, with the names of classes and of files."""
+    """Return the rows of data with the largest loss, with the names of classes and files."""
     classes, rows, keys = run.get("classes"), [], ("label", "prediction", "score")
     for row in (run.get("examined") or {}).get("worst", ()):
         values = []
@@ -138,7 +138,7 @@ def worst(run: Run) -> list[dict[str, Any]]:
 
 
 def operators(run: Run) -> list[dict[str, Any]]:
-    """Return the operators with their share of the time of a step."""
+    """Return the operators of the model with their share of the time of a step."""
     rows = (run.get("operators") or {}).get("rows", ())
     total = sum(row[2] for row in rows) or 1.0
     keys = ("operator", "nodes", "seconds", "nbytes")
@@ -146,7 +146,7 @@ def operators(run: Run) -> list[dict[str, Any]]:
 
 
 def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return a matrix of counts, or the most frequent confusions if there are many classes."""
+    """Return the matrix of confusions, or of many classes the most frequent confusions."""
     count, pairs = output["classes"], output["confusion"]
     boxes = bool(output.get("boxes"))
     if boxes:  # whose last class is no box
@@ -189,7 +189,7 @@ def _metric_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _numbers_in(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names under which records have numbers."""
+    """Return the names of the history's entries that are numbers."""
     return list(dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v)))
 
 

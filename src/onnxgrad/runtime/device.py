@@ -97,7 +97,9 @@ class Device:
         else:
             device = Device(kind, self.index if kind == "cuda" else 0)
         if device != self:
-            raise ValueError(f"{what} is on '{device}', the session on '{self}'")
+            raise ValueError(
+                f"{what} is on '{device}', and the session on '{self}': copy the tensor there"
+            )
 
 
 CPU = Device()
@@ -140,7 +142,7 @@ def read_providers(
 
 
 def _gpu_number(device_id: Any) -> int:
-    """Return the number of a GPU, which providers take as a text, too."""
+    """Return the index of a GPU, a whole number that providers may also take as a text."""
     if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
         raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
     return int(device_id)
@@ -164,13 +166,15 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
         if not all(isinstance(name, str) for name in names):
             raise ValueError("options are in `providers` already: leave out provider_options")
         if len(options) != len(names):
-            raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
+            raise ValueError(
+                f"provider_options: pass one for each of the providers {names}, not {len(options)}"
+            )
         names = list(zip(names, options, strict=True))
     return [_with_options(name) for name in names]
 
 
 def _with_options(provider: Any) -> Provider:
-    """Return a provider with a copy of its options, if onnxruntime has it."""
+    """Return a provider with a copy of its options; raise if onnxruntime lacks it."""
     name, options = (provider, {}) if isinstance(provider, str) else provider
     available = ort.get_available_providers()
     if name not in available and name in ort.get_all_providers():

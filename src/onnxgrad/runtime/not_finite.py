@@ -53,7 +53,7 @@ def first_not_finite(
 
 
 class _Search:
-    """A run of a model in pieces, which records the range of each value."""
+    """Runs a model in pieces to record the range of each value and find NaN or infinity."""
 
     def __init__(
         self, model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int], of: str
@@ -130,7 +130,7 @@ class _Search:
         return model
 
     def _first_in_branch(self, node: NodeProto) -> str:
-        """Return a text on the node at fault in the branch that an If takes; "" for other nodes."""
+        """Return a text on the node at fault in the taken branch of an If; "" otherwise."""
         if node.op_type != "If":
             return ""
         try:
@@ -200,7 +200,7 @@ class _Search:
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
     def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
-        """Return the values behind `bad` that are not finite, and come from finite ones alone.
+        """Return values that are not finite, lead to `bad`, and are computed from finite ones.
 
         NaN is followed to NaN, and only where it comes from other numbers to infinity. The second
         set holds the indices of the nodes that compute NaN from other numbers.

@@ -46,7 +46,7 @@ def threads(work: float) -> int:
 
 
 def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
-    """Return the multiply-adds for whose threads a session for calls of `rows` rows is built.
+    """Return the multiply-adds that decide the threads of a session for `rows` rows a call.
 
     It is 0 where the rows are not worth another thread, and the work of `most_rows` rows otherwise:
     two sessions serve calls of any number of rows.
@@ -88,7 +88,7 @@ def ordered_session(
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
 ) -> ort.InferenceSession:
-    """Return a session as `session`, whose nodes run in the order of `order`.
+    """Return a `session` whose nodes run in the order of the list `order`.
 
     `order` gets the graph that onnxruntime has optimized for these lengths, in which the operands
     of every node and the sizes of its results are known; onnxruntime would put fused nodes last.
@@ -116,7 +116,7 @@ def ordered_session(
 
 
 def _give_back_freed() -> None:
-    """Return memory freed by copies of a model to the system: glibc would keep it."""
+    """Give memory that copies of a model have freed back to the system, unlike glibc."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -125,7 +125,7 @@ def _give_back_freed() -> None:
 
 
 def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Set the shapes that `model` states for values of `graph` where onnxruntime infers none.
+    """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
 
     It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
     """
@@ -149,7 +149,7 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
 def _session_options(
     work: float, in_order: bool = False, lengths: Mapping[str, int] | None = None
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
-    """Return the options of a session, and its further arguments."""
+    """Return the `SessionOptions` and the further arguments of an `InferenceSession`."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
@@ -177,7 +177,7 @@ def _session_options(
 def loaded(
     model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
 ) -> ort.InferenceSession:
-    """Return a session for a model of any size; by default it writes no log.
+    """Return a session of onnxruntime for a model of any size; by default without a log.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
@@ -211,7 +211,7 @@ def loaded(
 def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
-    """Return a session for a serialized model, without an optimizer that fails on it."""
+    """Return a session for a serialized model, without graph optimizers that fail on it."""
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
@@ -224,7 +224,7 @@ def _session_of_bytes(
 
 
 def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> None:
-    """Raise `ModelError` if the message is of an operator that onnxruntime does not have."""
+    """Raise `ModelError` if onnxruntime's message says that an operator has no kernel."""
     unregistered = re.search(r"([\w.]*):?\b(\w+)\(-?\d+\) is not a registered function/op", message)
     if unregistered is None:
         return

@@ -100,7 +100,7 @@ class Task:
             cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options in the form that predictions with the trained model need."""
+        """Return the given options with the values that predictions with the trained model need."""
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
@@ -117,13 +117,14 @@ class Task:
         elif self._lost_loss is not None:
             raise ValueError(
                 f"loss=: the model was trained with the loss {self._lost_loss!r}, which its file "
-                f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or name another"
+                f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or pass the "
+                "name of another loss"
             )
         own = {"loss": self.loss, "metrics": self.metrics, **self.usual_arguments(arguments)}
         return self._new_trainer(self.model, {**own, **arguments})
 
     def usual_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `arguments` of the task that apply beside given ones of a `Trainer`.
+        """Return the task's arguments of a `Trainer` that fit the arguments that users `given`.
 
         The task's learning rate is one for its optimizer: another optimizer has its own. A rate of
         `fine_tuning_rate` is for all weights: chosen ones and adapters take the usual rate.
@@ -143,7 +144,7 @@ class Task:
         return trainer
 
     def advise(self, history: Sequence[Mapping[str, Any]]) -> str:
-        """Return what to try after a training that learned nothing, as a sentence; else "".
+        """Return a sentence what to try after a training that learned nothing; "" otherwise.
 
         Args:
             history: `history` of the trainer.
@@ -155,7 +156,7 @@ class Task:
         return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
 
     def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
-        """Return a clause that says why the training learned nothing; "" if it learned."""
+        """Return the clause why a training learned nothing; "" for a training that learned."""
         first, last = epochs[0]["loss"], epochs[-1]["loss"]
         if len(epochs) > 1 and not last < first:
             return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
@@ -165,7 +166,7 @@ class Task:
         return ""
 
     def divide_rows(self, validation: Any = None, seed: int = 0) -> None:
-        """Decide which rows `validation` holds; the rows of a share are drawn, and leave `data`.
+        """Choose the rows to validate on; a share of the rows is drawn, and leaves `data`.
 
         Args:
             validation: a share of the rows; or other data, as `read` takes them. None: what `data`
@@ -183,15 +184,18 @@ class Task:
         count, share = row_count(self.data), USUAL_SHARE if validation is None else validation
         if not 0 <= share <= LARGEST_SHARE:
             given = argument("validation", validation)
-            raise ValueError(f"{given} must be from 0 to {LARGEST_SHARE}, or data")
+            raise ValueError(
+                f"{given} must be a share of the rows, from 0 to {LARGEST_SHARE}, or data to "
+                "validate on"
+            )
         can_draw = count is not None and _take_rows(self.data, np.arange(1)) is not None
         if not share or (validation is None and not can_draw):
             self.validation = None
             return
         if count is None or not can_draw:
             raise ValueError(
-                f"{argument('validation', share)} of data that are read while training: name "
-                "validation data instead, or 0"
+                f"{argument('validation', share)} holds out a share of the rows, which is not "
+                "possible for data that are read while training: name validation data, or 0"
             )
         if validation is None and not round(count * share):
             self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
@@ -199,12 +203,14 @@ class Task:
         kept, drawn = _draw_rows(count, share, seed, self._class_strata())
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
-            raise ValueError(f"{given} of {count} rows leaves a part empty: use 0")
+            raise ValueError(
+                f"{given} of {count} rows leaves no row to train on, or none to validate on: use 0"
+            )
         self.held_out = drawn
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the class number of each row, (rows,), where a share of each class is held out."""
+        """Return the class index of each row, to hold out a share of each class; None: of all."""
         return None
 
     def evaluate(
@@ -222,11 +228,11 @@ class Task:
         return trainer.evaluate(rows, batch_size=batch_size)
 
     def finished(self, model: ModelProto) -> ModelProto:
-        """Return the trained model as users deploy it, without parts for its training only."""
+        """Return the trained model as users deploy it, without parts that only training needs."""
         return model
 
     def read(self, path: Any) -> Any:
-        """Return other rows for the same model and classes, such as those to validate on.
+        """Return other rows, such as validation data, for the same model and classes.
 
         Raises:
             ValueError: files that cannot be read, or other classes.
@@ -247,7 +253,7 @@ class Task:
         return f"{len(results)} predictions"
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
-        """Write results into a folder as people look at them, and return the files.
+        """Write results into a folder, in files that people can open, and return the paths.
 
         Args:
             inputs: as of `predict`.
@@ -269,7 +275,7 @@ class Task:
 
 @dataclass_transform(eq_default=False)
 def with_fields(task: type[T]) -> type[T]:
-    """Return the class of a task whose constructor takes its fields, as a dataclass does."""
+    """Return a task class whose constructor takes the fields as arguments, as a dataclass does."""
     made: Any = dataclass(eq=False, repr=False)(task)
     hints = made.__init__.__annotations__  # which `help` shows
     hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
@@ -288,7 +294,7 @@ def row_count(data: Any) -> int | None:
 
 
 def _take_rows(data: Any, rows: np.ndarray) -> Any:
-    """Return some rows of data; None if rows of a reader cannot be drawn."""
+    """Return the data with only these rows; None for readers whose rows cannot be selected."""
     if isinstance(data, tuple):
         return tuple(_take_rows(part, rows) for part in data)
     if isinstance(data, dict):
@@ -301,7 +307,7 @@ def _take_rows(data: Any, rows: np.ndarray) -> Any:
 def _draw_rows(
     count: int, share: float, seed: int, strata: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to train on and the `share` of them to validate on, drawn by `seed`.
+    """Draw rows to validate on by `seed`; return the rows to train on and the drawn rows.
 
     With `strata`, (rows,), each number in it keeps its share, up to rounding.
     """
@@ -316,7 +322,7 @@ def _draw_rows(
 
 
 def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` of a task, with options that are not given read from the model's metadata."""
+    """Return a task's `__init__` that reads options that users omit from the model's metadata."""
     parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -360,7 +366,7 @@ def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
 
 
 def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
-    """Return arguments of a `Trainer` by which weights of a trained model change slowly at first.
+    """Return arguments of a `Trainer` that change a trained model's weights slowly at first.
 
     The learning rate rises in the first quarter of an epoch, and in 100 steps at most; gradients
     are clipped to a norm of 10.
@@ -485,17 +491,20 @@ def home_of(model: Any) -> Path | None:
 
 
 def tokenizer_for(source: Any, home: Path | None) -> Any:
-    """Return the given tokenizer, or the path of its file beside the model or one folder above."""
+    """Return the tokenizer, or the path of its file beside the model or one folder above."""
     if source is None and home is not None:
         places = (home / FILE, home / VOCABULARY, home.parent / FILE)
         source = next((path for path in places if path.is_file()), None)
     if source is None:
-        raise ValueError("tokenizer=None, and no tokenizer.json or vocab.txt beside the model")
+        raise ValueError(
+            "there is no tokenizer.json or vocab.txt beside the model: pass the path of one as "
+            "tokenizer="
+        )
     return source
 
 
 def _copy_tokenizer(source: Any, folder: Path) -> str:
-    """Copy the file of a tokenizer into a folder without one, and return a sentence about it."""
+    """Copy a tokenizer's file into a folder that has none; return a sentence that says so."""
     if not isinstance(source, (str, os.PathLike)):
         return ""
     path = Path(source)
@@ -514,13 +523,13 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
 
 
 def named_loss(loss: Any) -> dict[str, str]:
-    """Return `{"function": name}` for a loss: the name by which users are asked to pass it."""
+    """Return `{"function": name}` for a loss function: its name, to ask users for it."""
     name = loss if isinstance(loss, str) else getattr(loss, "name", None)
     return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
 
 
 def _as_json(value: Any) -> Any:
-    """Return an object as a value of JSON, for `json.dumps`; None if users cannot pass it again."""
+    """Return an option's value for `json.dumps`; None for objects that JSON cannot hold."""
     maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
     if isinstance(value, os.PathLike):
         return {"path": os.path.abspath(value)}
@@ -534,7 +543,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _read_option(name: str, value: Any) -> Any:
-    """Return the value of an option from JSON; None for a path that does not exist."""
+    """Return the value of an option stored as JSON; None for a path that no longer exists."""
     if isinstance(value, list):
         return tuple(_read_option(name, each) for each in value)
     if not isinstance(value, dict):

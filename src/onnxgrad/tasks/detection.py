@@ -179,13 +179,13 @@ class Detection(Task):
                 )
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options, with the head of the trained model."""
+        """Return the given options, with the layout of the trained model's outputs."""
         own = {"head": asdict(self.head)} if "head" in options else {}
         return options | own
 
     @cached_property
     def _usual_metrics(self) -> Any:
-        """The metrics of a training; they need pycocotools, which predictions do not."""
+        """The metrics of a training, for which pycocotools must be installed."""
         lists = self.decoder.lists
         return self._by_output([og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)])
 
@@ -239,7 +239,7 @@ class Detection(Task):
         return og.graph.select_model_inputs_outputs(model, list(output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.data.Reader:
-        """Return other rows for the same model and classes, such as those to validate on.
+        """Return other rows, such as validation data, for the same model and classes.
 
         Args:
             path: as `data`; of a data.yaml the pictures of `val`, if it names them.
@@ -253,7 +253,8 @@ class Detection(Task):
         read = og.data.annotated_images(path, part=None)
         if list(read.classes) != list(self.classes):
             raise ValueError(
-                f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
+                f"{os.fspath(path)!r} has the classes {read.classes}, and the model "
+                f"{list(self.classes)}: pass data with the classes of the model"
             )
         return self._prepare_reader(read)
 
@@ -319,7 +320,10 @@ class Detection(Task):
         pictures, results, folder = self._list_pictures(inputs), list(results), Path(folder)
         image_ids = self._image_ids | coco_image_ids([picture for _, picture in pictures])
         if len(pictures) != len(results):
-            raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
+            raise ValueError(
+                f"there are {len(results)} results for {len(pictures)} pictures: pass what predict "
+                "returns for these pictures"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         written, rows = [], []
         for (stem, picture), found in zip(pictures, results, strict=True):
@@ -345,7 +349,7 @@ class Detection(Task):
         return written
 
     def _list_pictures(self, inputs: Any) -> list[tuple[str, Any]]:
-        """Return a name and the source of each picture, also of annotated ones."""
+        """Return (name, source) of each picture in a folder, a file or annotated data."""
         if names_annotations(inputs):
             read = og.data.annotated_images(inputs, part=None)
             self._image_ids |= read.image_ids
@@ -360,14 +364,17 @@ class Detection(Task):
         return reader
 
     def _label_with_queries(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return labels with the queries that learn them, by a prediction of the trainer."""
+        """Return labels with the query that each box is matched to, by a prediction."""
         if self._trainer is None:
-            raise ValueError("rows are matched by a trainer: create it by task.trainer(...) first")
+            raise ValueError(
+                "the predictions of a trainer match boxes with queries: call task.trainer(...) "
+                "before rows are read"
+            )
         return self._match_queries(self._trainer.predict(X), y)
 
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """The function that matches queries and boxes; it keeps its sessions."""
+        """The function that matches queries with boxes; made once, as it has sessions."""
         return matcher(self.head)
 
     def _replace_classes(self) -> None:

@@ -22,7 +22,7 @@ _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
-    """Return (height, width) of a number for both, of two numbers, or of a text such as "48x320".
+    """Return (height, width) of one number, of two numbers, or of a text such as "48x320".
 
     Raises:
         ValueError: it is neither a number of pixels nor two of them.
@@ -98,7 +98,7 @@ PIXELS = {
 
 
 def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function from RGB of 0 to 1 to the values of a model; None if these are the same.
+    """Return a function from RGB of 0 to 1 to a model's input values; None if both are equal.
 
     Args:
         pixels: the function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
@@ -121,7 +121,7 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return `scale` and `normalize` as one normalization of values from 0 to 1; None without."""
+    """Return `scale` and `normalize` as one normalization of 0 to 1; None if unchanged."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)
@@ -137,7 +137,7 @@ _BYTES = 64.0  # a constant that divides or is subtracted, of values up to 255
 
 
 def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFolder) -> str:
-    """Return a clause that says why the model was trained on another range of values, or "".
+    """Return the warning that a model was trained on another range of values, or "".
 
     Its file may say so: by a division or subtraction in front, the range of a QuantizeLinear, or
     the statistics of a BatchNormalization behind the first convolutions. Empty if it does not, or
@@ -180,7 +180,7 @@ def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarr
 
 
 def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
-    """Return the warning if the largest value is far from the range of the quantization."""
+    """Return the warning if an image's largest value is far from the quantized range."""
     step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
     low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
     largest = float(np.abs(images).max())
@@ -190,7 +190,7 @@ def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndar
 
 
 def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
-    """Return the warning if the variances of channels are far from the stored ones."""
+    """Return the warning if the variances of channels are far from a BatchNorm's."""
     ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
     if 1 / _FACTOR < ratio < _FACTOR:
         return ""

@@ -126,7 +126,7 @@ class Images(RowsTask):
         super().__post_init__()
 
     def _begin_training(self, data: Any, validation: Any) -> None:
-        """Read the images to train on; of a folder with train/, also those to validate on."""
+        """Read the images to train on, and from a folder with train/ the validation images."""
         parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
         if parts and validation is None:
             validation = parts.get("validation")
@@ -139,7 +139,7 @@ class Images(RowsTask):
             self.batch_size = 8
 
     def _own_part(self, folder: Path, part: str) -> Path:
-        """Return the folder train/ or test/ in `folder`, or `folder` if it holds no such parts.
+        """Return the folder train/ or test/ in `folder`, or `folder` if it has no such parts.
 
         Raises:
             DataError: the folder has other parts only.
@@ -153,7 +153,7 @@ class Images(RowsTask):
         return parts.get(part, folder)
 
     def _scale_and_normalize(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
-        """Return the value of white, and the normalization behind it, by default as `kept` says.
+        """Return the value of white, and the normalization; by default of the last training.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
@@ -230,7 +230,7 @@ class Images(RowsTask):
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
     def _map_rows(self, source: Path) -> tuple[Dataset, Names]:
-        """Return a reader of images, for a model with one label, and the names of classes."""
+        """Return a reader of images, and the names of classes, for a model with one label."""
         classes = self._known_classes()
         objective = self._describe_labels(classes=classes or [])
         with begin_errors(str(source)):
@@ -284,7 +284,7 @@ class Images(RowsTask):
             yield {field.name: images}, len(images), {"file": np.array(files)}
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the class number of each image."""
+        """Return the class index of each image."""
         return getattr(self.data, "labels", None)
 
 

@@ -70,7 +70,7 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
 
 
 def _table_of(columns: Columns, binary: bool) -> Any:
-    """Return a table of pyarrow with a column for each number of a row: name, or name_0, name_1.
+    """Return a pyarrow table; an array with several numbers a row becomes name_0, name_1, ...
 
     Unless it goes to a `binary` file, it holds no formulas.
     """
@@ -107,7 +107,7 @@ def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
 def output_columns(
     results: Mapping[str, Any], outputs: Collection[str], chosen: Collection[str], notes: list[str]
 ) -> Columns:
-    """Return the columns of outputs that have a row each: arrays, or lists of maps.
+    """Return `{column: array}` of the outputs that have a row for each row of data.
 
     Args:
         results: the outputs of a call that have a row for each row of the data.
@@ -133,7 +133,7 @@ def output_columns(
         elif (text := f"output {printable(name)} has no rows, and is left out") not in notes:
             notes.append(text)
     if not columns:
-        raise DataError("no output has a row for each row of the data")
+        raise DataError("no output of the model has a row for each row of the data")
     return columns
 
 
@@ -151,7 +151,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
-        """Return the classes of an output; None if no output has as many scores, or labels exist.
+        """Return the model's classes and the output that scores them; None if there is none.
 
         Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
@@ -186,14 +186,14 @@ def _is_single(output: Any) -> bool:
 
 
 def _class_count(output: Any) -> Any:
-    """Return the number of classes that an output scores: 2 for one score a row."""
+    """Return the count of classes that an output scores: 2 for one score a row."""
     if _is_single(output):
         return 2
     return output.shape[-1] if rank(output) == 2 else None
 
 
 def _has_shares(loss: str | None, output: Any) -> bool:
-    """Return whether scores of an output become probabilities, by the loss of its training."""
+    """Return whether the loss of the training makes scores of an output probabilities."""
     if loss not in LOSSES:
         return True
     spec = LOSSES[loss]
@@ -204,13 +204,13 @@ def _has_shares(loss: str | None, output: Any) -> bool:
 
 
 def noted_loss(proto: ModelProto) -> dict[str, Any]:
-    """Return the loss of an earlier training as arguments of a `Trainer`; empty without a note."""
+    """Return the loss of an earlier training as arguments of a `Trainer`; {} if unknown."""
     note = read_note(proto, LOSS)
     return dict(note[0]) if note else {}
 
 
 def noted_loss_name(proto: ModelProto) -> str | None:
-    """Return the name of the only loss of an earlier training; None if it is not known."""
+    """Return the name of the only loss of an earlier training; None if unknown."""
     loss = noted_loss(proto).get("loss")
     names: list[Any] = list(loss.values()) if isinstance(loss, Mapping) else [loss]
     return ALIASES.get(names[0], names[0]) if len(names) == 1 else None

@@ -50,7 +50,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model without further outputs that could be mistaken for its loss.
+    """Return the model without outputs that could be mistaken for its loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -142,10 +142,10 @@ class RowsTask(Task):
         raise NotImplementedError
 
     def _decide_loss(self, source: Any) -> None:
-        """Choose a loss and a head if data and model allow one choice only, and note them."""
+        """Choose a loss, and maybe a new head, if data and model allow only one choice."""
 
     def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
-        """Return rows with labels in the form of the model's inputs, and names for its file.
+        """Return rows with labels as the model's inputs take them, and the names to store.
 
         It calls `_describe_labels`, and notes messages.
         """
@@ -154,7 +154,7 @@ class RowsTask(Task):
     def _input_batches(
         self, source: Any, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
-        """Yield arrays by input, the number of rows, and columns to write beside predictions."""
+        """Yield (arrays by input, count of rows, columns to write beside predictions)."""
         raise NotImplementedError
 
     # -- training --------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class RowsTask(Task):
         self.divide_rows(validation, self.seed)
 
     def _read_rows(self, data: Any) -> tuple[Dataset, Names]:
-        """Return rows and names; the first call also chooses loss and metrics that are None."""
+        """Return rows and names to store; the first call chooses a missing loss and metrics."""
         source = self._open_rows(data)
         if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
@@ -195,7 +195,7 @@ class RowsTask(Task):
 
     @property
     def class_count(self) -> int:
-        """The number of classes of the output that the loss reads, at least 2."""
+        """The count of classes of the output that the loss reads, at least 2."""
         counts = [info.classes for info in self._labels if isinstance(info.classes, int)]
         return next(iter(counts), max(2, len(self.classes)))
 
@@ -211,7 +211,7 @@ class RowsTask(Task):
         return trainer
 
     def finished(self, model: ModelProto) -> ModelProto:
-        """Return a trained model with the outputs that its training left out."""
+        """Return a trained model with the outputs that its training had removed."""
         outputs = [output.name for output in self.model.graph.output]
         if outputs == [output.name for output in model.graph.output]:
             return model
@@ -240,7 +240,7 @@ class RowsTask(Task):
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
     def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
-        """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
+        """Return the `Objective`: inputs and labels; the shape of `y` may decide the loss.
 
         Args:
             y: the labels; None: they are not read yet.
@@ -266,7 +266,7 @@ class RowsTask(Task):
         return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
 
     def _check_classes(self) -> None:
-        """Raise `ValueError` if more or fewer classes are named than the model has."""
+        """Raise `ValueError` if `classes` names more or fewer classes than the model has."""
         if self.named_classes is None:
             return
         every = self._labels
@@ -286,11 +286,11 @@ class RowsTask(Task):
             )
 
     def _known_classes(self) -> Labels | None:
-        """Return the labels of the classes, in order: the argument, or as the model stores them."""
+        """Return the classes, in order: the task's argument, or the model's stored classes."""
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:
-        """Give the model a new last layer if its scores cannot be of these classes, and note it.
+        """Give the model a new last layer if its scores do not fit the classes; tell users.
 
         They cannot if there are more classes than scores, or if the model stores none of the names.
         Fewer classes may be those of its classes that occur in the data.
@@ -313,7 +313,7 @@ class RowsTask(Task):
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
-        """Take a loss, where neither the user nor the model has one, and note the reason."""
+        """Set the loss if neither user nor model names one, and tell users the reason."""
         if self.loss is None and not self._computes_loss:
             self.loss = loss
             self.notes.append(f"loss {loss}: {reason}")
@@ -343,7 +343,7 @@ class RowsTask(Task):
         batch_size: int | None = None,
         device: str = "cpu",
     ) -> Iterator[Columns]:
-        """Yield the predictions of some rows at a time, as arrays by the name of a column.
+        """Yield predictions, some rows at a time, as `{column: array}`.
 
         Args:
             model: as of `predict`.
@@ -403,10 +403,13 @@ def begin_errors(name: str) -> Iterator[None]:
 
 
 def only_features(name: str, objective: Objective) -> list[ir.Value]:
-    """Return the inputs that are no labels; raise `DataError` unless there is one label."""
+    """Return the inputs that are no labels; raise `DataError` unless one input is a label."""
     features = [x for x in objective.data if x.name not in objective.labels]
     if len(features) != len(objective.data) - 1:
-        raise DataError(f"{name!r} is read while training, for models with one label input")
+        raise DataError(
+            f"{name!r} is read while training, which needs a model with one label input: load the "
+            "data first, and pass the arrays"
+        )
     return features
 
 

@@ -107,7 +107,7 @@ class TextLabels(TextClasses):
         return {"tokenizer": self._tokenizer} | options
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
-        """Return the reader of texts for any model."""
+        """Return a reader of texts, or of pairs of texts, with labels."""
         width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
         most: Any = self._columns["max_length"] or width
         length = most if width is None else min(most, width)

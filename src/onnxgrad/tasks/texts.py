@@ -25,7 +25,7 @@ __all__ = ["Texts"]
 
 @with_fields
 class Texts(RowsTask):
-    """Texts, from which a language model learns to predict each token from the ones before.
+    """Texts from which a language model learns to predict each token from the tokens before it.
 
     `data` are records in JSON lines, Parquet or plain text, as `og.language.texts` reads them.
     `predict` goes on with prompts. A fifth of the texts is held out for `validation`, unless it is
@@ -80,7 +80,7 @@ class Texts(RowsTask):
         super().__post_init__()
 
     def _open_rows(self, data: Any) -> Any:
-        """Return the reader of texts."""
+        """Return the reader of texts for a language model."""
         if self._tokenizer is None:
             raise DataError(
                 f"{data!r} holds texts: {named('model')} must be the folder of a language model, "

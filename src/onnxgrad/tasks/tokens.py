@@ -99,7 +99,7 @@ class Tokens(TextClasses):
         return [self._join_entities(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 
     def _join_entities(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
-        """Return the entities of a text, from the probabilities of the classes of its words."""
+        """Return the entities of a text, from the class probabilities of its words."""
         found: list[dict[str, Any]] = []
         last = ""  # the kind of the entity of the word before
         for (start, end), share in zip(text.words, shares, strict=True):
@@ -120,7 +120,7 @@ class Tokens(TextClasses):
     def write(
         self, inputs: Any, results: Iterable[Sequence[dict]], folder: str | os.PathLike
     ) -> list[Path]:
-        """Write `entities.jsonl` and `entities.conll`, which `data` may be, and `entities.html`."""
+        """Write `entities.jsonl` and `entities.conll` for training, `entities.html` for reading."""
         files: dict[str, list[str]] = {"jsonl": [], "conll": [], "html": ["<meta charset=utf-8>"]}
         texts = self._read_texts(inputs, self.classes, labels=False).texts
         for text, found in zip(texts, results, strict=True):
