@@ -1,4 +1,4 @@
-"""Options as the arguments of a `Trainer`."""
+"""The arguments of a `Trainer` from the options of the command line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _parallel_argument(options: RunOptions) -> DataParallel | None:
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
     """Return the `Trainer` arguments of the loss, its options and weights, and the metrics."""
-    by_output = dict(map(_split_output, options.loss))
+    by_output = dict(map(_split_output_name, options.loss))
     if by_output and options.loss_output != LossOptions.loss_output:
         raise ValueError(
             f"--loss-output {options.loss_output} names a loss that the model computes, and has no "
@@ -79,7 +79,7 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
         )
     metrics: dict[Any, list[str]] = {}
     for text in (part for each in options.metrics for part in each.split(",") if part):
-        output, name = _split_output(text)
+        output, name = _split_output_name(text)
         metrics.setdefault(output, []).append(name)
     if None in by_output and len(by_output) > 1:
         raise ValueError("one --loss names an output and another none: write each as OUTPUT=LOSS")
@@ -107,8 +107,8 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
     }
 
 
-def _split_output(text: str) -> tuple[str | None, str]:
-    """Return the output and the name of `OUTPUT=NAME`; None and the name without an output."""
+def _split_output_name(text: str) -> tuple[str | None, str]:
+    """Return (output, name) of OUTPUT=NAME, or (None, name) of a name alone."""
     output, equals, name = text.rpartition("=")
     return (output if equals else None), name
 
@@ -163,7 +163,7 @@ def _call_preset(
 
 
 def read_options(options: Any, name: str) -> dict[str, Any]:
-    """Return the values of an option `NAME=VALUE` by name: texts, unless they are JSON."""
+    """Return `{name: value}` of options NAME=VALUE; values are read as JSON, or else are texts."""
     found: dict[str, Any] = {}
     for text in getattr(options, name):
         key, equals, value = text.partition("=")

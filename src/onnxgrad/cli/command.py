@@ -1,4 +1,4 @@
-"""How commands run: their errors are one line on stderr, and their exit codes mean something."""
+"""How commands run: options are read, and errors become one line and an exit code."""
 
 from __future__ import annotations
 

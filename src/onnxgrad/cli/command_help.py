@@ -1,4 +1,4 @@
-"""The help of commands: which options it shows, and which command an unknown name means."""
+"""The help of commands: usual and rare options, and suggestions for unknown commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HELP_ALL = "--help-all"
 
 
 class _PlainFlags:
-    """The base of a command or a group: its help shows no type beside a flag."""
+    """The base class of commands and groups whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with an empty metavar for flags, so that no type shows."""
@@ -37,7 +37,7 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command of which `--help` shows the usual options, and `--help-all` all.
+    """A command whose `--help` shows usual options, and whose `--help-all` shows all options.
 
     Its callback has the attribute `usual`, the names of these options.
     """

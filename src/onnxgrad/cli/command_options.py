@@ -1,4 +1,4 @@
-"""The options of the commands other than `train`, `eval` and `predict`."""
+"""The options of all commands except `train`, `eval` and `predict`."""
 
 from __future__ import annotations
 

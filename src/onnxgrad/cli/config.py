@@ -18,7 +18,7 @@ _UNREAD = ("config", "debug")  # options of the command line only
 
 
 def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
-    """Return the options of a TOML file by the name of their field.
+    """Return `{name of the field: value}` of the options in a TOML file.
 
     A key stands at the top or in the section of its panel. Dashes and underscores are the same.
     """

@@ -1,4 +1,4 @@
-"""The options that messages of the library name instead of the arguments of Python."""
+"""`Shell`: messages of the library name options instead of Python's arguments."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def show(options: ShowOptions) -> None:
 
 
 def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
-    """Return the documented keys of `show --json`, with `layers` also the table of layers."""
+    """Return a model's facts by the documented keys of `show --json`."""
     from onnxgrad import summary
 
     table = {}
@@ -150,12 +150,12 @@ def _described_value(value: Any) -> dict[str, Any]:
 
 def losses(options: LossesOptions) -> None:
     """Print all losses, or the mathematics and the options of one loss."""
-    listed = _by_names()
+    listed = _described_losses()
     if options.name:
         listed = [one for one in listed if options.name in one["names"]]
         if not listed:
             raise unknown(
-                "loss", options.name, [name for one in _by_names() for name in one["names"]]
+                "loss", options.name, [name for one in _described_losses() for name in one["names"]]
             )
     if options.json:
         print_json({"losses": listed})
@@ -177,7 +177,7 @@ def _option_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _by_names() -> list[dict[str, Any]]:
+def _described_losses() -> list[dict[str, Any]]:
     """Return the descriptions of all losses, each with all names of the loss."""
     from onnxgrad.losses.formulas import LOSSES
     from onnxgrad.losses.objectives import ALIASES
@@ -197,7 +197,7 @@ def _by_names() -> list[dict[str, Any]]:
 
 
 def _described_loss(spec: Any) -> dict[str, Any]:
-    """Return the documented keys of `losses --json` for a loss, except its names."""
+    """Return a loss's facts, except its names, by the documented keys of `losses --json`."""
     text = inspect.cleandoc(spec.formula.__doc__ or "")
     dtype = spec.label_kind.dtype
     labels = "numbers in the shape of the prediction" if dtype is None else f"{dtype.name.lower()}"

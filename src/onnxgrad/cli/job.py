@@ -1,4 +1,4 @@
-"""What `onnxgrad train` trains: a task, and the trainer of its model."""
+"""`Job`: the task and the trainer that `onnxgrad train` runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SET_BY = {"optimizer": _OPTIMIZER, "learning_rate": _OPTIMIZER | _RATE}
 
 @dataclass
 class Job:
-    """A task with its data, and the trainer of its model."""
+    """A task with data, and the trainer of the task's model."""
 
     trainer: Trainer
     task: Task
@@ -52,7 +52,7 @@ class Job:
         return [*self.task.notes, *self.task.remarks]
 
     def fit(self, options: TrainOptions, epochs: int, resume: str | None = None) -> None:
-        """Train, from the checkpoint in the folder `resume` on."""
+        """Train; `resume` is the folder of a checkpoint to continue from."""
         self.trainer.fit(
             self.task.data,
             validation=self.task.validation,
@@ -72,13 +72,15 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     arguments = trainer_arguments(options)
     task = open_task(options, proto)
     arguments["class_weight"] = _class_weights(arguments["class_weight"], task)
-    for name in _arguments_of_task(options, task):
+    for name in _arguments_decided_by_task(options, task):
         arguments.pop(name, None)
-    arguments |= _schedule_of_task(options, task.usual_arguments(arguments).get("learning_rate"))
+    arguments |= _schedule_with_task_rate(
+        options, task.usual_arguments(arguments).get("learning_rate")
+    )
     trainer = task.trainer(callbacks=callbacks, **arguments)
     job = Job(trainer, task)
     _check_monitor(options, trainer, task.validation is not None)
-    _check_effects(options, task.model, task.validation is not None)
+    _check_options_have_effect(options, task.model, task.validation is not None)
     size, rows = options.batch_size, job.rows
     if size is not None and rows is not None and size > rows and isinstance(task, RowsTask):
         raise ValueError(
@@ -87,13 +89,13 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     return job
 
 
-def _arguments_of_task(options: TrainOptions, task: Task) -> list[str]:
+def _arguments_decided_by_task(options: TrainOptions, task: Task) -> list[str]:
     """Return the names of the arguments that the task decides, as users set no option."""
     given, names = set_options(options), [*task.arguments, "optimizer"]
     return [name for name in names if not given & _SET_BY.get(name, {name})]
 
 
-def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
+def _schedule_with_task_rate(options: TrainOptions, usual: Any) -> dict[str, Any]:
     """Return a schedule that users set without a rate, with the task's rate; else {}."""
     if usual is None or options.learning_rate is not None or not set_options(options) & _RATE:
         return {}
@@ -111,7 +113,7 @@ def _class_weights(weights: Any, task: Task) -> Any:
     return by_number
 
 
-def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) -> None:
+def _check_options_have_effect(options: TrainOptions, proto: ModelProto, validated: bool) -> None:
     """Raise `ValueError` for options that have no effect on this model or without validation."""
     if options.metrics and not validated:
         raise ValueError(
@@ -120,7 +122,8 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
         )
     if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
         raise ValueError(
-            f"--precision {options.precision} has no effect: the model has no floats of 16 bits"
+            f"--precision {options.precision} has no effect: the model has no floats of 16 bits, "
+            "so leave it out"
         )
 
 

@@ -36,7 +36,7 @@ def report(options: ReportOptions) -> None:
 
 
 def recorder(options: TrainOptions) -> Recorder:
-    """Return the callback that records a training of the command line."""
+    """Return the `Recorder` of a training that `--record` asks for."""
     from onnxgrad.report.recorder import Recorder  # whose imports are slow
 
     assert options.record is not None
@@ -110,7 +110,7 @@ def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
 
 
 def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
-    """Return the prompts of `--prompt`; the recorder of a training gets them, too.
+    """Return the prompts of `--prompt`, after giving them to the recorder too.
 
     Raises:
         ValueError: the data are no texts.

@@ -1,4 +1,4 @@
-"""What `onnxgrad train` says of a training that has ended."""
+"""What `onnxgrad train` prints after a training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def epochs(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
-    """Return which tensors do not train: a few, or with `--verbose` all, with the reasons."""
+    """Return the text of tensors that do not train: a few, or with reasons all."""
     if options.verbose or len(rows) <= _LISTED:
         return names_and_reasons(rows, len(rows))
     first = sorted(rows, key=lambda row: not row.doubtful)[:_LISTED]
@@ -51,7 +51,7 @@ def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
 
 @dataclass
 class Report:
-    """The results of a training.
+    """The results of a training, as a table and as JSON.
 
     `seconds` is how long it took, and `rows` how many it went through, counted once an epoch.
     `stopped` says that a signal ended it, so that nothing more is computed.
@@ -106,7 +106,7 @@ class Report:
         return self.rows / max(self.seconds, 1e-9)
 
     def as_json(self, broken: str) -> dict[str, Any]:
-        """Return the results as the documented keys of `--json`; `broken`: why it broke off."""
+        """Return the results by the documented keys of `--json`; `broken` is why training broke."""
         trainer = self.job.trainer
         return {
             "files": [str(file) for file in self.files],
@@ -188,7 +188,7 @@ def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
 
 
 def _number_text(name: str, value: Any) -> str:
-    """Return a number of the history as text."""
+    """Return a number of the history as text, by the kind that its name says."""
     if not isinstance(value, Real):
         return "" if value is None else str(value)
     return f"{value:.2%}" if "accuracy" in name else f"{value:.5g}"

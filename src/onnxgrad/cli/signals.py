@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they stop a command without losing its results."""
+"""Ctrl-C, SIGTERM and SIGHUP, which stop a command without losing results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked to stop."""
+    """Raised when a signal has asked the command to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")

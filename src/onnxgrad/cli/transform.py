@@ -1,4 +1,4 @@
-"""`onnxgrad grad` and `onnxgrad merge`: a model in, a model out."""
+"""`onnxgrad grad` and `onnxgrad merge`, which write a model made from a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_
 
 
 def grad(options: GradOptions) -> None:
-    """Write the model that computes the gradient, or the family of directional derivatives."""
+    """Write the model of the gradient, or four models of directional derivatives."""
     if options.family is not None:
         _write_family(options, options.family)
         return
@@ -138,10 +138,10 @@ def _write_changed_model(
     place.check_data(output, options.overwrite, model, proto)
     changed = change(proto)
     place.save(changed, Path(output), options.overwrite)
-    _print_report(options, proto, changed, output)
+    _print_written_model(options, proto, changed, output)
 
 
-def _print_report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
+def _print_written_model(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
     """Print the nodes, operators, inputs and outputs of the model that was written."""
     counts = Counter(node.op_type for node in after.graph.node)
     names = _model_signature(after)

@@ -56,7 +56,9 @@ def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
             for value in values:
                 if not isinstance(value, (int, float, np.number, np.bool_)):
                     shown = reprlib.repr(value)
-                    raise ValueError(f"{name!r} must hold numbers, not {shown} as in row {row}")
+                    raise ValueError(
+                        f"{name!r} must hold numbers, not {shown} as in row {row}: convert it"
+                    )
     return numbers
 
 
@@ -186,7 +188,7 @@ def fit_shape(
     if free > 1 or (count % least if free else count != least):
         multiple, chosen = "a multiple of " * bool(free), ""
         if not free and columns is not None and len(columns) > 1 and count > least:
-            chosen = f"; {_choose_columns(columns, len(columns) - count + least)}"
+            chosen = f"; {_column_advice(columns, len(columns) - count + least)}"
         raise DataError(
             f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
             f"the data has {count} (shape {shape_text(array.shape)}){chosen}"
@@ -194,7 +196,7 @@ def fit_shape(
     return array.reshape(len(array), *fixed)
 
 
-def _choose_columns(columns: Sequence[str], count: int) -> str:
+def _column_advice(columns: Sequence[str], count: int) -> str:
     """Return the advice, for an error message, to keep `count` of these columns."""
     extra, option = len(columns) - count if count > 0 else "some", argument("ignore")
     how = f" with {option}, or name others with {argument('columns')}" * option.startswith("--")

@@ -31,7 +31,7 @@ Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 def is_arrow_dataset(X: Any) -> bool:
-    """Return whether `X` is a dataset of pyarrow; its tables, which are in memory, are not."""
+    """Return whether `X` is a pyarrow dataset, which is read from files, and no pyarrow table."""
     return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
 
 
@@ -43,7 +43,7 @@ def arrow_dataset(
     columns: Columns | None = None,
     shuffle_rows: int | None = None,
 ) -> Reader:
-    """Return the rows of Parquet or Arrow files as data for `fit`, read while it runs.
+    """Return the rows of Parquet or Arrow files as data that `fit` reads while it trains.
 
     The order is shuffled in two steps: of the row groups (files, where a format has none), and of
     `shuffle_rows` consecutive rows at a time. Rows of one row group that are farther apart stay
@@ -160,7 +160,7 @@ class ArrowReader(Reader):
     def first(self) -> tuple[Any, ...]:
         """Return the first row."""
         with closing(self._decode_blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
-            return _batch_parts(next(blocks).tables(slice(0, 1)))
+            return _batch_tuple(next(blocks).tables(slice(0, 1)))
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of one pass; the first `skip` batches are left out without decoding.
@@ -180,7 +180,7 @@ class ArrowReader(Reader):
                     inside = np.random.default_rng([seed, number]).permutation(block.rows)
                 for at in range(start, block.rows, size):
                     cut = slice(at, min(at + size, block.rows))
-                    yield _batch_parts(block.tables(cut if inside is None else inside[cut]))
+                    yield _batch_tuple(block.tables(cut if inside is None else inside[cut]))
                 start = 0
                 del block  # or it would stay in memory while the thread fills another one
 
@@ -235,7 +235,7 @@ class ArrowReader(Reader):
         return entries | {"files": len(files), "digest": describe_files(files)}
 
 
-def _batch_parts(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
+def _batch_tuple(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
     """Return tables by input, label and weight as (X,), (X, y) or (X, y, sample_weight)."""
     y, weight = tables.pop(_Y, None), tables.pop(_WEIGHT, None)
     X = tables.get("", tables)

@@ -37,7 +37,7 @@ class MatrixTable(ColumnArrays):
         return np.array(self.array, dtype) if copy else np.asarray(self.array, dtype)
 
     def rows(self, which: slice | np.ndarray) -> MatrixTable:
-        """Return these rows."""
+        """Return the table of the rows that a slice or an array of row indices selects."""
         return MatrixTable(self.columns, self.array[which])
 
 

@@ -16,7 +16,7 @@ Columns = dict[str, Any]  # arrays of pyarrow by name
 
 @dataclass(frozen=True)
 class Piece:
-    """A row group of a Parquet file, or a whole file (`group` is None), and its number of rows."""
+    """A row group of a Parquet file, or a whole file (`group` is None), and its count of rows."""
 
     fragment: Any
     group: int | None

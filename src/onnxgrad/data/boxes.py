@@ -41,7 +41,7 @@ def annotated_images(
     pixels: Callable[[np.ndarray], np.ndarray] | None = None,
     part: str | None = "train",
 ) -> AnnotatedImages:
-    """Return images and the boxes in them as data for `fit`, decoded while it runs.
+    """Return images with boxes as data for `fit`, decoded while training runs.
 
     A batch has images, float32 (N, 3, height, width), and labels, float32 (N, M, 5): class number,
     x1, y1, x2, y2 in pixels of the resized image. M is the largest number of boxes in an image, and
@@ -127,7 +127,7 @@ def letterbox(
 
 @dataclass(eq=False)
 class AnnotatedImages(FileReader):
-    """Images and the boxes in them: the reader of `annotated_images`.
+    """Images with boxes: the reader of `annotated_images`.
 
     Attributes:
         classes: names of the classes, in the order of their numbers.
@@ -212,7 +212,7 @@ class AnnotatedImages(FileReader):
 def _transform_image_and_boxes(
     change: Any, image: Any, boxes: np.ndarray, rng: np.random.Generator
 ) -> tuple[Any, np.ndarray]:
-    """Return an image and its boxes after a transform."""
+    """Return an image and the boxes in it after a transform."""
     if isinstance(change, RandomColors):
         return change(image, rng), boxes
     if not isinstance(change, RandomFlip):
@@ -317,7 +317,7 @@ def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
     named = read["names"]
     named = dict(enumerate(named)) if isinstance(named, list) else dict(named)
     if sorted(named) != list(range(len(named))):
-        raise ValueError(f"{str(path)!r}: the numbers of 'names' must be 0, 1, ...: {list(named)}")
+        raise ValueError(f"{str(path)!r}: the keys of 'names' must be 0, 1, ..., not {list(named)}")
     parts = tuple(name for name in ("train", "val") if read.get(name))
     chosen = part or parts[-1]
     if chosen not in parts:

@@ -36,7 +36,7 @@ class RowNumbers:
         return self.first + (indices if self.kept is None else self.kept[indices])
 
     def take(self, indices: np.ndarray) -> RowNumbers:
-        """Return the row numbers of a table that keeps only the rows with these indices."""
+        """Return the row numbers in the file of the rows with these indices."""
         return RowNumbers(self.first, indices if self.kept is None else self.kept[indices])
 
     def list_rows(self, mask: np.ndarray) -> str:
@@ -57,7 +57,7 @@ class Cells(ColumnArrays):
         return np.concatenate([flatten_rows(a) for a in self.values.values()], axis=1)
 
     def side_by_side(self, nan: bool = False) -> np.ndarray:
-        """Return columns of numbers side by side; a single column keeps its axes.
+        """Return the columns of numbers side by side; a single column keeps its shape.
 
         With `nan`, NaN is allowed, such as for rows without a label.
 
@@ -83,7 +83,9 @@ class Cells(ColumnArrays):
         weights = self.side_by_side()
         self.refuse(weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not")
         if not weights.any():
-            raise DataError(f"{self.title} is 0 in all rows, so that no row counts")
+            raise DataError(
+                f"{self.title} is 0 in all rows, so that no row counts: raise some of the weights"
+            )
         return weights
 
     def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
@@ -109,7 +111,7 @@ class Cells(ColumnArrays):
         )
 
     def _check_numeric(self) -> None:
-        """Raise `DataError` for columns that hold no numbers; the message quotes such a cell."""
+        """Raise `DataError` for columns without numbers; the message quotes a wrong cell."""
         wrong = [name for name, array in self.values.items() if array.dtype.kind not in "biuf"]
         if not wrong:
             return

@@ -15,7 +15,7 @@ from onnxgrad.operators.shapes import Dims
 
 @with_arguments(data="data labels")
 def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> ClassBatches:
-    """Return data whose batches have P classes with K rows each, for losses of embeddings.
+    """Return `data` in batches of P classes with K rows each, for losses of embeddings.
 
     Such losses compare rows of one class with each other and with rows of other classes, so that a
     batch needs both (Hermans et al. 2017, arXiv:1703.07737, section 2). Classes take turns, and so
@@ -84,7 +84,7 @@ class ClassBatches(Reader):
                 )
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; only passes without a seed use `size`."""
+        """Yield the batches of one pass; `size` is the batch size of passes without a seed only."""
         if seed is None:
             for start in range(skip * size, self.rows, size):
                 yield self._labeled_batch(np.arange(start, min(start + size, self.rows)), None)
@@ -107,7 +107,7 @@ class ClassBatches(Reader):
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ClassBatches:
         """Return the reader with its data adapted to inputs of these declared shapes."""
-        return self._with_rows(self.data.for_inputs(shapes), self.labels)
+        return self._with_data(self.data.for_inputs(shapes), self.labels)
 
     @property
     def class_names(self) -> Sequence[str]:
@@ -121,16 +121,16 @@ class ClassBatches(Reader):
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
         """Return the reader with its data adapted to inputs of these dtypes."""
-        return self._with_rows(self.data.for_dtypes(dtypes), self.labels)
+        return self._with_data(self.data.for_dtypes(dtypes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
         """Return the reader of the rows with these indices, maybe too few for P by K."""
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])
-        return None if part is None else self._with_rows(part, self.labels[numbers])
+        return None if part is None else self._with_data(part, self.labels[numbers])
 
-    def _with_rows(self, data: Any, labels: np.ndarray) -> ClassBatches:
+    def _with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
         """Return a reader of `data` and `labels` with the P and K of this reader."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
@@ -146,8 +146,9 @@ def _draw_in_turns(
 ) -> list[int]:
     """Draw `count` elements of `every`, so that each is drawn once before any is drawn again.
 
-    If the line is too short, all numbers of `every` that do not wait line up first, in random
-    order: the returned numbers differ, and each number has its turn before one comes again.
+    `line` holds the elements that wait to be drawn, from the front, where they are removed. If it
+    is too short, all elements of `every` that do not wait are first appended in random order, so
+    that the drawn elements differ.
     """
     if len(line) < count:
         waiting = set(line)

@@ -46,7 +46,7 @@ def class_numbers(
         values = array.ravel().tolist()
         raise DataError(
             f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
-            f"the order of the model's output, as {argument('classes', _some_names(values))}, or "
+            f"the order of the model's output, as {argument('classes', _first_labels(values))}, or "
             "numbers"
         )
     numbers, wrong = known.encode(array, ignored, ignores_nan)
@@ -147,11 +147,11 @@ def remedy_outside(labels: np.ndarray, count: int) -> str:
     remedy = f"{named('replace_head')} gives the model another number of classes"
     if len(values) > count or not (values == np.trunc(values)).all():
         return remedy
-    names = argument("classes", _some_names(values.tolist()))
+    names = argument("classes", _first_labels(values.tolist()))
     return f"if labels are names of classes, pass {names} (all classes); otherwise {remedy}"
 
 
-def _some_names(labels: list[Any]) -> list[str]:
+def _first_labels(labels: list[Any]) -> list[str]:
     """Return the first 12 different labels as texts, sorted, and "..." for more."""
     values = sorted({*labels})
     return [*map(label_text, values[:_SHOWN]), *["..."] * (len(values) > _SHOWN)]
@@ -181,14 +181,14 @@ def _label_array(labels: Any) -> np.ndarray | None:
     if array.dtype.kind in "OS":
         values = array.ravel().tolist()
         if not any(map(is_text, values)):
-            array = np.array(values).reshape(array.shape) if _are_numbers(values) else array
-        elif _are_numbers([v for v in values if not is_text(v)]):
+            array = np.array(values).reshape(array.shape) if _all_python_numbers(values) else array
+        elif _all_python_numbers([v for v in values if not is_text(v)]):
             texts = list(map(label_text, values))
             array = np.array(texts, str).reshape(array.shape)
     return array if array.dtype.kind in "biufU" else None
 
 
-def _are_numbers(values: list[Any]) -> bool:
+def _all_python_numbers(values: list[Any]) -> bool:
     """Return whether all values are Python numbers."""
     return all(isinstance(value, (int, float)) for value in values)
 
@@ -212,11 +212,11 @@ def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = 
         if not np.isscalar(weight) or isinstance(weight, str):  # the weights of an output
             numbered[label] = weights_by_number(weight, classes, count)
         else:
-            numbered[_class_number(label, known, count)] = weight
+            numbered[_class_index(label, known, count)] = weight
     return numbered
 
 
-def _class_number(label: Any, known: ClassNames, count: int | None) -> Any:
+def _class_index(label: Any, known: ClassNames, count: int | None) -> Any:
     """Return the index of a class that is given by its name or by its index.
 
     Where the names of classes are numbers other than 0, 1, 2, ..., `label` is a name.

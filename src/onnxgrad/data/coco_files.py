@@ -67,7 +67,7 @@ def read_coco(path: Path, folders: Sequence[Path]) -> CocoFile:
 
 
 def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
-    """Return the ids of image files in the COCO files beside them, or beside their `images/`."""
+    """Return the ids of image files, from COCO files beside the images or their folder."""
     folders = {Path(image).parent for image in images if is_path(image)}
     homes = folders | {folder.parent for folder in folders if folder.name == "images"}
     found: dict[Path, Any] = {}

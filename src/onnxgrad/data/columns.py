@@ -30,7 +30,7 @@ _INDEX_NAMES = frozenset(["", "Unnamed: 0", "__index_level_0__"])
 
 
 class ColumnSelection:
-    """A table of some columns of another table."""
+    """A table of selected columns of another table."""
 
     def __init__(self, table: Any, names: Sequence[str]) -> None:
         self.table, self.columns = table, list(names)
@@ -40,7 +40,7 @@ class ColumnSelection:
 
 
 def is_table(X: Any) -> bool:
-    """Return whether `X` is a table: whether it has columns, labeled by names or numbers."""
+    """Return whether `X` is a table, with columns that are labeled by names or numbers."""
     return _column_labels(X) is not None
 
 
@@ -94,7 +94,7 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise `DataError` for two columns of one name, and for an index that pandas wrote."""
+    """Raise `DataError` for two columns of the same name, and for an index that pandas wrote."""
     if len(set(names)) < len(names):
         repeated = next(n for n in names if names.count(n) > 1)
         raise DataError(f"two columns are called {repeated!r}: rename one")
@@ -107,7 +107,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) -> None:
-    """Raise `DataError` if the columns of a table are not the trained columns, in any order."""
+    """Raise `DataError` if a table has other columns than in training, in any order."""
     given, known = {*names}, {*trained}
     missing = [n for n in trained if n not in given]
     extra = [n for n in names if n not in known]
@@ -170,7 +170,7 @@ class Names:
     def by_input(
         self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
     ) -> dict[str, list[str]]:
-        """Return the columns of a table that each input takes; `names` has no columns of labels.
+        """Return the columns that each input takes, among `names`, the columns without labels.
 
         Each of several inputs takes the columns that it was trained on, or else the column of its
         name, or the only column that skl2onnx renames to it. A single input takes all columns, in
@@ -208,7 +208,7 @@ class Names:
 
 
 def read_names(proto: ModelProto) -> Names:
-    """Return the names of the columns that `proto` was trained on, and of its classes.
+    """Return the `Names` of columns and classes that a trained model stores.
 
     Classes that are numbers in a node of another tool, such as a ZipMap, are left out: labels may
     as well be the positions of these classes.
@@ -233,5 +233,5 @@ def read_names(proto: ModelProto) -> Names:
 
 
 def class_names(proto: ModelProto) -> Labels | None:
-    """Return the labels of the classes that a model stores, in the order of its output."""
+    """Return the labels of the classes that a model stores, in the order of the output."""
     return read_note(proto, CLASSES) or stored_labels(proto)

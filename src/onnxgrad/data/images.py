@@ -43,7 +43,7 @@ def image_folder(
     labels: bool = True,
     scale: float = 1.0,
 ) -> ImageFolder:
-    """Return the images in the sub-folders of `path` as data for `fit`, decoded while it runs.
+    """Return images in sub-folders as data for `fit`, decoded while training runs.
 
     The label of an image is the number of its class, which its sub-folder of `path` names. Names
     that are all whole numbers are these numbers: "10" is class 10. Other names are numbered in
@@ -155,7 +155,7 @@ class ImageFolder(FileReader):
 
     @property
     def normalization(self) -> Normalize | None:
-        """The last transform if it normalizes, else None."""
+        """The last transform if it is a normalization, else None."""
         last = self.transforms[-1] if self.transforms else None
         return last if isinstance(last, Normalize) else None
 

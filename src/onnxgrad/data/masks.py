@@ -45,7 +45,7 @@ def masked_images(
     images: str | os.PathLike | None = None,
     channels: int = 3,
 ) -> MaskedImages:
-    """Return images and the class of each pixel as data for `fit`, decoded while it runs.
+    """Return images and the class of each pixel as data for `fit`, decoded in training.
 
     A batch has images, float32 (N, channels, height, width) from 0 to 1, and labels, int64 (N,
     height, width), -100 where ignored. Images are resized (bilinear), masks too (nearest neighbor).
@@ -89,20 +89,20 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    found = _open_pairs(Path(path), classes, ignore, images)
+    found = _open_image_mask_pairs(Path(path), classes, ignore, images)
     sides, mask_sides = height_and_width(size), height_and_width(mask_size or size)
     return MaskedImages(*found, sides, mask_sides, tuple(transforms), front, ignore, channels)
 
 
-def _open_pairs(
+def _open_image_mask_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
-) -> tuple[list[_Pair], list[str], bool]:
+) -> tuple[list[_ImageMaskPair], list[str], bool]:
     """Return pairs of images and masks, the classes, and whether the classes have names."""
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
-        pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
+        pairs, named = _pairs_in_coco_file(path, [Path(images)] if images else beside)
     else:
-        pairs, named = _folder_pairs(path)
+        pairs, named = _pairs_in_folder(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
     number = len(given) if given else classes if isinstance(classes, int) else None
     if named and (given not in (None, named) or number not in (None, len(named))):
@@ -110,13 +110,13 @@ def _open_pairs(
             f"classes={given or classes!r}, and {str(path)!r} has the classes {named}: leave out "
             "classes, or correct them"
         )
-    number = _check_pairs(pairs, ignore, number or len(named) or None)
+    number = _count_mask_classes(pairs, ignore, number or len(named) or None)
     names = given or named
     return pairs, names or [str(i) for i in range(number)], bool(names)
 
 
-class _Pair(NamedTuple):
-    """An image, and its mask: a file, or a list of (class, polygons or RLE) that is drawn."""
+class _ImageMaskPair(NamedTuple):
+    """An image with a mask: a file, or a list of (class, polygons or RLE) to draw."""
 
     image: Path
     mask: Any
@@ -135,7 +135,7 @@ class MaskedImages(FileReader):
     """
 
     per_row = ("_pairs",)
-    _pairs: list[_Pair]
+    _pairs: list[_ImageMaskPair]
     classes: list[str]
     named: bool
     size: tuple[int, int]
@@ -194,7 +194,7 @@ class MaskedImages(FileReader):
         }
 
 
-def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
+def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) -> Any:
     """Return the mask of a (width, height) image as a mode "P" image of class indices.
 
     Pillow resizes this mode by nearest neighbor only.
@@ -251,7 +251,7 @@ def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
     return np.asarray(coco.decode(packed))
 
 
-def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
+def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
     """Return the pairs of files in images/ and masks/, and the class names of classes.txt."""
     found = {}
     for part in ("images", "masks"):
@@ -274,14 +274,18 @@ def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
         )
     listed = path / "classes.txt"
     names = listed.read_text("utf-8").splitlines() if listed.is_file() else []
-    return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
+    return [_ImageMaskPair(images[s], masks[s]) for s in images], [
+        n.strip() for n in names if n.strip()
+    ]
 
 
-def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[str]]:
+def _pairs_in_coco_file(
+    path: Path, folders: Sequence[Path]
+) -> tuple[list[_ImageMaskPair], list[str]]:
     """Return the images and masks of a COCO file, and the classes "background", categories."""
     coco = read_coco(path, folders)
     numbers = {category: number for number, category in enumerate(coco.categories, 1)}
-    pairs = {i: _Pair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
+    pairs = {i: _ImageMaskPair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
     for where, annotation in coco.annotations:
         pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation") or []
         if isinstance(parts, dict):
@@ -297,7 +301,9 @@ def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[
     return [*pairs.values()], ["background", *coco.categories.values()]
 
 
-def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:
+def _count_mask_classes(
+    pairs: Sequence[_ImageMaskPair], ignore: int | None, classes: int | None
+) -> int:
     """Return the count of classes: `classes`, or one more than the largest value in masks.
 
     Raises:

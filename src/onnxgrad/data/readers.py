@@ -85,7 +85,7 @@ class Reader:
         return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, without the first `skip`.
+        """Yield the batches of one pass, without the first `skip` batches.
 
         Args:
             size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
@@ -129,7 +129,7 @@ class Reader:
 
 
 def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that sets `Reader.arguments` of the reader that a function returns.
+    """Return a decorator that keeps a function's arguments in the `Reader` that it returns.
 
     Each argument must be equal in a resumed training, except the arguments that `data` names, whose
     content `Reader.describe` identifies.
@@ -172,11 +172,11 @@ class IndexedReader(Reader):
     rows: int
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the batch of the rows with these indices, in their order."""
+        """Return the batch of the rows with these indices, in this order."""
         raise NotImplementedError
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass: a permutation of all rows, cut into batches."""
+        """Yield the batches of one pass: all rows, permuted by `seed`, cut into batches."""
         order = None if seed is None else np.random.default_rng(seed).permutation(self.rows)
         for start in range(skip * size, self.rows, size):
             stop = min(start + size, self.rows)
@@ -222,7 +222,7 @@ class DiskArrays(IndexedReader):
     def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
         parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
         self.parts = [_map_arrays(part, lambda a: a) for part in parts]
-        arrays = list(_arrays_of_parts(self.parts))
+        arrays = list(_arrays_of_batch(self.parts))
         counts = {len(array) for array in arrays}
         if len(counts) > 1:
             raise ValueError(
@@ -238,18 +238,18 @@ class DiskArrays(IndexedReader):
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, dtypes and a digest of some rows."""
-        arrays = enumerate(_arrays_of_parts(self.parts))
+        arrays = enumerate(_arrays_of_batch(self.parts))
         return describe_arrays("arrays", {str(i): array for i, array in arrays})
 
 
-def _arrays_of_parts(parts: Sequence[Any]) -> Iterator[np.ndarray]:
+def _arrays_of_batch(parts: Sequence[Any]) -> Iterator[np.ndarray]:
     """Yield every array of X, y and weights; each is an array, a dict of arrays or None."""
     for part in parts:
         yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Return `value` as an array; a memmap stays a memmap."""
+    """Return `value` as an array; a `numpy.memmap` stays on disk."""
     return value if isinstance(value, np.ndarray) else to_numpy(value)
 
 
@@ -297,7 +297,7 @@ class IteratedReader(Reader):
 
 
 class Batches(IteratedReader):
-    """An iterable of batches such as a torch DataLoader, or a function that returns one.
+    """An iterable of batches such as a torch DataLoader, or a function that returns an iterable.
 
     The iterable is iterated, or the function called, once per pass.
     """
@@ -313,11 +313,11 @@ class Batches(IteratedReader):
         self._begun = False
 
     def first(self) -> Any:
-        """Return the first batch; None where reading it would lose it."""
+        """Return the first batch; None for an iterable that reading would use up."""
         return None if self._once else super().first()
 
     def peek(self) -> Any:
-        """Return the first batch of the next pass; None where reading it would lose it."""
+        """Return the first batch of the next pass; None for an iterable that this would use up."""
         if self._once or self._listed_batches():
             return self.first()
         return next(iter(self.peek_items()[-1:]), None)
@@ -337,7 +337,7 @@ class Batches(IteratedReader):
         return iter(self.source() if callable(self.source) else self.source)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of the iterable; the first `skip` are read and discarded.
+        """Yield the batches of the iterable; the first `skip` batches are read and discarded.
 
         None in front of a batch does not count as a batch.
         """
@@ -348,7 +348,7 @@ class Batches(IteratedReader):
         yield from batches
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, the number of batches, and for a list a digest of some batches."""
+        """Return the type, the count of batches, and for a list a digest of some batches."""
         entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
         if listed := [batch for batch in self._listed_batches() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
@@ -365,7 +365,7 @@ class Batches(IteratedReader):
 
 
 def full_name(value: Any) -> str:
-    """Return the name of the type of a value, with its module."""
+    """Return the name of a value's type with its module, such as `torch.utils.data.DataLoader`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -450,7 +450,7 @@ def _has_arrays(parts: Any) -> bool:
 
 
 def _may_be_rows(parts: Any) -> bool:
-    """Return whether all parts are arrays of one shape."""
+    """Return whether all parts are arrays of the same shape, so that each may be a row."""
     if not all(hasattr(part, "shape") for part in parts):
         return False
     return len({tuple(shape_of(part)) for part in parts}) == 1

@@ -17,7 +17,7 @@ from onnxgrad.runtime.values import to_numpy
 _BUFFER_ROWS = 1000  # rows of a stream that are shuffled together, the default of `datasets`
 
 
-def _is_a(X: Any, package: str, *names: str) -> bool:
+def _is_class_of_package(X: Any, package: str, *names: str) -> bool:
     """Return whether a class of `X` has one of these names and comes from this package."""
     classes = type(X).__mro__
     return any(c.__name__ in names and c.__module__.split(".")[0] == package for c in classes)
@@ -25,17 +25,17 @@ def _is_a(X: Any, package: str, *names: str) -> bool:
 
 def is_hugging_face(X: Any) -> bool:
     """Return whether `X` is a `datasets.Dataset` or `datasets.IterableDataset`."""
-    return _is_a(X, "datasets", "Dataset", "IterableDataset")
+    return _is_class_of_package(X, "datasets", "Dataset", "IterableDataset")
 
 
 def is_hugging_face_stream(X: Any) -> bool:
     """Return whether `X` is a `datasets.IterableDataset`."""
-    return _is_a(X, "datasets", "IterableDataset")
+    return _is_class_of_package(X, "datasets", "IterableDataset")
 
 
 def is_stream(X: Any) -> bool:
     """Return whether `X` is a `torch.utils.data.IterableDataset`, which yields rows."""
-    return _is_a(X, "torch", "IterableDataset")
+    return _is_class_of_package(X, "torch", "IterableDataset")
 
 
 def is_map_style(X: Any) -> bool:
@@ -104,7 +104,7 @@ class MapStyleRows(IndexedReader):
         return collate([_copy_row(self.dataset[i]) for i in numbers])
 
     def describe(self) -> dict[str, Any]:
-        """Return the type of the dataset and the number of rows."""
+        """Return the type of the dataset and the count of rows."""
         return {"kind": full_name(self.dataset), "rows": self.rows}
 
 
@@ -124,7 +124,7 @@ class StreamedRows(IteratedReader):
         return collate(read) if read else None
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; the rows of the first `skip` are read and discarded."""
+        """Yield the batches of one pass; the rows of `skip` batches are read and discarded."""
         rows = islice(self.next_pass(), skip * size, None)
         while batch := list(islice(rows, size)):
             yield collate(batch)
@@ -134,7 +134,7 @@ class StreamedRows(IteratedReader):
         return {"kind": full_name(self.dataset)}
 
 
-class _HuggingFace(Reader):
+class _HuggingFaceColumns(Reader):
     """The columns of a dataset of Hugging Face as X, y and weights."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
@@ -171,7 +171,7 @@ def _stack_column(name: str, values: Any) -> np.ndarray:
     return array
 
 
-class HuggingFaceRows(_HuggingFace, IndexedReader):
+class HuggingFaceRows(_HuggingFaceColumns, IndexedReader):
     """The rows of a `datasets.Dataset`, which are read by index from Arrow files."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
@@ -193,11 +193,11 @@ class HuggingFaceRows(_HuggingFace, IndexedReader):
         }
 
 
-class HuggingFaceStream(_HuggingFace):
+class HuggingFaceStream(_HuggingFaceColumns):
     """The rows of a `datasets.IterableDataset`, shuffled by files and within a buffer of rows."""
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; the first `skip` are read and discarded."""
+        """Yield the batches of one pass; the first `skip` batches are read and discarded."""
         dataset = self.dataset
         if seed is not None:
             dataset = dataset.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER_ROWS)

@@ -87,7 +87,7 @@ def plot_onnxs(
     if new:  # the layout decides how large the axes are, hence the font
         figure.get_layout_engine().execute(figure)
     for picture, axis in zip(pictures, axes, strict=True):
-        _Drawing(picture, axis).draw_picture()
+        _FigureDrawing(picture, axis).draw_picture()
     if show:
         plt.show()
     return axes[0] if len(pictures) == 1 else axes
@@ -173,7 +173,7 @@ def _new_figure(
     return figure, grid.ravel()
 
 
-class _Drawing:
+class _FigureDrawing:
     """Draws a model on matplotlib axes whose unit is a pixel of the layout."""
 
     def __init__(self, placed: Placed, ax: Any) -> None:

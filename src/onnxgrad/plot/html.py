@@ -46,7 +46,7 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
 
 
 def _write_page(scene: Scene, fold: bool | None, title: str = "") -> str:
-    """Return `view.html` with the style of `to_svg`, the title and the data."""
+    """Return the text of the page: `view.html` with its style, title and data filled in."""
     data = _page_data(Layered(scene), scene.folded_groups(fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")

@@ -83,7 +83,7 @@ class Layered:
         self._passing: dict[int, dict[tuple[int, Cell, bool], list[int]]] = defaultdict(dict)
         for i, arrow in enumerate(scene.arrows):
             paths = [scene.groups_around(j) for j in (arrow.source, arrow.target)]
-            depth, pair = _lift_arrow(paths, arrow)
+            depth, pair = _common_group_of_ends(paths, arrow)
             if pair[0] == pair[1]:
                 continue
             lifted[paths[0][depth]].setdefault(pair, []).append(i)
@@ -181,7 +181,9 @@ def neighbor_mean(cell: Cell, neighbors: list[Cell], position: Mapping[Cell, flo
     return sum(position[n] for n in neighbors) / len(neighbors) if neighbors else position[cell]
 
 
-def _lift_arrow(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
+def _common_group_of_ends(
+    paths: list[tuple[int, ...]], arrow: Arrow
+) -> tuple[int, tuple[Cell, Cell]]:
     """Return the depth of the innermost group around an arrow, and the cells it links there.
 
     `paths` are the groups around each end, from the root.
@@ -199,7 +201,7 @@ def _lift_arrow(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[
 def _rows_by_longest_path(
     cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]
 ) -> dict[Cell, int]:
-    """Return the row of each cell; constraints that would close a circle are dropped."""
+    """Return the row of each cell; constraints that would close a cycle are dropped."""
     below: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
         below[a].append((b, n))
@@ -216,7 +218,7 @@ def _rows_by_longest_path(
 
 
 def _topological_order(cells: Iterable[Cell], below: Edges) -> tuple[list[Cell], Edges]:
-    """Return the cells in topological order, and `below` without the edges that close circles."""
+    """Return cells in topological order, and `below` without the edges that close cycles."""
     kept: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     done: dict[Cell, bool] = {}  # False: on the path
     order: list[Cell] = []

@@ -58,7 +58,7 @@ class Placed:
         self._move_cells(ROOT, 0.0, 0.0)
 
     def drawn_cells(self, group: int = ROOT) -> Iterator[tuple[Cell, Box]]:
-        """Yield items and groups with their boxes, each group before the cells in it."""
+        """Yield (cell, box) for items and groups, each group before the cells in it."""
         for row in self.layered.groups[group].rows:
             for cell in row:
                 if cell[0] != "bend":
@@ -67,7 +67,7 @@ class Placed:
                     yield from self.drawn_cells(cell[1])
 
     def curves(self) -> list[Curve]:
-        """Return the arrows between boxes; arrows with the same points are one."""
+        """Return the arrows between boxes; arrows with equal points are merged."""
         found: dict[tuple[Point, ...], Curve] = {}
         right = self.layered.groups[ROOT].right
         for arrow, way in zip(self.scene.arrows, self.layered.ways, strict=True):
@@ -77,7 +77,7 @@ class Placed:
                 continue
             across = len({self.scene.root_cell(item) in right for item in ends}) > 1
             bends = [box for n in way if (box := self.boxes.get(("bend", n)))]
-            points = _sideways_points(a, b) if across else _vertical_points(a, bends, b)
+            points = _sideways_arrow_points(a, b) if across else _vertical_arrow_points(a, bends, b)
             found.setdefault(points, Curve(points, across, [])).texts.append(arrow.text)
         return list(found.values())
 
@@ -95,7 +95,7 @@ class Placed:
         return item_size(self.scene, i) if kind == "item" else folded_size(self.scene, i)
 
     def _place_group(self, group: int) -> tuple[float, float]:
-        """Place the cells of a group relative to its corner, and return width and height."""
+        """Place the cells of a group relative to the group's corner; return width and height."""
         layers = self.layered.groups[group]
         sizes = {cell: self._cell_size(cell) for row in layers.rows for cell in row}
         above, below = layers.neighbors()
@@ -123,7 +123,7 @@ class Placed:
         return max(right_edge, least), y - DOWN + PAD if sizes else head
 
     def _move_cells(self, group: int, x: float, y: float) -> None:
-        """Move the cells of a group, which are relative to its corner, to the corner (x, y)."""
+        """Move a group's cells, placed relative to its corner, so that its corner is (x, y)."""
         for row in self.layered.groups[group].rows:
             for cell in row:
                 box = self.boxes[cell]
@@ -189,7 +189,7 @@ def spread(wished: list[float], gaps: list[float]) -> list[float]:
     return [mean + offset for mean, offset in zip(means, offsets, strict=False)]
 
 
-def _vertical_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
+def _vertical_arrow_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
     """Return the points of an arrow from the box `a` through `bends` to `b`, above or below it."""
     down = a.y < b.y
     bends = sorted(bends, key=lambda bend: bend.y, reverse=not down)
@@ -202,7 +202,7 @@ def _vertical_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _sideways_points(a: Box, b: Box) -> tuple[Point, ...]:
+def _sideways_arrow_points(a: Box, b: Box) -> tuple[Point, ...]:
     """Return the points of an arrow from the side of the box `a` to the facing side of `b`."""
     right = a.x < b.x
     x, y = a.x + a.width * right, a.y + a.height / 2

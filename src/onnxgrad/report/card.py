@@ -100,7 +100,7 @@ def write_card(
         _INTRODUCTION,
         f"## Use and limits\n\n{use or _UNKNOWN_SENTENCE}",
         f"## License\n\n{license or _UNKNOWN_SENTENCE}",
-        f"## Base model\n\n{_fact_table(_base_facts(trainer._job.proto, base))}",
+        f"## Base model\n\n{_fact_table(_base_model_facts(trainer._job.proto, base))}",
         f"## Data\n\n{data or _UNKNOWN_SENTENCE}\n\n{_fact_table(_data_facts(recorded_data))}",
         f"## Training\n\n{_fact_table(_training_facts(trainer))}",
         f"## Results\n\n{_result_table(trainer.state.history)}",
@@ -140,7 +140,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
+def _base_model_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
     """Return the file, digest, graph and producer of the model before the training."""
     file, digest = UNKNOWN, UNKNOWN
     if base is not None:
@@ -168,7 +168,7 @@ def _data_facts(description: Any) -> dict[str, Any]:
 
 
 def _result_table(history: list[dict[str, Any]]) -> str:
-    """Return a table of the numbers of the history, of the last evaluations if there are many."""
+    """Return a table of the history's numbers, of the last evaluations if there are many."""
     names = dict.fromkeys(n for entry in history for n, v in entry.items() if isinstance(v, Real))
     columns = ["epoch", "step", *(n for n in names if n not in _NO_RESULT)]
     remarks = []

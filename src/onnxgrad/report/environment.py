@@ -19,7 +19,7 @@ _INSTRUCTION_SETS = (  # as /proc/cpuinfo calls those for which onnxruntime has 
 
 
 def environment() -> dict[str, str]:
-    """Return versions, the system, the processor, its cores and the memory, as texts."""
+    """Return the versions of packages, the system, processor, cores and memory, as texts."""
     found = {"Python": platform.python_version()}
     names = dict.fromkeys([*_PACKAGES, *_RUNTIMES])
     found |= {name: version(name) for name in names if _is_installed(name)}
@@ -39,7 +39,7 @@ def instruction_sets() -> list[str]:
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """Return, for each extra of this package, which of its packages are not installed."""
+    """Return, for each extra of onnxgrad, the packages that are not installed."""
     if not _is_installed("onnxgrad"):  # it runs from a folder of sources
         return {}
     package = distribution("onnxgrad")

@@ -54,17 +54,20 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
         if logarithmic:
             axes.set_yscale("log")
         if most is not None:
-            note = _end_axis(axes, kept, most, logarithmic)
+            note = _limit_value_axis(axes, kept, most, logarithmic)
     names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
     return Chart(title, _svg_element(figure, title), names, note)
 
 
 def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether the axis of some lines is logarithmic, and the range of most of their values.
+    """Return whether the axis of some lines is logarithmic, and the range of most values.
 
     The range is None if all values fit: an axis for all is less than `_STRETCH` times as long.
     """
-    every, most = [v for y in lines for v in y], [v for y in lines for v in _usual_values(y)]
+    every, most = (
+        [v for y in lines for v in y],
+        [v for y in lines for v in _values_without_extremes(y)],
+    )
     log = log and min(every) > 0 and max(every) / min(every) >= _LOG
     measure = math.log10 if log else float
     inner = measure(max(most)) - measure(min(most))
@@ -73,14 +76,16 @@ def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[floa
     return log and max(most) / min(most) >= _LOG, (min(most), max(most))
 
 
-def _usual_values(values: Sequence[float]) -> list[float]:
-    """Return the values after the first tenth, without the extreme ones of many."""
+def _values_without_extremes(values: Sequence[float]) -> list[float]:
+    """Return the values after the first tenth, without the few most extreme ones."""
     rest = sorted(values[max(1, len(values) // 10) :] or values)
     extreme = len(rest) // 50
     return rest[extreme : len(rest) - extreme]
 
 
-def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool) -> str:
+def _limit_value_axis(
+    axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool
+) -> str:
     """End the value axis a little beyond `most`, mark points outside, and return a remark."""
     low, high = map(math.log10, most) if log else most
     low, high = low - _ROOM * (high - low), high + _ROOM * (high - low)

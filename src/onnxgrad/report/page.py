@@ -67,9 +67,7 @@ def write_report(
     try:
         text = page(loaded, path.name if path.name else str(path.resolve().name))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
-        raise ValueError(
-            f"{path} is damaged, so that no report can be made: {type(e).__name__}: {e}"
-        ) from e
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from e
     with replacing(output) as file:
         file.write_text(text, encoding="utf-8")
     return Path(output)

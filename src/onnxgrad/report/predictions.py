@@ -37,7 +37,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass
-class _Output:
+class _ExaminedOutput:
     """An output of the model, the loss that reads the output, and the axis of rows."""
 
     info: LossInfo
@@ -52,7 +52,7 @@ class _Output:
 
 
 @dataclass
-class _Classes(_Output):
+class _ConfusionCounts(_ExaminedOutput):
     """Confusions: counts of (class of the label, predicted class)."""
 
     counts: Counter = field(default_factory=Counter)
@@ -72,8 +72,8 @@ class _Classes(_Output):
 
 
 @dataclass
-class _Numbers(_Output):
-    """Predictions and labels of a regression, and their residuals."""
+class _RegressionResiduals(_ExaminedOutput):
+    """Predictions, labels and residuals of a regression."""
 
     predictions: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Numbers(_Output):
         return {"kind": "numbers", "columns": columns, "rows": len(shown)}
 
 
-class _Boxes:
+class _BoxConfusions:
     """Confusions of detection: counts of (true class, found class); the last is no box."""
 
     def __init__(self, info: LossInfo, precision: MeanAveragePrecision) -> None:
@@ -143,7 +143,8 @@ def examine_predictions(
     call = trainer._call
     if call.sharing is not None:
         raise ValueError(
-            "several processes trained the model, and each has only a part of the rows"
+            "predictions can be examined only if one process trains the model: each of several has "
+            "only a part of the rows"
         )
     source, name = _examined_data(call)
     evaluator = call.evaluator
@@ -153,9 +154,9 @@ def examine_predictions(
     outputs: dict[str, Any] = {}
     for label, info in one.labels.items():
         if of_boxes and not _has_classes(info):
-            outputs[label] = _Boxes(info, of_boxes[0])
+            outputs[label] = _BoxConfusions(info, of_boxes[0])
             continue
-        kind = _Classes if _has_classes(info) else _Numbers
+        kind = _ConfusionCounts if _has_classes(info) else _RegressionResiduals
         outputs[label] = kind(info, evaluator.row_axis(str(info.prediction), label))
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
@@ -165,7 +166,7 @@ def examine_predictions(
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
-            output.add_rows(*_aligned_pair(output.info, predictions, arrays[label]))
+            output.add_rows(*_aligned_predictions(output.info, predictions, arrays[label]))
         whole = evaluator.fields.row_axes.without_rows(arrays)
         rows = next(len(array) for name, array in arrays.items() if name not in whole)
         for i in range(rows if single and losses == count else 0):
@@ -197,14 +198,12 @@ def examine_predictions(
 
 
 def _examined_data(call: Any) -> tuple[BatchSource, str]:
-    """Return the validation data, or else the training data in memory, and the word for it."""
+    """Return the data to examine, with "validation", or "training" if in memory."""
     if call.validated is not None:
         return call.validated, "validation"
     if isinstance(call.source, ArraySource):
         return call.source, "training"
-    raise ValueError(
-        "there are no validation data, and the training data are not in memory: pass some to fit"
-    )
+    raise ValueError("the training data are not in memory: pass validation data to fit")
 
 
 def _row_number(row: int, numbers: np.ndarray | None) -> int:
@@ -243,7 +242,7 @@ def _has_classes(info: LossInfo) -> bool:
     return info.classes is not None or info.threshold is not None
 
 
-def _aligned_pair(
+def _aligned_predictions(
     info: LossInfo, predictions: Arrays, label: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return predictions and labels, shifted by a step where the loss predicts the next token."""
@@ -254,7 +253,7 @@ def _aligned_pair(
 
 def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
     """Return the label and the prediction of a row: class indices, or some elements."""
-    prediction, wanted = _aligned_pair(output.info, predictions, label)
+    prediction, wanted = _aligned_predictions(output.info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
     prediction, wanted = prediction[row : row + 1], wanted[row : row + 1]

@@ -35,7 +35,7 @@ _LINES = 400  # lines of the text of the model
 
 
 class Recorder(Callback):
-    """Records a training, for the page that `write_report` and `onnxgrad report` make of it.
+    """Records a training, for the page of `write_report` and `onnxgrad report`.
 
     `folder/run.json` gets the history, the loss by step, norms of gradients, weights and updates,
     histograms of the weights before and after, the model as text, versions and the machine. When
@@ -131,7 +131,7 @@ class Recorder(Callback):
                 "environments": [],
                 "about": self.about,
                 "parameters": json_value(parameters_of(trainer)),
-                "model": _summary_of(trainer._job.proto),
+                "model": _model_summary(trainer._job.proto),
                 "weights": {n: describe_weight(w) for n, w in self._weights.items()},
                 "before": {n: histogram(w) for n, w in self._weights.items()},
                 "classes": None if self.classes is None else [str(c) for c in self.classes],
@@ -160,13 +160,13 @@ class Recorder(Callback):
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Write the record so far into the file."""
-        self._write_file(state)
+        self._write_record(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Record norms of weights, unless steps do, and write the record into the file."""
         if self.every_steps is None:
             self._record_norms(trainer, state)
-        self._write_file(state)
+        self._write_record(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the predictions of the trained model, and write the record into the file."""
@@ -194,12 +194,12 @@ class Recorder(Callback):
                 absent[name] = first_line(e)
                 if not isinstance(e, ValueError):
                     logger.warning("Recorder: %s: %s", name, absent[name])
-        self._write_file(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
+        self._write_record(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
 
     # -- parts of the record ------------------------------------------------------------------
 
     def _record_norms(self, trainer: Any, state: Any) -> None:
-        """Record the norms of weights and updates of this step, unless it has been done."""
+        """Record norms of weights and updates at this step, at most once a step."""
         entry = self.entry(state)
         entry["calls"] = calls = entry.get("calls", 0) + 1
         records = entry["norms"]
@@ -236,13 +236,15 @@ class Recorder(Callback):
         call = trainer._call
         sample = sample_step(call)
         if sample is None:
-            raise ValueError("no step was run, or processes share each step")
+            raise ValueError(
+                "no step can be profiled: none was run, or several processes share each step"
+            )
         model, inputs, work, in_order = sample
         times = operator_times(model, inputs, call.job.device, work, in_order, self.profile)
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
 
-    def _write_file(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
+    def _write_record(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
         entry = self.entry(state)
         entry["seconds"] = self._before + time.perf_counter() - self._clock
         written = {**entry, "history": state.history, **(ended or {})}
@@ -273,7 +275,7 @@ def _join_neighbors(steps: list[list[Any]]) -> None:
     del steps[len(pairs) : 2 * len(pairs)]
 
 
-def _summary_of(proto: ModelProto) -> dict[str, Any]:
+def _model_summary(proto: ModelProto) -> dict[str, Any]:
     """Return counts of a model's nodes, producer and opsets, and the first lines of its text."""
     lines = onnx_simple_text_plot(proto).splitlines()
     return {

@@ -77,11 +77,11 @@ def _load_folder(folder: Path) -> Run:
         if entry.get("format") == FORMAT:
             run = entry | run
         elif "records" in entry and isinstance(entry["records"], list):
-            run.setdefault("norms", [_from_norms_record(record) for record in entry["records"]])
+            run.setdefault("norms", [_run_of_norms_record(record) for record in entry["records"]])
     return run
 
 
-def _from_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def _run_of_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run of a file of the callback `Norms`, which has no norms of updates."""
     gradient, weight = (record.get(f"{kind}_norms", {}) for kind in ("gradient", "weight"))
     return {"step": record["step"], "gradient": gradient, "weight": weight, "update": {}}

@@ -80,7 +80,7 @@ class Predictor:
 
     @escaping()
     def run(self, feed: Any, outputs: Sequence[str] = ()) -> list[Any]:
-        """Return outputs of one call, for arrays by name, or for the array of the only input.
+        """Return outputs of one call, for `{input: array}`, or the array of the only input.
 
         The arrays are cast to the dtypes of the inputs.
 
@@ -151,7 +151,7 @@ class Predictor:
         return found
 
     def _takes_one_row(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
-        """Return whether the model runs on the first row, and not on two copies of it.
+        """Return whether the model runs on one row, but not on two copies of that row.
 
         If so, each call gets one row from now on, and the logger warns.
         """

@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime on a device, with a number of threads that fits the computation."""
+"""Sessions of onnxruntime on a device, with a count of threads for the computation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPINNING = "session.force_spinning_stop"
 
 
 def threads(work: float) -> int:
-    """Return the number of threads for a step of `work` multiply-adds.
+    """Return the count of threads for a step of `work` multiply-adds.
 
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
@@ -56,7 +56,7 @@ def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
 
 
 def process_count(*names: str) -> int:
-    """Return how many processes a launcher has started, from its variables `names`; at least 1."""
+    """Return the count of processes in a launcher's environment variables, at least 1."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
 
@@ -98,7 +98,7 @@ def ordered_session(
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
-    _state_shapes(optimized.graph, model, lengths)
+    _set_declared_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
     options, more = _session_options(work)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
@@ -107,15 +107,15 @@ def ordered_session(
     del optimized
     large = proto.ByteSize() > _LARGE_MODEL  # with the bodies of Scans
     if large:
-        _give_back_freed()
+        _release_freed_memory()
     running = loaded(proto, options, providers=device.providers, **more)
     del proto
     if large:
-        _give_back_freed()
+        _release_freed_memory()
     return running
 
 
-def _give_back_freed() -> None:
+def _release_freed_memory() -> None:
     """Give memory that copies of a model have freed back to the system, unlike glibc."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
@@ -124,7 +124,7 @@ def _give_back_freed() -> None:
             trim(0)
 
 
-def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
+def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
     """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
 
     It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
@@ -263,7 +263,7 @@ def work(graph: ir.Graph) -> float:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the lengths of the axes of a value, with one in place of lengths that are unknown."""
+    """Return the lengths of a value's axes, with 1 for unknown lengths."""
     shape = dims(value)
     if shape is None:
         raise UnknownShapeError

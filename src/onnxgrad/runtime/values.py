@@ -139,7 +139,7 @@ def fit(
 
 
 class Binding:
-    """Runs a session on arrays and OrtValues; inputs on its device are not copied.
+    """Runs a session on arrays and OrtValues; inputs on the session's device are not copied.
 
     An input stays bound while its memory, shape and dtype do not change between calls. Each
     call returns new outputs, except for the outputs that `into` names.
@@ -158,7 +158,7 @@ class Binding:
         options: ort.RunOptions | None = None,
         into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the named outputs, on the device; an output in `into` is written to its array."""
+        """Return the outputs, on the device; outputs in `into` are written to the arrays there."""
         for name, value in inputs.items():
             self._bind_input(name, value)
         places = {name: into[name] for name in outputs if into is not None and name in into}
@@ -174,7 +174,7 @@ class Binding:
         return self._binding.get_outputs()
 
     def _bind_input(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
-        """Bind an input to a value, unless it is bound to this memory already."""
+        """Bind an input to a value, unless it is bound to the same memory already."""
         if isinstance(value, ort.OrtValue):
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
@@ -192,7 +192,7 @@ class Binding:
 
 
 def bind_output(binding: ort.IOBinding, name: str, place: np.ndarray | Device) -> None:
-    """Let the session write an output into an array, or into new memory of a device."""
+    """Bind an output of a session to an array, or to new memory on a device."""
     if isinstance(place, Device):
         binding.bind_output(name, place.kind, place.index)
     else:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Task:
-    """A job on a model: its files, its loss, its metrics and its predictions.
+    """A job on a model: the files, the loss, the metrics and the predictions.
 
     A subclass is created with `(model, data=None, **options)`: `data` are the rows to train on, in
     the files that are usual for the task. They name the classes; where the model has others, it
@@ -104,7 +104,7 @@ class Task:
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments`, named as for `Trainer`, win.
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's arguments.
 
         Raises:
             ValueError: the model was trained with a loss that its file cannot hold, and no loss is
@@ -124,7 +124,7 @@ class Task:
         return self._new_trainer(self.model, {**own, **arguments})
 
     def usual_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the task's arguments of a `Trainer` that fit the arguments that users `given`.
+        """Return the task's arguments of a `Trainer` that do not conflict with `given`.
 
         The task's learning rate is one for its optimizer: another optimizer has its own. A rate of
         `fine_tuning_rate` is for all weights: chosen ones and adapters take the usual rate.
@@ -200,7 +200,7 @@ class Task:
         if validation is None and not round(count * share):
             self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
             return
-        kept, drawn = _draw_rows(count, share, seed, self._class_strata())
+        kept, drawn = _draw_validation_rows(count, share, seed, self._class_strata())
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
             raise ValueError(
@@ -210,13 +210,13 @@ class Task:
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the class index of each row, to hold out a share of each class; None: of all."""
+        """Return each row's class index, so that each class is split alike; None: no classes."""
         return None
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for rows, as `read` takes them.
+        """Return the loss and the metrics of the model for data as in `read`.
 
         Args:
             data: files that are usual for the task.
@@ -249,7 +249,7 @@ class Task:
         raise NotImplementedError
 
     def describe_results(self, results: Sequence[Any]) -> str:
-        """Return the number of results and their kind, as text."""
+        """Return the count and the kind of results, as text."""
         return f"{len(results)} predictions"
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -285,7 +285,7 @@ def with_fields(task: type[T]) -> type[T]:
 
 
 def row_count(data: Any) -> int | None:
-    """Return the number of rows of data, as `Trainer.fit` takes them; None if it is unknown."""
+    """Return the count of rows of data, given as for `Trainer.fit`; None if unknown."""
     if isinstance(data, Reader):
         return data.rows
     parts = data if isinstance(data, tuple) else (data,)
@@ -304,7 +304,7 @@ def _take_rows(data: Any, rows: np.ndarray) -> Any:
     return None if data is None else data[rows]
 
 
-def _draw_rows(
+def _draw_validation_rows(
     count: int, share: float, seed: int, strata: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw rows to validate on by `seed`; return the rows to train on and the drawn rows.
@@ -333,21 +333,21 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
         own = {name: value for name, value in own.items() if name not in given}
         if isinstance(own.get("loss"), dict) and _FUNCTION in own["loss"]:
             self._lost_loss = own.pop("loss")[_FUNCTION]
-        read = {name: _read_option(name, value) for name, value in own.items()}
+        read = {name: _option_from_json(name, value) for name, value in own.items()}
         kept = {name: value for name, value in read.items() if value is not None}
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
             if isinstance(stated.get("tokenizer"), str):
                 stated["tokenizer"] = Path(stated["tokenizer"])
-            note = json.dumps({type(self).__name__: stated}, default=_as_json)
+            note = json.dumps({type(self).__name__: stated}, default=_option_as_json)
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
 
 
 def _stored_options(model: Any, task: str) -> dict[str, Any]:
-    """Return the options that a model stores for a task, by the class name, as JSON values."""
+    """Return the options that a model stores for a task class, by name, as JSON values."""
     is_path = isinstance(model, (str, os.PathLike))
     proto = onnx.load(model, load_external_data=False) if is_path else model_of(model)
     return dict(json.loads(notes_of(proto).get(OPTIONS, "{}")).get(task, {}))
@@ -376,7 +376,7 @@ def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[
 
 
 def model_of(model: Any) -> ModelProto:
-    """Return a model as ModelProto: of a proto, a path, bytes or a trainer."""
+    """Return the ModelProto of a proto, a path, bytes or a trainer."""
     if isinstance(model, og.Trainer):
         return model.model
     if isinstance(model, bytes):
@@ -403,7 +403,7 @@ def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto
 
 
 def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
-    """Return the lengths of each input by name, None where unknown."""
+    """Return `{input: shape}` of a model, None for unknown lengths."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {
         n: shape for n, shape in _declared_shapes(model.graph.input).items() if n not in weights
@@ -411,7 +411,7 @@ def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
 
 
 def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
-    """Return the lengths of each output by name, None where unknown."""
+    """Return `{output: shape}` of a model, None for unknown lengths."""
     return _declared_shapes(model.graph.output)
 
 
@@ -422,7 +422,7 @@ def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
 
 
 def stored_classes(model: ModelProto) -> list[str]:
-    """Return the names of classes in the metadata of onnxgrad or ultralytics; [] without them."""
+    """Return the class names in a model's metadata by onnxgrad or ultralytics; else []."""
     notes = notes_of(model)
     try:
         own = CLASSES in notes
@@ -434,13 +434,13 @@ def stored_classes(model: ModelProto) -> list[str]:
 
 
 def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
-    """Return a model that stores its classes, so that it needs no data to name them."""
+    """Return a model that stores class names, so that predictions need no data."""
     same = stored_classes(model) == [*classes]
     return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
 
 
 def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
-    """Return the names of classes in `config.json` of transformers, beside a model with logits."""
+    """Return the class names in `config.json` of transformers, beside a model with logits."""
     path = None if home is None else home / "config.json"
     if path is None or not path.is_file() or "logits" not in outputs_of(model):
         return []
@@ -523,12 +523,12 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
 
 
 def named_loss(loss: Any) -> dict[str, str]:
-    """Return `{"function": name}` for a loss function: its name, to ask users for it."""
+    """Return `{"function": name}` in place of a loss function, which no file can hold."""
     name = loss if isinstance(loss, str) else getattr(loss, "name", None)
     return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
 
 
-def _as_json(value: Any) -> Any:
+def _option_as_json(value: Any) -> Any:
     """Return an option's value for `json.dumps`; None for objects that JSON cannot hold."""
     maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
     if isinstance(value, os.PathLike):
@@ -542,10 +542,10 @@ def _as_json(value: Any) -> Any:
     return named_loss(value) if is_named else None
 
 
-def _read_option(name: str, value: Any) -> Any:
+def _option_from_json(name: str, value: Any) -> Any:
     """Return the value of an option stored as JSON; None for a path that no longer exists."""
     if isinstance(value, list):
-        return tuple(_read_option(name, each) for each in value)
+        return tuple(_option_from_json(name, each) for each in value)
     if not isinstance(value, dict):
         return value
     if _FUNCTION in value:
@@ -557,5 +557,5 @@ def _read_option(name: str, value: Any) -> Any:
         return value["path"] if Path(value["path"]).exists() else None
     if _MAKER in value:
         maker = value[_MAKER]
-        return getattr(_MAKERS[maker], maker)(**_read_option(name, value["arguments"]))
-    return {key: _read_option(name, each) for key, each in value.items()}
+        return getattr(_MAKERS[maker], maker)(**_option_from_json(name, value["arguments"]))
+    return {key: _option_from_json(name, each) for key, each in value.items()}

@@ -92,7 +92,7 @@ class LineForm:
 
 
 class Lines(Sequence[np.ndarray]):
-    """A sequence of images as arrays; each image is read when it is needed.
+    """A sequence of images as arrays, where an image is read when it is indexed.
 
     Attributes:
         sources: what `og.data.open_image` takes.
@@ -114,7 +114,7 @@ class Lines(Sequence[np.ndarray]):
 
 
 def lines_of(path: str | os.PathLike) -> list[str]:
-    """Return the lines of a text file, with the spaces at their ends."""
+    """Return the lines of a text file, including spaces at the ends of lines."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
@@ -141,18 +141,18 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
                 f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
             )
     else:
-        rows = [(path.parent / name, text) for name, text in _read_list(path)]
+        rows = [(path.parent / name, text) for name, text in _read_image_list(path)]
     if not rows:
         raise ValueError(f"{data!r} has no rows: pass images with their texts")
     for image, text in rows:
         if is_path(image) and not Path(image).is_file():
             raise ValueError(f"there is no file {str(image)!r}, which {str(data)!r} lists")
         if "\n" in text:
-            raise ValueError(f"the text of {image_name(image)} has several lines: cut it")
+            raise ValueError(f"the text of {image_name(image)} has several lines: cut the image")
     return rows
 
 
-def _read_list(path: Path) -> list[tuple[str, str]]:
+def _read_image_list(path: Path) -> list[tuple[str, str]]:
     """Return pairs (path, text) of a CSV file or a file of lines with tabs."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -323,7 +323,7 @@ class TextRecognition(Task):
         characters = characters_in(self.dictionary, stored)
         shape = _input_shape(self.model)
         self._form = LineForm(shape, self)
-        self._output = _Output(self.model, shape, self._form, len(characters))
+        self._output = _CtcOutput(self.model, shape, self._form, len(characters))
         blank = int(stored["blank"]) if self.blank is None and "blank" in stored else self.blank
         self._alphabet = Alphabet(characters, self._output, blank)
         rows = [] if self.data is None else rows_in(self.data)
@@ -336,7 +336,7 @@ class TextRecognition(Task):
         added = sorted({*new} - {*self._alphabet.classes})
         if added or self.dictionary is not None:
             self.model = self._alphabet.extend(self.model, added, self.seed)
-        self.data = self._read_lines(rows) if rows else None
+        self.data = self._read_line_images(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
@@ -350,7 +350,7 @@ class TextRecognition(Task):
                 that needs more time steps than its image has: one a character, and one between two
                 that are equal.
         """
-        return self._read_lines(rows_in(path))
+        return self._read_line_images(rows_in(path))
 
     def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
         """Return the text of each image with a confidence, decoded by `ctc_decode`.
@@ -393,7 +393,7 @@ class TextRecognition(Task):
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
 
-    def _read_lines(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
+    def _read_line_images(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
         """Return a reader of images, and labels: the count of time steps, then classes.
 
         Raises:
@@ -434,8 +434,8 @@ def _input_shape(model: onnx.ModelProto) -> list[int | None]:
     return shape
 
 
-class _Output:
-    """The axes of a model's output, found by running the model once, and its probabilities.
+class _CtcOutput:
+    """The axes of a model's output, found by running the model once.
 
     Attributes:
         rows: the rows of a static batch, or None.

@@ -73,7 +73,7 @@ class Detections(NamedTuple):
 
 
 class Detection(Task):
-    """Detectors on annotated pictures, as COCO and YOLO hold them.
+    """Object detection: training and prediction of boxes, with data of COCO or YOLO.
 
     `data` are read by `og.data.annotated_images`, from files of COCO or YOLO, in `image_size`.
     Where they have another number of classes than the model, it gets new layers for the classes, by
@@ -187,13 +187,15 @@ class Detection(Task):
     def _usual_metrics(self) -> Any:
         """The metrics of a training, for which pycocotools must be installed."""
         lists = self.decoder.lists
-        return self._by_output([og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)])
+        return self._metrics_by_output(
+            [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
+        )
 
-    def _by_output(self, metrics: list[og.metrics.Metric]) -> Any:
+    def _metrics_by_output(self, metrics: list[og.metrics.Metric]) -> Any:
         return {self._only: metrics} if self._only else metrics
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` of `Trainer` win over the task's arguments."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         if "metrics" not in arguments:
             self.metrics = self.metrics or self._usual_metrics
         self._trainer = super().trainer(**arguments)
@@ -202,7 +204,7 @@ class Detection(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for pictures, as `read` takes them.
+        """Return the loss and the metrics of the model for pictures as in `read`.
 
         Args:
             data: a COCO file, a data.yaml or a folder with one.
@@ -219,7 +221,7 @@ class Detection(Task):
         self.rows = row_count(rows)
         metrics = [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
         metrics.append(og.metrics.MeanAveragePrecision(lists, 0.5, per_class=count))
-        metrics = self._by_output([*metrics, og.metrics.BoxConfusion(lists, count)])
+        metrics = self._metrics_by_output([*metrics, og.metrics.BoxConfusion(lists, count)])
         found = self.trainer(device=device, metrics=metrics).evaluate(rows, batch_size=batch_size)
         for name, value in found.items():
             if name.endswith("_per_class"):
@@ -291,7 +293,7 @@ class Detection(Task):
         return results
 
     def describe_results(self, results: Sequence[Detections]) -> str:
-        """Return how many pictures there are, and how many boxes were found."""
+        """Return the count of pictures and the count of boxes found, as text."""
         return f"{len(results)} pictures, {sum(len(each.boxes) for each in results)} boxes"
 
     def write(
@@ -357,7 +359,7 @@ class Detection(Task):
         return og.data.list_images(inputs)
 
     def _prepare_reader(self, reader: Any) -> og.data.Reader:
-        """Return a reader that reads images and labels as the model takes them."""
+        """Return a reader with images and labels as the model takes them."""
         reader.size, reader.pixels = self.head.size, self.pixels
         reader.late_labels = None if self.head.has_anchors else self._label_with_queries
         self._image_ids |= reader.image_ids
@@ -374,7 +376,7 @@ class Detection(Task):
 
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """The function that matches queries with boxes; made once, as it has sessions."""
+        """The function that matches queries with boxes, created once with its sessions."""
         return matcher(self.head)
 
     def _replace_classes(self) -> None:

@@ -109,7 +109,7 @@ class Head:
 
     @property
     def has_anchors(self) -> bool:
-        """Whether each prediction belongs to a place of the picture; else predictions are a set."""
+        """Whether predictions belong to anchors, fixed places of a picture, and not to queries."""
         return self.layout.has_anchors
 
     @property
@@ -206,7 +206,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
         )
     graph = ir.from_proto(model).graph
     scales = scale_outputs(graph)
-    kind = kind or ("picodet" if scales else _kind_of_shapes([*outputs.values()], named, wanted))
+    kind = kind or ("picodet" if scales else _detector_family([*outputs.values()], named, wanted))
     layout = Head(kind, 1, (height, width), strides=()).layout
     if kind == "picodet":
         strides = _scale_strides(scales, height, width)
@@ -256,7 +256,7 @@ def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -
     return tuple(strides[n] for n in anchors)
 
 
-def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
+def _detector_family(shapes: list[tuple], named: int, wanted: int) -> str:
     """Return the family of detectors whose outputs have these shapes."""
     if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
         columns = sum(s[2] or 0 for s in shapes) - 4
@@ -345,7 +345,7 @@ class Decoder:
         self._newest: tuple = (None, [])
 
     @cached_property
-    def _run(self) -> Callable[..., list]:
+    def _suppress_boxes(self) -> Callable[..., list]:
         """The function (prediction, overlap, score) -> (boxes, scores, indices of kept boxes)."""
         return compiled(self._write_suppression)
 
@@ -364,7 +364,7 @@ class Decoder:
         if self._newest[0] == seen:  # another metric asked before
             return self._newest[1]
         overlap = iou if self.head.has_anchors else 1.0
-        boxes, scores, chosen = self._run(prediction, [overlap], [score])
+        boxes, scores, chosen = self._suppress_boxes(prediction, [overlap], [score])
         rows, classes, at = chosen.T
         best = scores[rows, classes, at]
         found = np.column_stack([classes, best, boxes[rows, at]]).astype(np.float32)

@@ -69,7 +69,7 @@ def detection_loss(
             f"gains has the key {other.pop()!r}, and the losses of head={head.kind!r} are "
             f"{list(usual)}: use one of these"
         )
-    rule = _Rule(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
+    rule = _DetectionLoss(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
     columns = 5 if head.has_anchors else 6
     kind = og.losses.LabelKind(
         ir.DataType.FLOAT,
@@ -92,7 +92,7 @@ _binary_cross_entropy = partial(og.losses.LOSSES["binary_cross_entropy"].formula
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _DetectionLoss:
     """The formula of a detection loss: a head, and the arguments of `detection_loss`."""
 
     head: Head
@@ -121,7 +121,7 @@ class _Rule:
             op.Equal(number, np.arange(head.classes, dtype=np.float32)), to=ir.DataType.FLOAT
         )
         if query:
-            return self._of_queries(op, parts, one_hot, truth, query[0])
+            return self._query_losses(op, parts, one_hot, truth, query[0])
         hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
         log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
         scores = op.detached(log_p[0] + log_p[1] if hidden[1:] else log_p[0])
@@ -171,7 +171,7 @@ class _Rule:
             return og.losses.LOSSES["focal"].formula(op, logits, hit)
         return _binary_cross_entropy(op, logits, target)
 
-    def _of_queries(self, op, parts, one_hot, truth, query):
+    def _query_losses(self, op, parts, one_hot, truth, query):
         """Write the losses of a detector whose labels say which query learns each box."""
         raw = parts["raw"]
         places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])

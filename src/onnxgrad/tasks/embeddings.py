@@ -40,7 +40,7 @@ _BATCH, _CHUNK, _NEIGHBORS = 64, 1024, 5
 
 
 class Embeddings(Task):
-    """Embeddings: rows that belong together get near vectors, by cosine similarity.
+    """Embeddings: training and prediction of vectors, near for rows that belong together.
 
     `data` are texts, as `og.language.paired_texts` reads them: the other rows of a batch are
     negatives, so that a positive should not fit their anchors. Or images or arrays of classes.

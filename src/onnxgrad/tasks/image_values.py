@@ -80,7 +80,7 @@ def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
 
 @dataclass(frozen=True)
 class ScaledChannels:
-    """Values of 0 to 1 times `scale`, with the channels of RGB in another order."""
+    """A transform that scales values of 0 to 1 and reorders the channels of RGB."""
 
     scale: float
     order: tuple[int, ...]
@@ -152,24 +152,24 @@ def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFo
     batch = reader.take(np.unique(rows), None)
     images = (batch if isinstance(batch, np.ndarray) else batch[0]).astype(dtype)
     constants = {ref.graph_name: ref for ref in constant_refs(proto)}
-    for node in _nodes_up_to_statistics(proto, name):
+    for node in _nodes_up_to_batch_norm(proto, name):
         known = [constants[n].array() for n in node.input if n in constants]
         reason = ""
         if node.op_type in ("Div", "Mul", "Sub") and len(known) == 1:
-            reason = _reason_by_arithmetic(node, known[0], images)
+            reason = _arithmetic_warning(node, known[0], images)
         elif node.op_type == "QuantizeLinear" and len(known) == 2 and known[0].size == 1:
-            reason = _reason_by_quantization(known[0], known[1], images)
+            reason = _quantization_warning(known[0], known[1], images)
         elif node.op_type == "BatchNormalization" and len(known) == 4:
             predictor = Predictor(select_model_inputs_outputs(proto, node.input[:1], inputs=[name]))
             value = predictor.predict({name: images})[node.input[0]].astype(np.float64)
             channels = np.moveaxis(value, 1, 0).reshape(value.shape[1], -1)
-            reason = _reason_by_statistics(known[3], channels.var(axis=1))
+            reason = _statistics_warning(known[3], channels.var(axis=1))
         if reason:
             return reason
     return ""
 
 
-def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
+def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
     """Return the warning if the model divides by, or subtracts, a number as large as bytes."""
     size = float(np.abs(operand).max())
     size = 1 / size if node.op_type == "Mul" and size else size
@@ -179,7 +179,7 @@ def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarr
     return f"the model first {verb} {size:g}, as for values from 0 to 255"
 
 
-def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
+def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
     """Return the warning if an image's largest value is far from the quantized range."""
     step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
     low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
@@ -189,7 +189,7 @@ def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndar
     return f"the model quantizes values from {low:.4g} to {high:.4g}"
 
 
-def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
+def _statistics_warning(stored: np.ndarray, measured: np.ndarray) -> str:
     """Return the warning if the variances of channels are far from a BatchNorm's."""
     ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
     if 1 / _FACTOR < ratio < _FACTOR:
@@ -198,7 +198,7 @@ def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
     return f"behind the first layer, variances are {factor} than those of the model's training"
 
 
-def _nodes_up_to_statistics(proto: ModelProto, name: str) -> Iterator[NodeProto]:
+def _nodes_up_to_batch_norm(proto: ModelProto, name: str) -> Iterator[NodeProto]:
     """Yield the nodes that read an input, up to the first BatchNormalization.
 
     The input may be moved, resized or scaled, and go through convolutions, in between.

@@ -40,7 +40,7 @@ def check_ending(output: str) -> None:
 
 @contextmanager
 def column_writer(output: str | Path | None) -> Iterator[Write]:
-    """Yield a function that writes the columns of some rows; the file is complete or not there.
+    """Yield a function that writes rows of columns; the file is complete or not written.
 
     Without an output, they are written to standard output, as CSV.
     """
@@ -59,7 +59,7 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
         opened: list[Any] = []
 
         def write(columns: Columns) -> None:
-            table = _table_of(columns, binary=suffix in _PARQUET)
+            table = _arrow_table(columns, binary=suffix in _PARQUET)
             if not opened:  # the first one decides the columns
                 opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
             opened[0].write_table(table)
@@ -69,7 +69,7 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
             sys.stdout.buffer.flush()
 
 
-def _table_of(columns: Columns, binary: bool) -> Any:
+def _arrow_table(columns: Columns, binary: bool) -> Any:
     """Return a pyarrow table; an array with several numbers a row becomes name_0, name_1, ...
 
     Unless it goes to a `binary` file, it holds no formulas.
@@ -133,7 +133,9 @@ def output_columns(
         elif (text := f"output {printable(name)} has no rows, and is left out") not in notes:
             notes.append(text)
     if not columns:
-        raise DataError("no output of the model has a row for each row of the data")
+        raise DataError(
+            "nothing to write: no output of the model has a row for each row of the data"
+        )
     return columns
 
 
@@ -163,7 +165,7 @@ class ClassLabels:
         infer(model)
         known = [y for y in model.graph.outputs if y.name in outputs]
         fitting = [y for y in known if _class_count(y) == len(classes)]
-        if len(fitting) != 1 or not _has_shares(noted_loss_name(proto), fitting[0]):
+        if len(fitting) != 1 or not _gives_probabilities(noted_loss_name(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
 
@@ -180,25 +182,25 @@ class ClassLabels:
         return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
 
 
-def _is_single(output: Any) -> bool:
+def _has_single_score(output: Any) -> bool:
     """Return whether an output has one score for each row."""
     return rank(output) == 1 or (rank(output) == 2 and output.shape[-1] == 1)
 
 
 def _class_count(output: Any) -> Any:
     """Return the count of classes that an output scores: 2 for one score a row."""
-    if _is_single(output):
+    if _has_single_score(output):
         return 2
     return output.shape[-1] if rank(output) == 2 else None
 
 
-def _has_shares(loss: str | None, output: Any) -> bool:
+def _gives_probabilities(loss: str | None, output: Any) -> bool:
     """Return whether the loss of the training makes scores of an output probabilities."""
     if loss not in LOSSES:
         return True
     spec = LOSSES[loss]
     logits = "from_logits" in spec.all_options
-    if _is_single(output):
+    if _has_single_score(output):
         return logits and spec.threshold is not None
     return spec.threshold is None and (logits or spec.label_kind.dtype is not None)
 

@@ -50,7 +50,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model without outputs that could be mistaken for its loss.
+    """Return the model without outputs that could be mistaken for the loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -73,12 +73,12 @@ def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
         chosen = ""
     if chosen == output:
         return proto
-    scalars = (o for o in proto.graph.output if o.name != output and _is_single(o))
+    scalars = (o for o in proto.graph.output if o.name != output and _has_single_score(o))
     dropped = {o.name for o in scalars}
     return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
 
 
-def _is_single(output: Any) -> bool:
+def _has_single_score(output: Any) -> bool:
     shape = output.type.tensor_type.shape
     return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)
 
@@ -133,7 +133,7 @@ class RowsTask(Task):
         self._labels: list[Any] = []  # descriptions of the labels of the loss, once rows were read
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
-            self._begin_training(data, validation)
+            self._read_training_data(data, validation)
 
     # -- methods of subclasses ------------------------------------------------------------------
 
@@ -144,10 +144,10 @@ class RowsTask(Task):
     def _decide_loss(self, source: Any) -> None:
         """Choose a loss, and maybe a new head, if data and model allow only one choice."""
 
-    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
+    def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
         """Return rows with labels as the model's inputs take them, and the names to store.
 
-        It calls `_describe_labels`, and notes messages.
+        It calls `_label_objective`, and notes messages.
         """
         raise NotImplementedError
 
@@ -159,11 +159,11 @@ class RowsTask(Task):
 
     # -- training --------------------------------------------------------------------------------
 
-    def _begin_training(self, data: Any, validation: Any) -> None:
+    def _read_training_data(self, data: Any, validation: Any) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
         self._may_change_model = True
         rows, self.names = self._read_rows(data)
-        self.data = _as_passed(rows)
+        self.data = _as_fit_argument(rows)
         self.classes = [*(self._known_classes() or self.names.classes)]
         self.divide_rows(validation, self.seed)
 
@@ -179,13 +179,13 @@ class RowsTask(Task):
             trained = with_loss(self.model, self.loss, self.loss_output)
             self._job = Job(trained, loss=self.loss, **self.arguments)
             self._trained = read_names(trained)
-        rows, names = self._map_rows(source)
+        rows, names = self._rows_for_model(source)
         self._check_classes()
         if self.metrics is None:
             self.metrics = self._usual_metrics()
         for name in ("columns", "target", "weight"):  # by which later data are read
             setattr(self._trained, name, getattr(names, name))
-        self.rows = row_count(_as_passed(rows))
+        self.rows = row_count(_as_fit_argument(rows))
         return rows, names
 
     @property
@@ -200,7 +200,7 @@ class RowsTask(Task):
         return next(iter(counts), max(2, len(self.classes)))
 
     def trainer(self, **arguments: Any) -> Trainer:
-        """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
@@ -227,7 +227,7 @@ class RowsTask(Task):
         Raises:
             ValueError: files that cannot be read, other columns, or a label that is no class.
         """
-        return _as_passed(self._read_rows(path)[0])
+        return _as_fit_argument(self._read_rows(path)[0])
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
@@ -239,7 +239,7 @@ class RowsTask(Task):
         recipe = Recipe.of(job, TrainState(), rows)
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
-    def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
+    def _label_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
         """Return the `Objective`: inputs and labels; the shape of `y` may decide the loss.
 
         Args:
@@ -254,8 +254,8 @@ class RowsTask(Task):
         return objective
 
     def _numeric_loss(self) -> str | None:
-        """Return the name of the loss if its labels are numbers; None if they are classes."""
-        infos, loss = self._describe_labels().labels.values(), self._job.loss
+        """Return the name of the loss if labels are numbers; None if labels are classes."""
+        infos, loss = self._label_objective().labels.values(), self._job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
@@ -372,7 +372,7 @@ class RowsTask(Task):
             yield {**extra, **own, **others}
 
     def write_beside(self, folder: str | os.PathLike) -> str:
-        """Return "": rows need no tokenizer, and folders of texts are written as a whole."""
+        """Return "": tasks of rows copy no tokenizer beside the model."""
         return ""
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -413,7 +413,7 @@ def only_features(name: str, objective: Objective) -> list[ir.Value]:
     return features
 
 
-def _as_passed(data: Dataset) -> Any:
+def _as_fit_argument(data: Dataset) -> Any:
     """Return a dataset as one argument of `Trainer.fit`: X, (X, y) or (X, y, sample_weight)."""
     if data.y is None and data.sample_weight is None:
         return data.X

@@ -179,7 +179,7 @@ class Segmentation(Task):
     def read(
         self, path: str | os.PathLike, images: str | os.PathLike | None = None
     ) -> og.data.Reader:
-        """Return other pictures with masks of the same classes; nothing augments them.
+        """Return other pictures with masks of the same classes, without augmentation.
 
         Args:
             path: as `data`.
@@ -296,7 +296,9 @@ class Form:
                 f"segmentation takes a model with one input, pictures of floats with 4 axes, and "
                 f"the model has {found}: see og.graph.select_model_inputs_outputs"
             )
-        axis, self.size = _axis_and_size(x, as_image_size(options.image_size), options.layout)
+        axis, self.size = _channel_axis_and_size(
+            x, as_image_size(options.image_size), options.layout
+        )
         self.channels = x.shape[axis] if x.shape[axis] in _MODES else 3
         shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *self.size]
         shape.insert(axis, self.channels)
@@ -355,7 +357,7 @@ class Form:
         return classes
 
 
-def _axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
+def _channel_axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
     """Return the axis of the channels of an input, and (height, width)."""
     name, known = f"input {x.name!r} of shape {x.shape}", {"NCHW": [1], "NHWC": [3]}
     axes = known.get(str(layout), []) if layout else [a for a in (1, 3) if x.shape[a] in _MODES]

@@ -45,7 +45,7 @@ class Heard:
 
 @with_fields
 class Sound(Task):
-    """Sounds: one wake word, exclusive classes, or events in streams.
+    """Sounds: training and prediction of a wake word, of classes, or of events in streams.
 
     `data` are read by `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
     is a clip, in the length of the model. With `carry`, a row is a window of a file, and states
@@ -124,11 +124,11 @@ class Sound(Task):
         self.form = form = SoundModel(self.model, self)
         if self.data is not None:
             changes = {name: getattr(self, name) for name in ("shift", "gain", "noise", "snr")}
-            folder = self._open_folder(self.data, **changes)
+            folder = self._open_sound_folder(self.data, **changes)
         stored = stored_classes(self.model)
         if self.word is None and classes is None and form.units == len(stored) == 1:
             self.word = stored[0]
-        self.classes = self._named_classes(classes, [] if folder is None else folder.classes)
+        self.classes = self._names_of_classes(classes, [] if folder is None else folder.classes)
         if form.units != len(self.classes):
             if folder is None:
                 raise ValueError(
@@ -148,15 +148,15 @@ class Sound(Task):
             self.arguments["batch_axes"] = dict.fromkeys(form.carry)
         if folder is not None:
             self.model = with_classes(self.model, self.classes)
-            self.data = self._label_clips(folder)
+            self.data = self._labeled_reader(folder)
         self.validation = None if self.validation is None else self.read(self.validation)
 
-    def _open_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
+    def _open_sound_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
         form = self.form
         seconds = form.samples / form.rate
         return og.data.sound_folder(path, form.rate, seconds, form.inputs, **changes)
 
-    def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
+    def _names_of_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
         """Return the names of classes: the wake word, the argument, or of data or model."""
         if self.word is not None:
             if found and self.word not in found:
@@ -178,7 +178,7 @@ class Sound(Task):
         return stored_classes(self.model) or [str(i) for i in range(units)]
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` of `Trainer` win over the task's."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         weights, output = arguments.get("class_weight"), self.form.output
         by_output = isinstance(weights, Mapping) and output in weights
         if weights is not None and not self.form.single and not by_output:
@@ -191,9 +191,9 @@ class Sound(Task):
         Raises:
             ValueError: files that cannot be read, or a class that the model does not have.
         """
-        return self._label_clips(self._open_folder(path))
+        return self._labeled_reader(self._open_sound_folder(path))
 
-    def _label_clips(self, folder: Any) -> og.data.Reader:
+    def _labeled_reader(self, folder: Any) -> og.data.Reader:
         """Return the reader of clips; for a model with states, the reader of streams."""
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
@@ -219,7 +219,7 @@ class Sound(Task):
     def _read_windows(
         self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the windows of a file, and their labels."""
+        """Return the windows of a file, and the label of each window."""
         form = self.form
         x = augment(og.data.read_wave(clips[0].file, form.rate), rng)
         windows, first = form.windows(x, form.samples)
@@ -293,7 +293,7 @@ class Sound(Task):
         return Heard(starts, scores, sorted(events), label)
 
     def describe_results(self, results: Sequence[Heard]) -> str:
-        """Return how many files there are, and how many events were heard."""
+        """Return the count of files and the count of events heard, as text."""
         return f"{len(results)} files, {sum(len(each.events) for each in results)} events"
 
     def write(self, inputs: Any, results: Iterable[Heard], folder: str | os.PathLike) -> list[Path]:

@@ -49,8 +49,8 @@ class SoundModel:
                     f"{list(inputs)}"
                 )
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
-        self.input = _select_one("input of sounds", others, None)
-        self.output = _select_one("output", outputs, options.output)
+        self.input = _select_float_value("input of sounds", others, None)
+        self.output = _select_float_value("output", outputs, options.output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
@@ -158,7 +158,9 @@ class SoundModel:
         return y
 
 
-def _select_one(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None) -> str:
+def _select_float_value(
+    what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None
+) -> str:
     """Return `chosen`, or else the name of the only float input or output."""
     names = [n for n, (dtype, shape) in found.items() if dtype.kind == "f" and shape]
     if chosen in names:
@@ -172,7 +174,7 @@ def _select_one(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: 
 
 
 class Streams(og.data.Reader):
-    """Files in consecutive windows, several side by side as the rows of a batch.
+    """Files cut into consecutive windows; a batch has windows of several files side by side.
 
     Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
     changes the order of such groups. A group begins with the states in its data.
@@ -211,7 +213,7 @@ class Streams(og.data.Reader):
         return -(-longest // self.width) if self.along else longest
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; `size` is not read."""
+        """Yield the batches of one pass; the batch size is fixed, and `size` has no effect."""
         order = np.arange(len(self.groups))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
@@ -247,6 +249,6 @@ class Streams(og.data.Reader):
             yield self.inputs(x), y, np.asarray(weight, np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of batches and a digest of parts, sizes and times of files."""
+        """Return the count of batches and a digest of clips, sizes and times of files."""
         digest = self.folder.describe()["digest"]
         return {"kind": "streams", "count": self.count, "width": self.width, "digest": digest}

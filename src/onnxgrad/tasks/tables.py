@@ -72,7 +72,7 @@ class Targets:
         }
         if outputs and (wrong := [out for out in columns if out not in outputs]):
             own = columns[wrong[0]] if wrong[0] is None else wrong
-            raise _needs_outputs(outputs, f", not {own[0]!r}")
+            raise _target_outputs_error(outputs, f", not {own[0]!r}")
         if not columns and trained.target and set(trained.target) <= set(names):
             columns[None] = list(trained.target)
         own_targets = cls(columns)
@@ -117,13 +117,13 @@ class Targets:
             return dict.fromkeys(names, self.names)
         outputs = {str(info.prediction): name for name, info in infos.items()}
         if any(output not in outputs for output in self.columns):
-            raise _needs_outputs(outputs)
+            raise _target_outputs_error(outputs)
         if missing := next((o for o in outputs if o not in self.columns), None):
-            raise _needs_outputs(outputs, f": {missing!r} has none")
+            raise _target_outputs_error(outputs, f": {missing!r} has none")
         return {name: self.columns[output] for output, name in outputs.items()}
 
 
-def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
+def _target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
     return ValueError(
         f"the losses are of several outputs: write {named('target={output: column}')} for each of "
         f"{', '.join(map(printable, outputs))}{more}"
@@ -201,7 +201,7 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 @dataclass(frozen=True)
 class ArrowColumns:
-    """Parquet or Arrow files; `types` are the types of the columns."""
+    """Parquet or Arrow files that are read while training; `types` are the columns' types."""
 
     name: str
     types: dict[str, str]
@@ -226,7 +226,7 @@ class ArrowColumns:
             )
 
     def tables(self, columns: Mapping[str, list[str]], size: int) -> Iterator[FileTable]:
-        """Yield tables of `size` rows with the columns of the inputs."""
+        """Yield tables of `size` rows with the columns that the inputs take."""
         start = 0
         for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
             values = {n: arrays[name][n] for name, group in columns.items() for n in group}
@@ -236,7 +236,7 @@ class ArrowColumns:
 
 @with_fields
 class Table(RowsTask):
-    """Rows of a table: columns of numbers in, columns of numbers or classes out.
+    """Rows of a table: some columns are the inputs, others the labels, numbers or classes.
 
     One input takes all columns that are no target, in their order, reshaped to its shape; several
     inputs take the columns of their names. Columns may hold lists. The trained model stores the
@@ -359,7 +359,7 @@ class Table(RowsTask):
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
-    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
+    def _rows_for_model(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
         """Return the rows, in memory or as a reader, and the column names to store."""
         classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
         loss = self._job.loss
@@ -376,7 +376,7 @@ class Table(RowsTask):
                     for output, each in targets.columns.items()
                 }
             known = [] if in_memory else classes or []  # labels are numbers in memory
-            objective = self._describe_labels(y.get(None, y) if y else None, known)
+            objective = self._label_objective(y.get(None, y) if y else None, known)
             if not in_memory:
                 only_features(source.name, objective)
             labels = targets.by_label(objective)
@@ -409,7 +409,7 @@ class Table(RowsTask):
         """
         known: dict[str, tuple[bool, int | None]] = {}
         if classes is not None:
-            objective = self._describe_labels()
+            objective = self._label_objective()
             fields = Fields(objective)
             for label, columns in targets.by_label(objective).items():
                 field = fields.fields[label]
@@ -485,7 +485,7 @@ class Table(RowsTask):
                 counts = {name: len(array) for name, array in arrays.items()}
                 rows = max(counts.values())
                 if rows > min(counts.values()):
-                    raise DataError(f"the arrays differ in their number of rows: {counts}")
+                    raise DataError(f"all arrays must have the same number of rows, not {counts}")
                 for start in range(0, rows, size):
                     count = min(size, rows - start)
                     # users find rows by number where others were left out

@@ -29,7 +29,7 @@ _UNNAMED = re.compile(r"LABEL_\d+")  # names by transformers for classes without
 
 
 class TextClasses(Task):
-    """A task on texts whose model has scores of classes on the last axis of its output.
+    """A task on texts whose model scores classes on the last axis of the output.
 
     Subclasses say how rows are read.
     """
@@ -55,7 +55,7 @@ class TextClasses(Task):
         self.classes = self.classes if rows is None else list(rows.classes)
         if not self.classes:
             raise ValueError("neither the data nor the model names the classes: pass classes=")
-        self.model = self._with_head(proto, known, **head)
+        self.model = self._with_class_head(proto, known, **head)
         if rows is not None:
             self.model = with_classes(self.model, self.classes)
             self.data = rows.for_inputs(inputs_of(self.model))
@@ -68,7 +68,7 @@ class TextClasses(Task):
         """
         return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
 
-    def _with_head(
+    def _with_class_head(
         self,
         proto: onnx.ModelProto,
         known: Sequence[str],

@@ -20,7 +20,7 @@ __all__ = ["Tokens"]
 
 
 class Tokens(TextClasses):
-    """Labels of words, by a model with an output (rows, tokens, classes) of scores.
+    """Labels of words, such as names, by a model with scores (rows, tokens, classes).
 
     `data` are read by `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
     several rows, which overlap, and a text with entities by characters is cut into words with BIO
@@ -114,7 +114,7 @@ class Tokens(TextClasses):
         return [entity | {"score": float(np.mean(entity["score"]))} for entity in found]
 
     def describe_results(self, results: Sequence[Sequence[dict]]) -> str:
-        """Return how many texts there are, and how many entities were found."""
+        """Return the count of texts and the count of entities found, as text."""
         return f"{len(results)} texts, {sum(map(len, results))} entities"
 
     def write(
