@@ -30,7 +30,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_
 def grad(options: GradOptions) -> None:
     """Write the model of the gradient, or four models of directional derivatives."""
     if options.family is not None:
-        _write_family(options, options.family)
+        _write_derivative_family(options, options.family)
         return
 
     def gradient(proto: ModelProto) -> ModelProto:
@@ -49,7 +49,7 @@ def grad(options: GradOptions) -> None:
     _write_changed_model(options, options.model, gradient)
 
 
-def _write_family(options: GradOptions, path: str) -> None:
+def _write_derivative_family(options: GradOptions, path: str) -> None:
     if options.output is not None or options.fill_grad or options.keep_outputs:
         raise ValueError(
             "--output, --fill-grad and --keep-outputs have no effect on --family: leave them out"

@@ -209,7 +209,7 @@ class Field:
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Return whether all numbers are finite, computed for many without a mask of the same size."""
+    """Return whether all numbers of an array are finite, without a mask of a large array."""
     if values.size <= _FEW:
         return bool(np.isfinite(values).all())
     with np.errstate(all="ignore"):

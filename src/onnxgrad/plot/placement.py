@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 @dataclass
 class Box:
-    """A rectangle, by its upper left corner, in pixels."""
+    """A rectangle in pixels: its upper left corner, width and height."""
 
     x: float
     y: float

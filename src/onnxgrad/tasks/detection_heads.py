@@ -249,9 +249,9 @@ def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -
     anchors = [classes.shape[1] for _, classes in scales]
     if not scales or not {*anchors} <= {*strides}:
         raise ValueError(
-            f"head='picodet': pictures of {height} x {width} pixels have {sorted(strides)} anchors "
-            f"by scale, and the outputs {anchors}: pass a model with (N, A, 4 R) and a Sigmoid in "
-            "front of (N, A, C) for each scale"
+            f"head='picodet': at {height} x {width} pixels, a scale has one of {sorted(strides)} "
+            f"anchors, and the outputs have {anchors}: pass a model with the outputs (N, A, 4 R) "
+            "and, behind a Sigmoid, (N, A, C) for each scale"
         )
     return tuple(strides[n] for n in anchors)
 

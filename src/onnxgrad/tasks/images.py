@@ -177,7 +177,7 @@ class Images(RowsTask):
     def _image_reader(
         self, path: Path, name: str, shape: Any, dtype: np.dtype, labels: bool = True
     ) -> ImageFolder:
-        """Return the reader of images for an input of this shape.
+        """Return the reader of images that fit a model's input of this shape and dtype.
 
         It warns if the file says that its model was trained on values of another range.
         """

@@ -232,7 +232,7 @@ class RowsTask(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model, which need not have a gradient."""
+        """Return the loss and the metrics of the model, also if operators have no gradient."""
         rows, _ = self._read_rows(data)
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
         job = replace(self._job, metrics=metrics, device=place)
