@@ -203,7 +203,7 @@ def _examined_data(call: Any) -> tuple[BatchSource, str]:
         return call.validated, "validation"
     if isinstance(call.source, ArraySource):
         return call.source, "training"
-    raise ValueError("the training data are not in memory: pass validation data to fit")
+    raise ValueError("there are no validation data, nor arrays to train on: pass either to fit")
 
 
 def _row_number(row: int, numbers: np.ndarray | None) -> int:
