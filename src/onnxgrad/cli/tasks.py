@@ -70,7 +70,7 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
     task_class: Any = resolve_name(f"onnxgrad.tasks.{TASKS[name]}")
     if issubclass(task_class, RowsTask):
         return _open_rows_task(options, proto, training, name, task_class)
-    chosen = _arguments_of_files(options, name, task_class)
+    chosen = _file_task_arguments(options, name, task_class)
     # beside the path of a model, a task finds its files
     source = proto if options.model == STDIN or os.path.isdir(options.model) else options.model
     task: Task = task_class(source, options.data if training else None, **chosen)
@@ -91,7 +91,7 @@ def _open_rows_task(
     parameters = signature(task_class).parameters
     _refuse_flags(set_options(options) & _DATA - {"prompt"} - {*parameters}, options, name)
     model = fine_tune(proto, options) if training else proto
-    chosen = _arguments_of_rows(options, proto, parameters)
+    chosen = _rows_task_arguments(options, proto, parameters)
     own = read_options(options, "task_option")
     if {*own} - (_WITHOUT_FLAG & {*parameters}):
         raise ValueError(
@@ -147,7 +147,7 @@ def _parse_validation(text: str | None) -> Any:
         return text
 
 
-def _arguments_of_rows(
+def _rows_task_arguments(
     options: Any, proto: ModelProto, parameters: Collection[str]
 ) -> dict[str, Any]:
     """Return the options of a command as arguments of a task of rows."""
@@ -190,7 +190,7 @@ def _split_each(texts: list[str]) -> list[str]:
 # -- tasks with their own format of data -----------------------------------------------------------
 
 
-def _arguments_of_files(options: Any, name: str, task_class: Any) -> dict[str, Any]:
+def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, Any]:
     """Return the options of a command as arguments of a task with a special data format.
 
     Raises:

@@ -235,7 +235,7 @@ class ByLength(Reader):
         if not any(isinstance(column, _RaggedRows) for column in X.values()):
             raise ValueError("X has no sequences: pass lists of arrays, as arrays are not padded")
         self.rows = next(iter(counts.values()))
-        self._sorted_by = self._distinct_lengths(same_length)
+        self._sorted_by = self._distinct_row_lengths(same_length)
         self._apart: dict[str, np.ndarray] = {}  # lengths of sequences that are not padded
         self._told = False
 
@@ -244,7 +244,7 @@ class ByLength(Reader):
         """The columns of sequences by name, of features and labels."""
         return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _RaggedRows)}
 
-    def _distinct_lengths(self, same: bool | None) -> list[np.ndarray]:
+    def _distinct_row_lengths(self, same: bool | None) -> list[np.ndarray]:
         """Return the array of row lengths of each column, equal arrays once.
 
         Raises:
