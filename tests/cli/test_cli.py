@@ -185,7 +185,7 @@ def test_ids_beyond_a_table_and_axes_that_differ(here, values, parts):
         (("train", "linear.onnx", "none.csv", *REGRESSION), ["'none.csv'", "No such file"]),
         (("train", "linear.onnx", "none", *REGRESSION), ["'none'", "No such file"]),
         ((*LINE, "--target", "yy"), ["column 'yy'", "'y'"]),
-        ((*LINE, "--target", "y"), ["target", "twice"]),
+        ((*LINE, "--target", "y"), ["target", "once"]),
         ((*LINE, "--weights", "w"), ["weight", "'w'", "'W', 'b'"]),
         ((*LINE, "--loss", "squarederror"), ["'squared_error'"]),
         ((*LINE, "--loss-option", "delta=1"), ["'squared_error'", "'delta'"]),

@@ -261,7 +261,7 @@ def test_losses_of_several_outputs(here):
         (line[:-4], "--target OUTPUT=COLUMN ... 'y' has none"),
         ((*line[:2], "--loss", "squared_error", "--target", "y"), "--loss OUTPUT=LOSS"),
         ((*line[:6], "--target", "kind"), "write --target OUTPUT=COLUMN"),
-        ((*line, "--loss", "l2"), "--loss ... outputs"),
+        ((*line, "--loss", "l2"), "--loss ... names an output"),
     ):
         assert_names(refusal("train", *dropped, "-o", "no.onnx"), message)
 

@@ -86,7 +86,7 @@ def test_reading_yolo(tmp_path):
     [
         ({"category_id": 5}, r"annotation 0 .id 1.: .*category.* 5"),
         ({"image_id": 9}, r"annotation 0 .id 1.: .*image.* 9"),
-        ({"bbox": [40, 10, 24, 20]}, r"annotation 0 .id 1.: .*outside"),
+        ({"bbox": [40, 10, 24, 20]}, r"annotation 0 .id 1.: .*beyond"),
         ({"bbox": [4, 10, 0, 20]}, r"annotation 0 .id 1.: .*empty"),
         ({"bbox": [4, 10]}, r"annotation 0 .id 1.: 'bbox'"),
     ],
@@ -101,7 +101,7 @@ def test_broken_annotations_of_coco_name_the_row(tmp_path, changed, message):
     [
         ("0 .5 .5 .2 .2\n7 .5 .5 .2 .2", r"a.txt', line 2: class 7"),
         ("0 .5 .5 .2", r"a.txt', line 1: .*class"),
-        ("0 .95 .5 .2 .2", r"a.txt', line 1: .*outside"),
+        ("0 .95 .5 .2 .2", r"a.txt', line 1: .*beyond"),
     ],
 )
 def test_broken_labels_of_yolo_name_the_line(tmp_path, lines, message):

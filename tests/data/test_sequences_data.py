@@ -63,7 +63,7 @@ def test_padding():
     for arguments, message in (
         (([],), "sequence"),
         (([[1, 2, 3], [1]], 0, 2), r"length=2.*sequence 0.* 3"),
-        (([[1], [2]], 0.5), r"int64.* 0\.5"),
+        (([[1], [2]], 0.5), r"int64.*=0\.5"),
         (
             ([np.ones((2, 3)), np.ones((2, 4))],),
             r"\[\(3,\), \(4,\)\]",

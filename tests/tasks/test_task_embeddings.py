@@ -398,7 +398,7 @@ def test_refuses(folder_of_encoder):
         (model, broken[2], {}, ["line 3", "negative"]),
         (model, folder_of_encoder / "x.txt", {}, [".csv, .tsv", ".jsonl"]),
         (linear, pairs, {}, ["texts", "inputs"]),
-        (onnx.load(model), pairs, {}, ["tokenizer=None", "tokenizer.json"]),
+        (onnx.load(model), pairs, {}, ["tokenizer=", "tokenizer.json"]),
         (model, pairs, {"tokenizer": folder_of_encoder / "none.json"}, ["none.json"]),
         (linear, data, {"classes": 4, "rows": 13}, ["rows=13"]),
     ]

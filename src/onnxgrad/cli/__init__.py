@@ -1,4 +1,4 @@
-"""The command line: a thin face of tasks.
+"""The command line: commands that call the tasks in `onnxgrad.tasks`.
 
 `app.py` lists the commands; their options are dataclasses whose docstrings are the help
 (`options.py`, `train_options.py`, `command_options.py`), and `command.py` runs them with short

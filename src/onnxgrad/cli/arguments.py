@@ -1,4 +1,4 @@
-"""Options as the arguments of a `Trainer`."""
+"""The arguments of a `Trainer` from the options of the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
-    """Return the arguments that need neither the model nor the data, without the loss.
+    """Return the `Trainer` arguments that need neither model nor data, without the loss.
 
     Options with the name of an argument are passed as they are, but for those set here.
     """
@@ -56,7 +56,7 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
 
 
 def _parallel_argument(options: RunOptions) -> DataParallel | None:
-    """Return how several processes train together; None: by default, if there are several."""
+    """Return the options of several processes; None if the user sets none."""
     chosen = {name: getattr(options, name) for name in ("sync_batch_norm", "shard_optimizer")}
     given = next((name for name, value in chosen.items() if value), None)
     if given is None:
@@ -70,8 +70,8 @@ def _parallel_argument(options: RunOptions) -> DataParallel | None:
 
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:
-    """Return the loss, its options and weights, and the metrics."""
-    by_output = dict(map(_split_output, options.loss))
+    """Return the `Trainer` arguments of the loss, its options and weights, and the metrics."""
+    by_output = dict(map(_split_output_name, options.loss))
     if by_output and options.loss_output != LossOptions.loss_output:
         raise ValueError(
             f"--loss-output {options.loss_output} names a loss that the model computes, and has no "
@@ -79,10 +79,10 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
         )
     metrics: dict[Any, list[str]] = {}
     for text in (part for each in options.metrics for part in each.split(",") if part):
-        output, name = _split_output(text)
+        output, name = _split_output_name(text)
         metrics.setdefault(output, []).append(name)
     if None in by_output and len(by_output) > 1:
-        raise ValueError("--loss names outputs and is there without one: write OUTPUT=LOSS")
+        raise ValueError("one --loss names an output and another none: write each as OUTPUT=LOSS")
     loss: Any = by_output
     if not by_output or None in by_output:
         loss = by_output.get(None)
@@ -107,14 +107,14 @@ def loss_arguments(options: LossOptions) -> dict[str, Any]:
     }
 
 
-def _split_output(text: str) -> tuple[str | None, str]:
-    """Return the output and the name of `OUTPUT=NAME`; None and the name without an output."""
+def _split_output_name(text: str) -> tuple[str | None, str]:
+    """Return (output, name) of OUTPUT=NAME, or (None, name) of a name alone."""
     output, equals, name = text.rpartition("=")
     return (output if equals else None), name
 
 
 def optimizer(options: OptimizerOptions) -> Optimizer:
-    """Return the optimizer."""
+    """Return the optimizer that `--optimizer` and `--optimizer-option` name."""
     chosen = read_options(options, "optimizer_option")
     if options.weight_decay is not None:
         chosen["weight_decay"] = options.weight_decay
@@ -122,7 +122,7 @@ def optimizer(options: OptimizerOptions) -> Optimizer:
 
 
 def learning_rate(options: OptimizerOptions) -> Schedule:
-    """Return the learning rate by step: `--warmup`, and then `--schedule`."""
+    """Return the learning rate as a function of the step: `--warmup`, then `--schedule`."""
     name, rate, warmup = options.schedule, options.learning_rate, options.warmup
     if rate is not None:
         check_number("learning_rate", rate)
@@ -163,7 +163,7 @@ def _call_preset(
 
 
 def read_options(options: Any, name: str) -> dict[str, Any]:
-    """Return the values of an option `NAME=VALUE` by name: texts, unless they are JSON."""
+    """Return `{name: value}` of options NAME=VALUE; values are read as JSON, or else are texts."""
     found: dict[str, Any] = {}
     for text in getattr(options, name):
         key, equals, value = text.partition("=")
@@ -177,7 +177,7 @@ def read_options(options: Any, name: str) -> dict[str, Any]:
 
 
 def read_numbers(option: str, texts: list[str]) -> dict[str, float] | None:
-    """Return the numbers of `NAME=NUMBER` by name, None without any; a name may contain "="."""
+    """Return `{name: number}` of options `NAME=NUMBER`, where a name may contain "="."""
     found = {}
     for text in texts:
         name, equals, value = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""How commands run: their errors are one line on stderr, and their exit codes mean something."""
+"""How commands run: options are read, and errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer, name: str, kind: type, function: str) -> None:
 def _read_options(
     context: typer.Context, kind: type, described: dict[str, Described], values: dict[str, Any]
 ) -> Any:
-    """Return the options of the command line, which win over options in the file of `--config`.
+    """Return the options of a command: of the command line, then of the `--config` file.
 
     Raises:
         ValueError: an argument is missing, or an option has no effect without another.
@@ -82,13 +82,13 @@ def _read_options(
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, in plain words where only its type says it."""
+    """Return the message of an error, or plain words for an error without a clear message."""
     text = one_line(error) if isinstance(error, OSError) else str(error)
     return plain_reason(error) or text or type(error).__name__
 
 
 def plain_reason(error: Exception) -> str:
-    """Return the reason of an error of memory or depth; "" for errors whose message has it."""
+    """Return plain words for an error of too little memory or too deep nesting; else ""."""
     if isinstance(error, RecursionError):
         return "a file, or a value of an option, is nested too deep to be read"
     if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY):

@@ -1,4 +1,4 @@
-"""The help of commands: which options it shows, and which command an unknown name means."""
+"""The help of commands: usual and rare options, and suggestions for unknown commands."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HELP_ALL = "--help-all"
 
 
 class _PlainFlags:
-    """The base of a command or a group: its help shows no type beside a flag."""
+    """The base class of commands and groups whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters; an empty metavar hides the type, which typer would show."""
+        """Return the parameters, with an empty metavar for flags, so that no type shows."""
         parameters = list(super().get_params(ctx))  # type: ignore[misc]
         for each in parameters:
             if not getattr(each, "is_flag", False):
@@ -37,7 +37,7 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command of which `--help` shows the usual options, and `--help-all` all.
+    """A command whose `--help` shows usual options, and whose `--help-all` shows all options.
 
     Its callback has the attribute `usual`, the names of these options.
     """
@@ -58,19 +58,19 @@ class Command(_PlainFlags, TyperCommand):
         return [*names, _HELP_ALL] if self.rare_options else names
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Return the option that prints the help; it says what each of its names shows."""
+        """Return the option that prints the help and says what `--help-all` adds."""
         shown = super().get_help_option(ctx)
         if shown is not None and self.rare_options:
             shown.help = "Show the usual options, or all of them, and exit."
         return shown
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments, and whether `--help-all` is one of them."""
+        """Parse arguments, and remember whether `--help-all` is one of them."""
         self.shows_all = _HELP_ALL in args
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the help of a command: its usage, options and examples."""
         rare = [] if self.shows_all else self.rare_options
         for each in rare:  # typer makes a command anew for each call of the app
             each.hidden = True
@@ -80,10 +80,10 @@ class Command(_PlainFlags, TyperCommand):
 
 
 class Commands(_PlainFlags, TyperGroup):
-    """Takes height and width of `--image-size` also as two numbers; options of click have one."""
+    """The group of commands; it turns `--image-size H W` into one value, as click wants."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Join both numbers."""
+        """Parse arguments after joining the two numbers of `--image-size H W` to `HxW`."""
         joined: list[str] = []
         for text in args:
             if joined[-2:-1] == ["--image-size"] and joined[-1].isdigit() and text.isdigit():
@@ -93,7 +93,7 @@ class Commands(_PlainFlags, TyperGroup):
         return super().parse_args(ctx, joined)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of the first argument; an unknown one fails with a suggestion."""
+        """Return the command that the first argument names; suggest others if unknown."""
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
             meant = [OTHER_NAMES[name]] if name in OTHER_NAMES else []

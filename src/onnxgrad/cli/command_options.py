@@ -1,4 +1,4 @@
-"""The options of the commands other than `train`, `eval` and `predict`."""
+"""The options of all commands except `train`, `eval` and `predict`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LossesOptions(Common):
 
 @options()
 class Differentiated:
-    """What a gradient is taken with respect to.
+    """The weights and inputs w.r.t. which a gradient is computed.
 
     Attributes:
         weights: Weight with respect to which the gradient is computed; repeat for several. Default:

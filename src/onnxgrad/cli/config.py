@@ -18,7 +18,7 @@ _UNREAD = ("config", "debug")  # options of the command line only
 
 
 def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
-    """Return the options of a TOML file by the name of their field.
+    """Return `{name of the field: value}` of the options in a TOML file.
 
     A key stands at the top or in the section of its panel. Dashes and underscores are the same.
     """
@@ -51,7 +51,7 @@ def _section_options(
 def _checked_option(
     where: str, section: str, key: str, value: Any, fields: Mapping[str, Described]
 ) -> tuple[str, Any]:
-    """Return the name of an option and its value, checked."""
+    """Return the checked (name, value) of an option in a TOML file."""
     name = key.replace("-", "_")
     field = fields.get(name)
     if field is None:
@@ -59,12 +59,12 @@ def _checked_option(
         raise ValueError(f"{where}: {unknown('option', key, names)}")
     if section and field.section != section:
         home = f"in [{field.section}]" if field.section else "above all sections"
-        raise ValueError(f"{where}: {key} stands {home}, or above all sections")
+        raise ValueError(f"{where}: {key} must stand {home}, or above all sections")
     return name, _check_value(f"{where}: {key}", field, value)
 
 
 def _check_value(what: str, field: Described, value: Any) -> Any:
-    """Return a value in the type of its option, if it is one and within its bounds."""
+    """Return a TOML value as its option's type; raise if type or bounds are wrong."""
     kind = field.kind
     if kind is list:
         return _check_texts(what, value)
@@ -83,7 +83,7 @@ def _check_value(what: str, field: Described, value: Any) -> Any:
 
 
 def _check_texts(what: str, value: Any) -> list[str]:
-    """Return the values of an option that can be repeated; a table gives NAME=VALUE."""
+    """Return the texts of an option that can be repeated; TOML tables give NAME=VALUE."""
     if isinstance(value, dict):
         shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in value.items()}
         return [f"{name}={text}" for name, text in shown.items()]
@@ -94,7 +94,7 @@ def _check_texts(what: str, value: Any) -> list[str]:
 
 
 def _line_number(text: str, key: str, section: str = "") -> int | str:
-    """Return the number of the line of a key, "?" if it is written in an unusual way."""
+    """Return the number of the line that sets a key, as text; "?" if it is not found."""
     inside = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\s*([\w-]+)\s*(\.[^\]]*)?\]", line):

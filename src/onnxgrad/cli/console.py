@@ -19,7 +19,7 @@ stdout, stderr = Console(), Console(stderr=True)
 
 
 def ignoring_closed_output() -> suppress:
-    """Go on when the terminal or the pipe behind the output is closed: rich exits then."""
+    """Ignore a closed terminal or pipe behind the output, where rich would exit."""
     return suppress(OSError, SystemExit)
 
 
@@ -45,7 +45,7 @@ def warn(message: Warning | str) -> None:
 
 
 def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
-    """Print a table of two columns: what, and its value."""
+    """Print a table of two columns, name and value."""
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(Text(printable(name)), Text(str(value)))
@@ -54,7 +54,7 @@ def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
 
 
 def results(json: bool = False, output: str = "") -> Console:
-    """Return where tables and texts go: stderr if stdout is taken by JSON or by a file "-"."""
+    """Return the console of tables and texts: stderr if stdout has JSON or a file "-"."""
     return stderr if json or output == "-" else stdout
 
 
@@ -67,7 +67,7 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value in the types that JSON has; arrays and numbers of numpy as Python's."""
+    """Return a value in the types of JSON; numpy's arrays and numbers become Python's."""
     if isinstance(value, dict):
         return {str(name): _json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

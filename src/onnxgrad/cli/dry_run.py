@@ -1,4 +1,4 @@
-"""`onnxgrad train --dry-run`: a few steps, measured, of which nothing is kept."""
+"""`onnxgrad train --dry-run`: a few steps are measured, and no file is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ESTIMATE = "an estimate: weights, slots and data, without activations"  # on Wi
 
 
 class Probe(Callback):
-    """Ends training after a few steps, and after two evaluations; measures how long they take."""
+    """A callback that ends training after a few steps and two evaluations, and times them."""
 
     every_steps = 1
 
@@ -34,11 +34,11 @@ class Probe(Callback):
         self.slots = self.batch_size = 0
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin to measure."""
+        """Start the clock of the steps."""
         self._began = time.perf_counter()
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Measure a step, and ask for an evaluation at the end."""
+        """Time a step, and ask for an evaluation after the last step."""
         self.steps.append(time.perf_counter() - self._began)
         self.batch_size = self.batch_size or trainer.progress.rows  # of the first step
         last = len(self.steps) >= _STEPS
@@ -49,7 +49,7 @@ class Probe(Callback):
         self._began = time.perf_counter()
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Measure an evaluation."""
+        """Time an evaluation."""
         self.evaluations.append(time.perf_counter() - self._began)
         control.stop = len(self.evaluations) > 1
         self._began = time.perf_counter()
@@ -64,7 +64,7 @@ def _count_bytes(values: Any) -> int:
 
 
 def dry_run(options: TrainOptions, proto: Any) -> None:
-    """Print what would be trained, for how long and in how much memory; write nothing."""
+    """Print what would be trained, and the time and memory it would take; write nothing."""
     probe = Probe(validates=False)
     job = prepare_job(options, proto, [probe])
     job.trainer._is_watched = False
@@ -78,7 +78,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
 
 
 def _measured_values(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
-    """Return the documented keys of `--dry-run --json`."""
+    """Return the measured values by the documented keys of `--dry-run --json`."""
     state, rows = job.trainer.state, job.rows
     size = probe.batch_size
     batches = None if rows is None else -(-rows // size)

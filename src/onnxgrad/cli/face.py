@@ -1,4 +1,4 @@
-"""The options that messages of the library name instead of the arguments of Python."""
+"""`Shell`: messages of the library name options instead of Python's arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMES = {  # functions and other names that are no arguments
 
 
 class Shell(Face):
-    """Names arguments as the `options` of the command, and as Python where it has none."""
+    """Names arguments as options of the command, or as in Python if there is no such option."""
 
     first = 1
 
@@ -56,11 +56,11 @@ class Shell(Face):
         self.options = options
 
     def named(self, python: str) -> str:
-        """Return the option of an argument, or what else the shell has instead of a name."""
+        """Return the option's name for an argument, or other words where there is no option."""
         return NAMES.get(python) or self._option_flag(python) or python
 
     def given(self, argument: str, *value: Any) -> str:
-        """Return an option with its value, if there is one."""
+        """Return an option with its value as users type it; the name if there is no value."""
         option = self._option_flag(argument)
         if option is None or not value:
             return option or super().given(argument, *value)

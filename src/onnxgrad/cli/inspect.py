@@ -21,7 +21,7 @@ from onnxgrad.operators.shapes import dims
 
 
 def trainable(options: TrainableOptions) -> None:
-    """Print the float constants, which train, and why."""
+    """Print the float constants of a model, and which of them train, with the reasons."""
     from onnxgrad.training.parameters.choice import trainable as tensors
 
     rows = tensors(read_model(options.model), options.train or None, options.freeze)
@@ -40,7 +40,7 @@ def trainable(options: TrainableOptions) -> None:
 
 
 def check(options: CheckOptions) -> None:
-    """Compare the gradient with central differences; exit with `FAILED` if it differs.
+    """Compare a model's gradient with central differences; exit with `FAILED` if it differs.
 
     Without a model, print versions and facts of the machine.
     """
@@ -115,7 +115,7 @@ def show(options: ShowOptions) -> None:
 
 
 def _model_summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
-    """Return the documented keys of `show --json`, with `layers` also the table of layers."""
+    """Return a model's facts by the documented keys of `show --json`."""
     from onnxgrad import summary
 
     table = {}
@@ -149,13 +149,13 @@ def _described_value(value: Any) -> dict[str, Any]:
 
 
 def losses(options: LossesOptions) -> None:
-    """Print all losses, or all that is known of one."""
-    listed = _by_names()
+    """Print all losses, or the mathematics and the options of one loss."""
+    listed = _described_losses()
     if options.name:
         listed = [one for one in listed if options.name in one["names"]]
         if not listed:
             raise unknown(
-                "loss", options.name, [name for one in _by_names() for name in one["names"]]
+                "loss", options.name, [name for one in _described_losses() for name in one["names"]]
             )
     if options.json:
         print_json({"losses": listed})
@@ -173,12 +173,12 @@ def losses(options: LossesOptions) -> None:
 
 
 def _option_text(value: Any) -> str:
-    """Return a value as the command line takes it."""
+    """Return a value of an option as users type it on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _by_names() -> list[dict[str, Any]]:
-    """Return the losses, each once, with all its names."""
+def _described_losses() -> list[dict[str, Any]]:
+    """Return the descriptions of all losses, each with all names of the loss."""
     from onnxgrad.losses.formulas import LOSSES
     from onnxgrad.losses.objectives import ALIASES
     from onnxgrad.losses.spec import LEFT_OPEN
@@ -197,7 +197,7 @@ def _by_names() -> list[dict[str, Any]]:
 
 
 def _described_loss(spec: Any) -> dict[str, Any]:
-    """Return the documented keys of `losses --json`, without names yet."""
+    """Return a loss's facts, except its names, by the documented keys of `losses --json`."""
     text = inspect.cleandoc(spec.formula.__doc__ or "")
     dtype = spec.label_kind.dtype
     labels = "numbers in the shape of the prediction" if dtype is None else f"{dtype.name.lower()}"

@@ -1,4 +1,4 @@
-"""What `onnxgrad train` trains: a task, and the trainer of its model."""
+"""`Job`: the task and the trainer that `onnxgrad train` runs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _SET_BY = {"optimizer": _OPTIMIZER, "learning_rate": _OPTIMIZER | _RATE}
 
 @dataclass
 class Job:
-    """A task with its data, and the trainer of its model."""
+    """A task with data, and the trainer of the task's model."""
 
     trainer: Trainer
     task: Task
 
     @property
     def rows(self) -> int | None:
-        """The number of rows to train on; None if it is unknown."""
+        """The count of rows to train on; None if unknown."""
         return row_count(self.task.data)
 
     @property
     def validation_rows(self) -> int | None:
-        """The number of rows of the validation data; None if it is unknown, or without any."""
+        """The count of rows to validate on; None if unknown, or without validation data."""
         return None if self.task.validation is None else row_count(self.task.validation)
 
     @property
@@ -52,7 +52,7 @@ class Job:
         return [*self.task.notes, *self.task.remarks]
 
     def fit(self, options: TrainOptions, epochs: int, resume: str | None = None) -> None:
-        """Train, from the checkpoint in the folder `resume` on."""
+        """Train; `resume` is the folder of a checkpoint to continue from."""
         self.trainer.fit(
             self.task.data,
             validation=self.task.validation,
@@ -64,7 +64,7 @@ class Job:
 
 
 def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
-    """Return the task that the options name, or that the data are of, with a trainer.
+    """Return the task that the options name or the data imply, with a trainer.
 
     Raises:
         ValueError: options that do not fit the model or the data.
@@ -72,27 +72,31 @@ def prepare_job(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Ca
     arguments = trainer_arguments(options)
     task = open_task(options, proto)
     arguments["class_weight"] = _class_weights(arguments["class_weight"], task)
-    for name in _arguments_of_task(options, task):
+    for name in _arguments_decided_by_task(options, task):
         arguments.pop(name, None)
-    arguments |= _schedule_of_task(options, task.usual_arguments(arguments).get("learning_rate"))
+    arguments |= _schedule_with_task_rate(
+        options, task.usual_arguments(arguments).get("learning_rate")
+    )
     trainer = task.trainer(callbacks=callbacks, **arguments)
     job = Job(trainer, task)
     _check_monitor(options, trainer, task.validation is not None)
-    _check_effects(options, task.model, task.validation is not None)
+    _check_options_have_effect(options, task.model, task.validation is not None)
     size, rows = options.batch_size, job.rows
     if size is not None and rows is not None and size > rows and isinstance(task, RowsTask):
-        raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
+        raise ValueError(
+            f"--batch-size {size} is more than the {rows} rows to train on: pass fewer"
+        )
     return job
 
 
-def _arguments_of_task(options: TrainOptions, task: Task) -> list[str]:
-    """Return the names of the arguments that the task decides, as no option was set for them."""
+def _arguments_decided_by_task(options: TrainOptions, task: Task) -> list[str]:
+    """Return the names of the arguments that the task decides, as users set no option."""
     given, names = set_options(options), [*task.arguments, "optimizer"]
     return [name for name in names if not given & _SET_BY.get(name, {name})]
 
 
-def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
-    """Return a schedule that was set without a rate, with the usual rate of the task; else {}."""
+def _schedule_with_task_rate(options: TrainOptions, usual: Any) -> dict[str, Any]:
+    """Return a schedule that users set without a rate, with the task's rate; else {}."""
     if usual is None or options.learning_rate is not None or not set_options(options) & _RATE:
         return {}
     highest = float(getattr(select(usual), "schedule", select(usual))(0))  # behind a warm-up
@@ -100,7 +104,7 @@ def _schedule_of_task(options: TrainOptions, usual: Any) -> dict[str, Any]:
 
 
 def _class_weights(weights: Any, task: Task) -> Any:
-    """Return the weights of classes by their numbers, as a `Trainer` takes them."""
+    """Return class weights by class index, as a `Trainer` takes them."""
     classes = list(task.classes)
     count = task.class_count if isinstance(task, RowsTask) else len(classes)
     by_number = weights_by_number(weights, classes, count)
@@ -109,7 +113,7 @@ def _class_weights(weights: Any, task: Task) -> Any:
     return by_number
 
 
-def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) -> None:
+def _check_options_have_effect(options: TrainOptions, proto: ModelProto, validated: bool) -> None:
     """Raise `ValueError` for options that have no effect on this model or without validation."""
     if options.metrics and not validated:
         raise ValueError(
@@ -118,12 +122,13 @@ def _check_effects(options: TrainOptions, proto: ModelProto, validated: bool) ->
         )
     if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
         raise ValueError(
-            f"--precision {options.precision} has no effect: the model has no floats of 16 bits"
+            f"--precision {options.precision} has no effect: the model has no floats of 16 bits, "
+            "so leave it out"
         )
 
 
 def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
-    """Raise `ValueError` if the history will not have the monitored number."""
+    """Raise `ValueError` if the history has no number of the name in `--monitor`."""
     if options.early_stopping is None and options.monitor is None:
         return
     names, monitor = ["loss", "learning_rate"], options.monitor or "validation_loss"

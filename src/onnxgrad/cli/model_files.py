@@ -20,18 +20,18 @@ STDIN = STDOUT = "-"
 
 
 def standard_input(what: str) -> BinaryIO:
-    """Return standard input; raise `ValueError` if it is a terminal, for which `what` is wanted."""
+    """Return standard input; raise `ValueError` if it is a terminal, not a pipe."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError(f"standard input is a terminal: pipe a {what} into the command")
     return sys.stdin.buffer
 
 
 def read_model(path: str, data: str | None = None) -> ModelProto:
-    """Return the model at `path`; not both it and `data` can be "-", standard input."""
+    """Return the model at `path`; raise if `path` and `data` are both standard input."""
     if path != STDIN:
         return read(folder_of(path) or path)
     if data == STDIN:
-        raise ValueError('MODEL and DATA are both "-": standard input is only one of them')
+        raise ValueError('MODEL and DATA are both "-", standard input: name a file for one of them')
     return read(standard_input("model").read())
 
 

@@ -29,7 +29,7 @@ def option(
     usual: bool = False,
     **more: Any,
 ) -> Any:
-    """Return a field that is an option.
+    """Return a dataclass field that is an option of the command line.
 
     Args:
         default: default of the field; an empty list for options that can be repeated.
@@ -44,7 +44,7 @@ def option(
 
 
 def argument(*, required: bool = True) -> Any:
-    """Return a field that is a positional argument, a text; "" where one is left out."""
+    """Return a field that is a positional argument, a text, which may be optional."""
     return _dataclass_field("", positional=True, required=required, panel="")
 
 
@@ -56,7 +56,7 @@ def _dataclass_field(default: Any, **metadata: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, argument))
 def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
-    """Return the decorator of a dataclass of options.
+    """Return a decorator of dataclasses of options that the help shows in one panel.
 
     Args:
         panel: title of their panel in the help; in lower case, their section in a TOML file.
@@ -73,7 +73,7 @@ def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
 
 @options()
 class ModelArgument:
-    """The model: the last base of the options of a command, so that it comes first in the help.
+    """The argument MODEL; as last base class, so that the help shows it first.
 
     Attributes:
         model: The .onnx file; "-" reads it from standard input.
@@ -84,7 +84,7 @@ class ModelArgument:
 
 @options()
 class Common:
-    """Options of every command: the first base of its options, so that they come last in the help.
+    """Options of every command; as first base class, so that the help shows them last.
 
     Attributes:
         json: Print the result as one JSON object on stdout, and messages on stderr.
@@ -96,7 +96,7 @@ class Common:
 
 
 def help_text(options: type) -> str:
-    """Return the paragraphs of a docstring above its sections, each on one line.
+    """Return the paragraphs of a docstring before its sections, each on one line.
 
     typer keeps line breaks, whatever the width of the terminal.
     """
@@ -114,7 +114,7 @@ def section_entries(options: type, title: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Described:
-    """A field of a dataclass of options: the arguments of `option` or `argument`, and its help."""
+    """A field of a dataclass of options, with its default, panel and help."""
 
     name: str
     hint: Any
@@ -130,7 +130,7 @@ class Described:
 
     @classmethod
     def fields_of(cls, options: type) -> dict[str, Described]:
-        """Return the fields of a dataclass by name."""
+        """Return `{name: Described}` of the fields of a dataclass."""
         bases = reversed(options.__mro__)
         entries = [entry for base in bases for entry in section_entries(base, "Attributes")]
         texts, hints = dict(entry.split(": ", 1) for entry in entries), get_type_hints(options)
@@ -141,7 +141,7 @@ class Described:
 
     @property
     def kind(self) -> Any:
-        """The type of a value: str, int, float, bool, or list for several."""
+        """The type of the option's value: str, int, float, bool, or list for several."""
         if self.is_list:
             return list
         return next((t for t in get_args(self.hint) if t is not type(None)), self.hint)
@@ -152,17 +152,17 @@ class Described:
         return self.default is dataclasses.MISSING
 
     def is_set(self, options: Any) -> bool:
-        """Return whether the field has another value than its default."""
+        """Return whether the option has another value than the default."""
         return bool(getattr(options, self.name) != ([] if self.is_list else self.default))
 
     @property
     def flag(self) -> str:
-        """The argument in capitals, or the option with its dashes."""
+        """The name of an argument in capitals, or of an option with dashes."""
         return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
 
     @property
     def section(self) -> str:
-        """The section of a TOML file in which it may stand."""
+        """The section of a TOML file in which the option may stand."""
         return self.panel.lower()
 
     def typer_parameter(self) -> inspect.Parameter:
@@ -184,6 +184,6 @@ class Described:
 
 
 def set_options(options: Any) -> set[str]:
-    """Return the names of the options that the user set to other values than their defaults."""
+    """Return the names of the options whose values are not the defaults."""
     described = Described.fields_of(type(options))
     return {name for name, each in described.items() if each.is_set(options)}

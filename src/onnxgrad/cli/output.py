@@ -1,4 +1,4 @@
-"""Where a trained model goes: to a file, to a folder like its own, or elsewhere if that fails."""
+"""Where a trained model is written: a file, a folder, or elsewhere if that fails."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from onnxgrad.model.write import save
 
 @dataclass(frozen=True)
 class Output:
-    """The result that `--output` names: a file, or a folder like the folder of the model."""
+    """The path of `--output`: a file, or a folder if the model is a folder."""
 
     like: ModelFolder | None
     adapter: str | None = None
 
     @property
     def default(self) -> str:
-        """The path without `--output`."""
+        """The path of the result if `--output` is not given."""
         return "trained.onnx" if self.like is None else "trained"
 
     def unused_default(self, curves: bool) -> str:
-        """Return the default path, with a number where it or its curves would replace a file."""
+        """Return the default path, numbered if the model or its curves would replace a file."""
         default = Path(self.default)
         numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
         paths = chain([default], numbered)
@@ -44,13 +44,13 @@ class Output:
         return str(next(free))
 
     def check(self, path: str, overwrite: bool, inputs: Iterable[Path], json: bool) -> None:
-        """Raise if a model cannot be written, before anything is computed."""
+        """Raise if the result cannot be written to `path`, before anything is computed."""
         if self.adapter is not None:
             adapter_file(Path(), self.adapter)
         if self.like is None and self.adapter is not None:
             raise ValueError(
-                "--adapter writes into a folder, and MODEL is a file: `onnxgrad.save_adapter` and "
-                "`onnxgrad.graph.adapter_inputs` write its adapter and its base"
+                "--adapter writes into a folder, and MODEL is a file: use `onnxgrad.save_adapter` "
+                "and `onnxgrad.graph.adapter_inputs` in Python"
             )
         if self.like is None:
             check_output(path, overwrite, inputs, json)
@@ -62,18 +62,18 @@ class Output:
             check_folder(path, overwrite, self.like)
 
     def check_data(self, path: str, overwrite: bool, model: str, proto: ModelProto) -> None:
-        """Raise if data that the model reads would be replaced."""
+        """Raise if the result would replace external data that the model reads."""
         if self.like is not None:
             check_folder(path, overwrite, self.like, proto)
         else:
             check_not_data(path, model)
 
     def curves(self, path: Path) -> Path:
-        """Return the file of the loss curves beside a model."""
+        """Return the path of the loss curves beside a model."""
         return path.with_suffix(".png") if self.like is None else Path(f"{path}.png")
 
     def save(self, model: ModelProto, path: Path, overwrite: bool) -> None:
-        """Write the model."""
+        """Write the model into the file or the folder."""
         if self.like is not None:
             save_folder(model, path, self.like, adapter=self.adapter, overwrite=overwrite)
         elif str(path) == STDOUT:
@@ -85,7 +85,7 @@ class Output:
 
 @dataclass
 class Keeper:
-    """Writes a trained model to its path, or else to a folder that can be written."""
+    """Writes a trained model to its path, or if that fails to a folder that can be written."""
 
     model: ModelProto
     output: Output
@@ -93,27 +93,27 @@ class Keeper:
     complain: Callable[[str], None]
 
     def write(self, output: Path, overwrite: bool) -> Path | None:
-        """Write the model; return its path, None if it could not be written anywhere."""
+        """Write the model; return its path, None if no folder could be written."""
         if self._write_model(output, overwrite):
             return output
         backup = self._write_backup(output)
         if backup:
             self.complain(f"the trained model is kept in {backup}")
-        chosen = self._write_prompted(backup) if self._has_user() else None
+        chosen = self._write_to_prompted_path(backup) if self._user_can_answer() else None
         if chosen and backup:
             shutil.rmtree(backup.parent, ignore_errors=True)
         if not chosen and not backup:
             self.complain("the trained model is lost: no other folder has room for it")
         return chosen or backup
 
-    def _has_user(self) -> bool:
+    def _user_can_answer(self) -> bool:
         """Return whether a user can answer a prompt; after SIGTERM or SIGHUP nobody can."""
         request = self.stop.request
         stopped = request is not None and request.code != 128 + signal.SIGINT
         return not stopped and sys.stdin is not None and sys.stdin.isatty()
 
     def _write_model(self, path: Path, overwrite: bool) -> bool:
-        """Write the model, or print why not; return whether it is written."""
+        """Write the model; return whether this succeeded, and print the reason if not."""
         try:
             self.output.save(self.model, path, overwrite)
         except OSError as e:
@@ -122,7 +122,7 @@ class Keeper:
         return True
 
     def _write_backup(self, output: Path) -> Path | None:
-        """Write the model into a new folder, in the first of three folders that has room."""
+        """Write the model into a new folder, in the first of three places that has room."""
         for folder in (lambda: output.parent, Path.home, lambda: Path(tempfile.gettempdir())):
             new = None
             try:
@@ -134,8 +134,8 @@ class Keeper:
                     shutil.rmtree(new, ignore_errors=True)
         return None
 
-    def _write_prompted(self, backup: Path | None) -> Path | None:
-        """Write the model to a path that the user types; None if they type none."""
+    def _write_to_prompted_path(self, backup: Path | None) -> Path | None:
+        """Write the model to a path that the user types; None if the user types none."""
         leave = "leave it there" if backup else "give it up"
         while True:
             try:

@@ -50,7 +50,7 @@ def evaluate(options: EvalOptions) -> None:
 
 
 def _metric_text(value: Any) -> Any:
-    """Return a number as text, and numbers by name as "name number, ..."."""
+    """Return a metric's value as text; several values by name as "name number, ..."."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
     return f"{value:.6g}" if isinstance(value, Real) else value
@@ -120,7 +120,7 @@ def _write_results(options: PredictOptions, task: Task) -> None:
 
 
 def generate(options: GenerateOptions) -> None:
-    """Print how a model goes on with a text."""
+    """Print the text with which a language model continues a prompt."""
     folder = folder_of(options.model)
     if folder is None:
         raise ValueError(f"MODEL must be the folder of a language model, not {options.model!r}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def report(options: ReportOptions) -> None:
-    """Write the page."""
+    """Write the record of a training as one page of HTML."""
     from onnxgrad.report.page import write_report
 
     page = write_report(options.run, options.output, overwrite=options.overwrite)
@@ -36,7 +36,7 @@ def report(options: ReportOptions) -> None:
 
 
 def recorder(options: TrainOptions) -> Recorder:
-    """Return the callback that records a training of the command line."""
+    """Return the `Recorder` of a training that `--record` asks for."""
     from onnxgrad.report.recorder import Recorder  # whose imports are slow
 
     assert options.record is not None
@@ -53,7 +53,7 @@ def recorder(options: TrainOptions) -> Recorder:
 
 
 def describe(job: Job) -> None:
-    """Tell the recorder of a training the classes and the numbers of the rows of the data."""
+    """Give the recorder of a training the names of classes and the row numbers of the data."""
     for callback in job.trainer._job.callbacks.callbacks:
         if callback.key == "Recorder":
             folders = getattr(job.task.data, "classes", None)
@@ -62,7 +62,7 @@ def describe(job: Job) -> None:
 
 
 def card_of(options: TrainOptions) -> list[Path]:
-    """Return the file of the card that `--card` asks for, if it does."""
+    """Return the path of the model card that `--card` asks for; [] without `--card`."""
     if options.card is None:
         return []
     path = Path(options.card)
@@ -110,14 +110,14 @@ def check_record(options: TrainOptions, inputs: Iterable[Path]) -> None:
 
 
 def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
-    """Return the prompts of `--prompt`; the recorder of a training gets them, too.
+    """Return the prompts of `--prompt`, after giving them to the recorder too.
 
     Raises:
         ValueError: the data are no texts.
     """
     texts = job.task.data
     if prompts and not isinstance(texts, Texts):
-        raise ValueError("--prompt is for language models, and the data are no texts")
+        raise ValueError("--prompt is for language models, and the data are no texts: leave it out")
     for callback in job.trainer._job.callbacks.callbacks:
         if prompts and callback.key == "Recorder":
             callback.prompts, callback.tokenizer = list(prompts), texts.tokenizer
@@ -125,7 +125,7 @@ def check_prompts(job: Job, prompts: Sequence[str]) -> list[str]:
 
 
 def sample(job: Job, prompts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return prompts, and how the trained model goes on with them; none if that fails."""
+    """Return prompts and the texts with which the trained model continues; [] on errors."""
     try:
         new = generate(job.trainer, prompts, tokenizer=job.task.data.tokenizer)
     except Exception as e:  # the trained model is written, which matters more

@@ -1,4 +1,4 @@
-"""What `onnxgrad train` says of a training that has ended."""
+"""What `onnxgrad train` prints after a training."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LISTED = 3  # tensors that do not train, named without --verbose
 
 
 def epochs(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the entries of the history that end an epoch, or of a first epoch that broke off."""
+    """Return the history's entries at ends of epochs, or of an unfinished first epoch."""
     entries = [entry for entry in trainer.history if "loss" in entry]
     so_far = trainer.progress.loss
     return entries if entries or not math.isfinite(so_far) else [{"epoch": 1, "loss": so_far}]
 
 
 def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
-    """Return which tensors do not train: a few, or with `--verbose` all, with the reasons."""
+    """Return the text of tensors that do not train: a few, or with reasons all."""
     if options.verbose or len(rows) <= _LISTED:
         return names_and_reasons(rows, len(rows))
     first = sorted(rows, key=lambda row: not row.doubtful)[:_LISTED]
@@ -51,7 +51,7 @@ def _untrained_text(rows: Sequence[Tensor], options: TrainOptions) -> str:
 
 @dataclass
 class Report:
-    """The results of a training.
+    """The results of a training, as a table and as JSON.
 
     `seconds` is how long it took, and `rows` how many it went through, counted once an epoch.
     `stopped` says that a signal ended it, so that nothing more is computed.
@@ -67,12 +67,12 @@ class Report:
 
     @cached_property
     def kept(self) -> Kept:
-        """Where the written weights are from."""
+        """The epoch and step from which the written weights are."""
         return Kept.of(self.job.trainer.state)
 
     @cached_property
     def of_file(self) -> dict[str, Any]:
-        """The entry of the history of the written weights; of an unfinished epoch, its loss."""
+        """The history's entry for the written weights; for an unfinished epoch with its loss."""
         entry, kept, so_far = dict(self.kept.record), self.kept, self.job.trainer.progress.loss
         if not kept.whole and kept.step and math.isfinite(so_far):
             entry["loss"] = so_far
@@ -81,7 +81,7 @@ class Report:
 
     @cached_property
     def validation(self) -> dict[str, Any]:
-        """The loss and the metrics of the written model for validation data; empty without.
+        """The loss and the metrics of the written model on validation data; {} without data.
 
         They are empty, too, if a signal ended the training after steps that were not evaluated.
         """
@@ -102,11 +102,11 @@ class Report:
 
     @property
     def speed(self) -> float:
-        """Rows a second."""
+        """The count of rows that the training processed in a second."""
         return self.rows / max(self.seconds, 1e-9)
 
     def as_json(self, broken: str) -> dict[str, Any]:
-        """Return the results as the documented keys of `--json`; `broken`: why it broke off."""
+        """Return the results by the documented keys of `--json`; `broken` is why training broke."""
         trainer = self.job.trainer
         return {
             "files": [str(file) for file in self.files],
@@ -155,7 +155,7 @@ class Report:
             say(remark, console)
 
     def _shown_epochs(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of the first, the best, the last and the kept epoch."""
+        """Return the history's entries of the first, best, last and written epoch."""
         trainer, found = self.job.trainer, {}
         if entries := [entry for entry in trainer.history if "loss" in entry]:
             monitor = self.options.monitor or f"{_VALIDATION}loss"
@@ -171,7 +171,7 @@ class Report:
 
 
 def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
-    """Return a table with a column for each epoch, which may have several titles."""
+    """Return a table with a column for each epoch; a column may have several titles."""
     titles: dict[int, list[str]] = {}
     columns: dict[int, dict[str, Any]] = {}
     for title, entry in entries.items():
@@ -188,7 +188,7 @@ def _epoch_table(entries: Mapping[str, dict[str, Any]]) -> Table:
 
 
 def _number_text(name: str, value: Any) -> str:
-    """Return a number of the history as text."""
+    """Return a number of the history as text, by the kind that its name says."""
     if not isinstance(value, Real):
         return "" if value is None else str(value)
     return f"{value:.2%}" if "accuracy" in name else f"{value:.5g}"

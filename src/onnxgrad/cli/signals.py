@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they stop a command without losing its results."""
+"""Ctrl-C, SIGTERM and SIGHUP, which stop a command without losing results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked to stop."""
+    """Raised when a signal has asked the command to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -52,7 +52,7 @@ class StopRequests:
             raise Stopped(number)
 
     def hold(self) -> None:
-        """Record signals from now on, for `check`, instead of raising."""
+        """From now on, record signals for `check` instead of raising `Stopped`."""
         self._held = True
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class StopRequests:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """Raise on a signal again, during a prompt."""
+        """Let signals raise `Stopped` within the block, such as during a prompt."""
         self._held = False
         try:
             yield

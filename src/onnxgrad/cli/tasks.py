@@ -51,7 +51,7 @@ _VALUES = ("normalize", "pixels", "images")  # arguments that say how values of 
 
 
 def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
-    """Return the task of a command: named, noted in the model, or by the kind of its data.
+    """Return the task of a command: of `--task`, of the model's metadata, or of the data's kind.
 
     Args:
         options: of `train`, `eval` or `predict`.
@@ -61,8 +61,8 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
     Raises:
         ValueError: an unknown task, or options that it does not take.
     """
-    noted = [] if options.task else _noted_tasks(proto)
-    name = options.task or next(iter(noted), None) or _data_task(options)
+    noted = [] if options.task else _tasks_in_metadata(proto)
+    name = options.task or next(iter(noted), None) or _task_for_data(options)
     if name not in TASKS:
         raise unknown("task (--task)", name, TASKS)
     if name == "texts" and not hasattr(options, "max_length"):
@@ -70,7 +70,7 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
     task_class: Any = resolve_name(f"onnxgrad.tasks.{TASKS[name]}")
     if issubclass(task_class, RowsTask):
         return _open_rows_task(options, proto, training, name, task_class)
-    chosen = _arguments_of_files(options, name, task_class)
+    chosen = _file_task_arguments(options, name, task_class)
     # beside the path of a model, a task finds its files
     source = proto if options.model == STDIN or os.path.isdir(options.model) else options.model
     task: Task = task_class(source, options.data if training else None, **chosen)
@@ -78,7 +78,7 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
         task.notes = [*task.notes, f"task {name}, as in its training"]
     if training:
         task.model = fine_tune(task.model, options)
-        task.divide_rows(_stated_validation(options.validation), options.seed)
+        task.divide_rows(_parse_validation(options.validation), options.seed)
         count = getattr(task.data, "rows", None)
         task.notes = [*task.notes, f"{count} rows to train on" if count else "rows to train on"]
     return task
@@ -87,11 +87,11 @@ def open_task(options: Any, proto: ModelProto, training: bool = True) -> Task:
 def _open_rows_task(
     options: Any, proto: ModelProto, training: bool, name: str, task_class: Any
 ) -> Task:
-    """Return a task of rows, whose arguments are options of the command."""
+    """Return a task of rows with options of the command as its arguments."""
     parameters = signature(task_class).parameters
-    _check_flags(set_options(options) & _DATA - {"prompt"} - {*parameters}, options, name)
+    _refuse_flags(set_options(options) & _DATA - {"prompt"} - {*parameters}, options, name)
     model = fine_tune(proto, options) if training else proto
-    chosen = _arguments_of_rows(options, proto, parameters)
+    chosen = _rows_task_arguments(options, proto, parameters)
     own = read_options(options, "task_option")
     if {*own} - (_WITHOUT_FLAG & {*parameters}):
         raise ValueError(
@@ -99,24 +99,24 @@ def _open_rows_task(
             "--task-option, or name another task with --task"
         )
     if training:
-        chosen["validation"] = _stated_validation(options.validation)
+        chosen["validation"] = _parse_validation(options.validation)
     data = standard_data(options.data) if training else None
     return task_class(model, data, **chosen, **own)
 
 
 def standard_data(data: str) -> Any:
-    """Return the path of data, or standard input for "-"."""
+    """Return the path of the data, or standard input for "-"."""
     return standard_input("CSV file") if data == STDIN else data
 
 
-def _noted_tasks(proto: ModelProto) -> list[str]:
-    """Return the names of the tasks on which a model was trained, without tasks of rows."""
+def _tasks_in_metadata(proto: ModelProto) -> list[str]:
+    """Return the names of the tasks in the model's metadata, except tasks of rows."""
     noted = json.loads(notes_of(proto).get(OPTIONS, "{}"))
     return [name for name, place in TASKS.items() if place.partition(":")[2] in noted]
 
 
-def _data_task(options: Any) -> str:
-    """Return the task of rows that reads the kind of the data."""
+def _task_for_data(options: Any) -> str:
+    """Return the task of rows for the kind of data: images, texts or a table."""
     path = Path(options.data)
     suffix = path.suffix.lower()
     holds_texts = suffix in (*LINES, *TEXTS)
@@ -129,8 +129,8 @@ def _data_task(options: Any) -> str:
     return "texts" if holds_texts else "images" if holds_images(path) else "table"
 
 
-def _check_flags(wrong: Collection[str], options: Any, task: str) -> None:
-    """Raise `ValueError` if an option is set that the task does not take."""
+def _refuse_flags(wrong: Collection[str], options: Any, task: str) -> None:
+    """Raise `ValueError` for options that the task does not take."""
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
         raise ValueError(
@@ -139,15 +139,15 @@ def _check_flags(wrong: Collection[str], options: Any, task: str) -> None:
         )
 
 
-def _stated_validation(text: str | None) -> Any:
-    """Return the share of rows of `--validation`, or the path that it names."""
+def _parse_validation(text: str | None) -> Any:
+    """Return the share of rows, or the path, that `--validation` gives."""
     try:
         return None if text is None else float(text)
     except ValueError:
         return text
 
 
-def _arguments_of_rows(
+def _rows_task_arguments(
     options: Any, proto: ModelProto, parameters: Collection[str]
 ) -> dict[str, Any]:
     """Return the options of a command as arguments of a task of rows."""
@@ -155,9 +155,9 @@ def _arguments_of_rows(
     if hasattr(options, "loss"):
         own |= loss_arguments(options)
         own["metrics"] = own["metrics"] or None
-        own["target"] = _by_name(options.target, [y.name for y in proto.graph.output])
+        own["target"] = _texts_by_name(options.target, [y.name for y in proto.graph.output])
         own["classes"] = None if options.classes is None else split_names(options.classes)
-    by_input = _by_name(options.columns, names_without_default(proto))
+    by_input = _texts_by_name(options.columns, names_without_default(proto))
     if isinstance(by_input, Mapping):
         own["columns"] = {name: _split_each(group) for name, group in by_input.items()}
     else:
@@ -167,8 +167,8 @@ def _arguments_of_rows(
     return {n: own[n] for n in own if n in parameters and n not in ("data", "model", "validation")}
 
 
-def _by_name(texts: list[str], names: Collection[str]) -> Any:
-    """Return texts, or a dict of them by name where they are NAME=TEXT with one of these names."""
+def _texts_by_name(texts: list[str], names: Collection[str]) -> Any:
+    """Return `{name: texts}` of options NAME=TEXT with these names; else the texts unchanged."""
     pairs = [text.partition("=") for text in texts]
     if not texts or not all(equals and name in names for name, equals, _ in pairs):
         return texts
@@ -190,8 +190,8 @@ def _split_each(texts: list[str]) -> list[str]:
 # -- tasks with their own format of data -----------------------------------------------------------
 
 
-def _arguments_of_files(options: Any, name: str, task_class: Any) -> dict[str, Any]:
-    """Return the options of a command as arguments of a task with its own format of data.
+def _file_task_arguments(options: Any, name: str, task_class: Any) -> dict[str, Any]:
+    """Return the options of a command as arguments of a task with a special data format.
 
     Raises:
         ValueError: an unknown option of the task, or one of the command that the task decides.
@@ -214,7 +214,7 @@ def _arguments_of_files(options: Any, name: str, task_class: Any) -> dict[str, A
     for each in ("max_length", "tokenizer", "seed"):
         known[each], values[each] = each, getattr(options, each, None)
     given = set_options(options) & (_DATA | _DECIDED)
-    _check_flags([each for each in given if known.get(each) not in parameters], options, name)
+    _refuse_flags([each for each in given if known.get(each) not in parameters], options, name)
     given |= {"seed"} & {*vars(options)}  # whether it is set or not
     names = {known[each] for each in given} & {*parameters}
     return {each: values[each] for each in names} | chosen
@@ -235,7 +235,7 @@ def _predict_parameters(task_class: type[Task]) -> list[str]:
 
 
 def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
-    """Return the model with a new head and adapters, as far as the options ask for them."""
+    """Return the model with the new head and the adapters that the options ask for."""
     if options.head is not None:
         proto = _add_head(proto, options, _head_units(options.head))
     if options.lora:
@@ -253,7 +253,7 @@ def fine_tune(proto: ModelProto, options: TrainOptions) -> ModelProto:
 
 
 def _head_units(head: str) -> int | list[str]:
-    """Return the number of units, or the names of the classes."""
+    """Return the count of units, or the names of classes, that `--head` gives."""
     names = split_names(head)
     if len(names) > 1 and all(names):
         return names
@@ -266,7 +266,7 @@ def _head_units(head: str) -> int | list[str]:
 
 
 def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
-    """Return the model with a new layer instead of an old one, or on features."""
+    """Return the model with a new layer, which replaces the last or reads features."""
     pool, at = options.head_pool, options.head_at
     one = at[0] if len(at) == 1 else None
     if pool is None:
@@ -278,6 +278,6 @@ def _add_head(proto: ModelProto, options: TrainOptions, units: int | list[str]) 
     if pool not in (*POOLS, "none"):
         raise unknown("way to pool (--head-pool)", pool, [*POOLS, "none"])
     if len(at) > 1:
-        raise ValueError(f"--head-pool puts the new layer on one value, not on {at}")
+        raise ValueError(f"--head-pool puts the new layer on one value, not on {at}: name one")
     chosen = None if pool == "none" else pool
     return add_head(proto, units, one, pool=chosen, mask=options.head_mask, seed=options.seed)

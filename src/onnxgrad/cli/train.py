@@ -67,7 +67,7 @@ def train(options: TrainOptions) -> None:
     proto = read_model(options.model, options.data)
     if first and options.output != STDOUT:
         output.check_data(options.output, options.overwrite, options.model, proto)
-        for file in _result_files(options, output)[1:] if options.overwrite else ():
+        for file in _model_and_curve_files(options, output)[1:] if options.overwrite else ():
             check_not_data(str(file), options.model)
     watch = Watch(stop)
     job = prepare_job(options, proto, [watch, *_chosen_callbacks(options)])
@@ -99,7 +99,7 @@ def train(options: TrainOptions) -> None:
         note(beside)
     if not reason and stop.request:  # the signal came after the last slice of batches
         reason, code = str(stop.request), stop.request.code
-    expected = _result_files(options, output)[: None if epochs(job.trainer) else 1]
+    expected = _model_and_curve_files(options, output)[: None if epochs(job.trainer) else 1]
     if reason:
         where = files[0] if files else "no file" if expected else "standard output"
         complain(f"{reason.removesuffix('.')}; {where} holds {report.kept}")
@@ -110,7 +110,7 @@ def train(options: TrainOptions) -> None:
 
 
 class Watch(Callback):
-    """Raises `Stopped` after a signal, where nothing is lost, and counts rows.
+    """A callback that raises `Stopped` after a signal, between steps, and counts rows.
 
     `rows` is the number of rows that this training went through, counted once an epoch.
     """
@@ -121,18 +121,18 @@ class Watch(Callback):
         self._first = 0, 0  # epochs and rows that a resumed training has behind it
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Remember where a resumed training starts."""
+        """Remember the step from which a resumed training continues."""
         self._first = trainer.progress.epoch, trainer.progress.rows
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Stop after a signal; from the first step on, signals wait for this event."""
+        """Stop the training if a signal was received; from now on, signals wait for steps."""
         self.stop.hold()
         progress, (epoch, rows) = trainer.progress, self._first
         self.rows = (progress.epoch - epoch) * (progress.total_rows or 0) + progress.rows - rows
         self.stop.check()
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Stop after a signal."""
+        """Stop the training if a signal was received."""
         self.stop.check()
 
 
@@ -140,11 +140,11 @@ class Watch(Callback):
 
 
 def _check_files(options: TrainOptions, output: Output) -> None:
-    """Raise if the results cannot be written, or would replace something that they must not."""
+    """Raise if results cannot be written, or would replace files that they must not replace."""
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
     output.check(options.output, options.overwrite, inputs, options.json)
-    _check_different(options, output)
-    for file in _result_files(options, output)[1:]:
+    _check_distinct_paths(options, output)
+    for file in _model_and_curve_files(options, output)[1:]:
         check_writable(file, options.overwrite, inputs)
     if options.history is not None:
         History(options.history)  # raises for an unknown ending
@@ -161,22 +161,24 @@ def _check_files(options: TrainOptions, output: Output) -> None:
         )
 
 
-def _check_different(options: TrainOptions, output: Output) -> None:
-    """Raise `ValueError` if two results would be one file or folder."""
+def _check_distinct_paths(options: TrainOptions, output: Output) -> None:
+    """Raise `ValueError` if two results would be written to one file or folder."""
     named = ("output", "history", "record", "checkpoint")
     written = [(f"--{name}", getattr(options, name)) for name in named]
     written += [("--card", str(file)) for file in card_of(options)]
-    written += [("the loss curves", str(file)) for file in _result_files(options, output)[1:]]
+    written += [
+        ("the loss curves", str(file)) for file in _model_and_curve_files(options, output)[1:]
+    ]
     known: dict[str, str] = {}
     for name, path in written:
         if path in (None, STDOUT):
             continue
         if (other := known.setdefault(os.path.realpath(path), name)) != name:
-            raise ValueError(f"{other} {path} is the name of {name}, too: use another")
+            raise ValueError(f"{other} {path} is the path of {name}, too: name another")
 
 
-def _result_files(options: TrainOptions, output: Output) -> list[Path]:
-    """Return the files of the model and its curves."""
+def _model_and_curve_files(options: TrainOptions, output: Output) -> list[Path]:
+    """Return the paths of the trained model and of the loss curves."""
     if options.output == STDOUT:
         return []
     model = Path(options.output)
@@ -209,7 +211,7 @@ def _chosen_callbacks(options: TrainOptions) -> list[Callback]:
 
 
 def _fit_job(job: Job, options: TrainOptions, watch: Watch) -> tuple[str, int]:
-    """Train, and return why training ended early, "" if it did not, and the exit code.
+    """Train; return why training ended early ("" if it did not), and the exit code.
 
     An error or a signal after the first steps does not lose them.
     """

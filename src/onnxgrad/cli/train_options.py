@@ -11,7 +11,7 @@ RESULT = "Result"
 
 
 def _table_completion(*tables: str) -> Callable[[str], list[str]]:
-    """Return the completion of the keys of tables, "module:NAME", imported when the shell asks."""
+    """Return a completion of keys of the table "module:NAME", imported when needed."""
 
     def complete_name(incomplete: str) -> list[str]:
         names = (name for table in tables for name in resolve_name(table))

@@ -1,4 +1,4 @@
-"""`onnxgrad grad` and `onnxgrad merge`: a model in, a model out."""
+"""`onnxgrad grad` and `onnxgrad merge`, which write a model made from a model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_
 
 
 def grad(options: GradOptions) -> None:
-    """Write the model that computes the gradient, or the family of directional derivatives."""
+    """Write the model of the gradient, or four models of directional derivatives."""
     if options.family is not None:
-        _write_family(options, options.family)
+        _write_derivative_family(options, options.family)
         return
 
     def gradient(proto: ModelProto) -> ModelProto:
@@ -49,11 +49,15 @@ def grad(options: GradOptions) -> None:
     _write_changed_model(options, options.model, gradient)
 
 
-def _write_family(options: GradOptions, path: str) -> None:
+def _write_derivative_family(options: GradOptions, path: str) -> None:
     if options.output is not None or options.fill_grad or options.keep_outputs:
-        raise ValueError("--family takes no --output, --fill-grad or --keep-outputs")
+        raise ValueError(
+            "--output, --fill-grad and --keep-outputs have no effect on --family: leave them out"
+        )
     if path == STDOUT:
-        raise ValueError("--family writes four models: name the file of the first")
+        raise ValueError(
+            "--family writes four models beside each other: name the file of the first, not -"
+        )
     from onnxgrad.autodiff.family import derivative_family, family_paths
 
     files = [str(file) for file in family_paths(path).values()]
@@ -81,7 +85,9 @@ def merge(options: MergeOptions) -> None:
     language = is_folder(options.model)
     if Path(options.model).is_dir() and not language:
         if options.requantize:
-            raise ValueError(f"--requantize is for adapters, and {options.model} has a checkpoint")
+            raise ValueError(
+                f"--requantize is for adapters, and {options.model} has a checkpoint: leave it out"
+            )
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
@@ -132,11 +138,11 @@ def _write_changed_model(
     place.check_data(output, options.overwrite, model, proto)
     changed = change(proto)
     place.save(changed, Path(output), options.overwrite)
-    _print_report(options, proto, changed, output)
+    _print_written_model(options, proto, changed, output)
 
 
-def _print_report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
-    """Print what was written."""
+def _print_written_model(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
+    """Print the nodes, operators, inputs and outputs of the model that was written."""
     counts = Counter(node.op_type for node in after.graph.node)
     names = _model_signature(after)
     if options.json:

@@ -46,7 +46,7 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
 
 
 def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """Return an array of Python numbers or lists of these in the dtype that numpy chooses."""
+    """Return an object array of Python numbers, or of lists of numbers, in a numeric dtype."""
     try:
         numbers = np.array(_as_lists(array))
     except ValueError:  # lists that differ in length
@@ -56,12 +56,14 @@ def _unbox_numbers(name: str, array: np.ndarray) -> np.ndarray:
             for value in values:
                 if not isinstance(value, (int, float, np.number, np.bool_)):
                     shown = reprlib.repr(value)
-                    raise ValueError(f"{name!r} must hold numbers, not {shown} as in row {row}")
+                    raise ValueError(
+                        f"{name!r} must hold numbers, not {shown} as in row {row}: convert it"
+                    )
     return numbers
 
 
 def _as_lists(value: Any) -> Any:
-    """Return nested arrays, as tables have for lists of lists, as lists, and decimals as floats."""
+    """Return nested object arrays as nested lists, and `Decimal` numbers as floats."""
     if isinstance(value, np.ndarray):
         return [_as_lists(v) for v in value] if value.dtype == object else value.tolist()
     return float(value) if isinstance(value, Decimal) else value
@@ -123,7 +125,7 @@ def ragged_message(name: str) -> str:
 
 
 def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
-    """Return how a shape differs from the declared shape, "" if it does not.
+    """Return the text how a shape differs from a declared shape; "" if the shape fits.
 
     A symbolic or unknown dimension fits any length; if `declared` is None, any shape fits.
     The result is the end of a message: "must have shape (N, 3), not (7, 2): axis 1 differs".
@@ -186,7 +188,7 @@ def fit_shape(
     if free > 1 or (count % least if free else count != least):
         multiple, chosen = "a multiple of " * bool(free), ""
         if not free and columns is not None and len(columns) > 1 and count > least:
-            chosen = f"; {_choose_columns(columns, len(columns) - count + least)}"
+            chosen = f"; {_column_advice(columns, len(columns) - count + least)}"
         raise DataError(
             f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
             f"the data has {count} (shape {shape_text(array.shape)}){chosen}"
@@ -194,8 +196,8 @@ def fit_shape(
     return array.reshape(len(array), *fixed)
 
 
-def _choose_columns(columns: Sequence[str], count: int) -> str:
-    """Return the advice to keep `count` of the columns, and their names."""
+def _column_advice(columns: Sequence[str], count: int) -> str:
+    """Return the advice, for an error message, to keep `count` of these columns."""
     extra, option = len(columns) - count if count > 0 else "some", argument("ignore")
     how = f" with {option}, or name others with {argument('columns')}" * option.startswith("--")
     return f"leave out {extra} of its columns{how}: {join_first(columns, _LISTED)}"

@@ -31,7 +31,7 @@ Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 def is_arrow_dataset(X: Any) -> bool:
-    """Return whether `X` is a dataset of pyarrow; its tables, which are in memory, are not."""
+    """Return whether `X` is a pyarrow dataset, which is read from files, and no pyarrow table."""
     return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
 
 
@@ -43,7 +43,7 @@ def arrow_dataset(
     columns: Columns | None = None,
     shuffle_rows: int | None = None,
 ) -> Reader:
-    """Return the rows of Parquet or Arrow files as data for `fit`, read while it runs.
+    """Return the rows of Parquet or Arrow files as data that `fit` reads while it trains.
 
     The order is shuffled in two steps: of the row groups (files, where a format has none), and of
     `shuffle_rows` consecutive rows at a time. Rows of one row group that are farther apart stay
@@ -85,7 +85,7 @@ def arrow_dataset(
 
 
 def _file_suffixes(paths: Sequence[str]) -> set[str]:
-    """Return the suffixes of files, in folders of the first files that are not hidden."""
+    """Return the suffixes of files; of a folder, the suffixes of the first files in it."""
     suffixes = set()
     for path in map(Path, paths):
         inside = (f for f in path.rglob("*") if f.is_file() and f.name[0] not in "._")
@@ -150,7 +150,7 @@ class ArrowReader(Reader):
         self._pieces = list(list_pieces(dataset, selected, needed))
         self.rows: int = sum(piece.rows for piece in self._pieces)
         if not self.rows:
-            raise ValueError("the dataset has no rows")
+            raise ValueError("the dataset has no rows: pass files that hold rows")
         with closing(self.decode(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
             sampled = sum(array.nbytes for array in next(parts).values())
         self._row_bytes = max(1, sampled // min(self.rows, _SAMPLED))
@@ -160,10 +160,10 @@ class ArrowReader(Reader):
     def first(self) -> tuple[Any, ...]:
         """Return the first row."""
         with closing(self._decode_blocks(np.arange(len(self._pieces)), 0, 1)) as blocks:
-            return _batch_parts(next(blocks).tables(slice(0, 1)))
+            return _batch_tuple(next(blocks).tables(slice(0, 1)))
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass without the first `skip`, whose blocks are not decoded.
+        """Yield the batches of one pass; the first `skip` batches are left out without decoding.
 
         A thread decodes the next block of rows while this one is cut into batches.
         """
@@ -180,7 +180,7 @@ class ArrowReader(Reader):
                     inside = np.random.default_rng([seed, number]).permutation(block.rows)
                 for at in range(start, block.rows, size):
                     cut = slice(at, min(at + size, block.rows))
-                    yield _batch_parts(block.tables(cut if inside is None else inside[cut]))
+                    yield _batch_tuple(block.tables(cut if inside is None else inside[cut]))
                 start = 0
                 del block  # or it would stay in memory while the thread fills another one
 
@@ -209,7 +209,7 @@ class ArrowReader(Reader):
     def decode(
         self, order: np.ndarray, start: int, size: int
     ) -> Generator[dict[str, np.ndarray], None, None]:
-        """Yield arrays by column of up to `size` rows, from row `start` of pieces in this order."""
+        """Yield `{column: array}` of up to `size` rows, from row `start` of the ordered pieces."""
         for i in order:
             piece = self._pieces[i]
             if start >= piece.rows:
@@ -227,7 +227,7 @@ class ArrowReader(Reader):
                 yield arrays
 
     def describe(self) -> dict[str, Any]:
-        """Return the columns, the number of rows, and a digest of sizes and times of files."""
+        """Return the columns, the count of rows, and a digest of the sizes and times of files."""
         schema = self._dataset.schema
         columns = [[name, str(schema.field(name).type)] for name in self._names]
         entries = {"kind": "arrow", "rows": self.rows, "columns": columns}
@@ -235,7 +235,7 @@ class ArrowReader(Reader):
         return entries | {"files": len(files), "digest": describe_files(files)}
 
 
-def _batch_parts(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
+def _batch_tuple(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
     """Return tables by input, label and weight as (X,), (X, y) or (X, y, sample_weight)."""
     y, weight = tables.pop(_Y, None), tables.pop(_WEIGHT, None)
     X = tables.get("", tables)

@@ -20,7 +20,7 @@ class ColumnArrays:
         return self.values[name]
 
     def rows(self, which: slice | np.ndarray) -> ColumnArrays:
-        """Return these rows."""
+        """Return the table of the rows that a slice or an array of row indices selects."""
         return ColumnArrays({name: array[which] for name, array in self.values.items()})
 
 
@@ -37,7 +37,7 @@ class MatrixTable(ColumnArrays):
         return np.array(self.array, dtype) if copy else np.asarray(self.array, dtype)
 
     def rows(self, which: slice | np.ndarray) -> MatrixTable:
-        """Return these rows."""
+        """Return the table of the rows that a slice or an array of row indices selects."""
         return MatrixTable(self.columns, self.array[which])
 
 
@@ -76,7 +76,7 @@ class RowBlock:
         self.rows += count
 
     def _allocate_table(self, part: dict[str, np.ndarray]) -> ColumnArrays:
-        """Return an empty table for `size` rows like the given ones, one array if that is exact."""
+        """Return an uninitialized table of `size` rows with the columns of `part`."""
         kinds = {array.dtype for array in part.values()}  # of several, floats round large integers
         if len(kinds) == 1 and all(a.ndim == 1 and a.dtype.kind in "biuf" for a in part.values()):
             return MatrixTable(list(part), np.empty((self.size, len(part)), kinds.pop()))
@@ -85,5 +85,5 @@ class RowBlock:
         )
 
     def tables(self, which: slice | np.ndarray) -> dict[str, ColumnArrays]:
-        """Return the tables of some of the rows, by input."""
+        """Return, by input, the tables of the rows that a slice or row indices select."""
         return {key: table.rows(which) for key, table in self._tables.items()}

@@ -16,7 +16,7 @@ Columns = dict[str, Any]  # arrays of pyarrow by name
 
 @dataclass(frozen=True)
 class Piece:
-    """A row group of a Parquet file, or a whole file (`group` is None), and its number of rows."""
+    """A row group of a Parquet file, or a whole file (`group` is None), and its count of rows."""
 
     fragment: Any
     group: int | None
@@ -24,7 +24,7 @@ class Piece:
 
 
 def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator[Piece, None, None]:
-    """Yield the pieces of a dataset that have rows.
+    """Yield the pieces of a dataset, Parquet row groups or whole files, that have rows.
 
     Where row groups may have been `selected`, the fragments keep the footers of their files in
     memory, which are large where columns are many.
@@ -38,7 +38,10 @@ def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator
     try:
         fragments = dataset.get_fragments()
     except ValueError as e:
-        raise ValueError(f"write what was selected or joined to a file first: {e}") from None
+        raise ValueError(
+            "only a dataset of files can be read while training: write the filtered or joined "
+            f"dataset to a Parquet file first: {e}"
+        ) from None
     for fragment in fragments:
         try:
             counts, columns = _row_groups(fragment, selected)
@@ -56,7 +59,7 @@ def list_pieces(dataset: Any, selected: bool, names: Sequence[str]) -> Generator
 
 
 def _row_groups(fragment: Any, selected: bool) -> tuple[list[tuple[int | None, int]], list[str]]:
-    """Return number and rows of each row group of a fragment, and the names of its columns."""
+    """Return (index, count of rows) of each row group of a file, and the column names."""
     import pyarrow.parquet as pq
 
     if not hasattr(fragment, "split_by_row_group"):

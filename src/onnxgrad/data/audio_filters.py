@@ -12,7 +12,7 @@ _LOG_STEP = np.log(6.4) / 27  # above 1000 Hz
 
 
 def sinc_kernel(old: int, new: int, zeros: int, rolloff: float) -> tuple[np.ndarray, int]:
-    """Return the polyphase filters for resampling by new / old, (new, taps), and their reach.
+    """Return polyphase filters (new, taps) that resample by new / old, and their reach in samples.
 
     Filter i computes the samples i, i + new, i + 2 new, ... of the result. It is a sinc with its
     cutoff at `rolloff` times the lower Nyquist frequency, under a Hann window over `zeros` zero

@@ -41,7 +41,7 @@ def annotated_images(
     pixels: Callable[[np.ndarray], np.ndarray] | None = None,
     part: str | None = "train",
 ) -> AnnotatedImages:
-    """Return images and the boxes in them as data for `fit`, decoded while it runs.
+    """Return images with boxes as data for `fit`, decoded while training runs.
 
     A batch has images, float32 (N, 3, height, width), and labels, float32 (N, M, 5): class number,
     x1, y1, x2, y2 in pixels of the resized image. M is the largest number of boxes in an image, and
@@ -127,7 +127,7 @@ def letterbox(
 
 @dataclass(eq=False)
 class AnnotatedImages(FileReader):
-    """Images and the boxes in them: the reader of `annotated_images`.
+    """Images with boxes: the reader of `annotated_images`.
 
     Attributes:
         classes: names of the classes, in the order of their numbers.
@@ -157,7 +157,7 @@ class AnnotatedImages(FileReader):
         self._most = max([1, *map(len, self.boxes)])
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> AnnotatedImages:
-        """Return the reader with the size that the shape of the only feature states."""
+        """Return the reader with the image size that the model's only input declares."""
         if self.size is not None:
             return self
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
@@ -175,8 +175,8 @@ class AnnotatedImages(FileReader):
         image = open_image(file)
         if self._sizes.get(file, image.size) != image.size:
             raise ValueError(
-                f"{str(file)!r} has {image.size[0]} x {image.size[1]} pixels, and is annotated as "
-                f"{self._sizes[file]}"
+                f"{str(file)!r} has {image.size[0]} x {image.size[1]} pixels, and its "
+                f"annotation says {self._sizes[file]}: correct the annotation, or the image"
             )
         if self.size is None:
             raise ValueError(f"the size of images is unknown: pass {argument('size')}")
@@ -212,7 +212,7 @@ class AnnotatedImages(FileReader):
 def _transform_image_and_boxes(
     change: Any, image: Any, boxes: np.ndarray, rng: np.random.Generator
 ) -> tuple[Any, np.ndarray]:
-    """Return an image and its boxes after a transform."""
+    """Return an image and the boxes in it after a transform."""
     if isinstance(change, RandomColors):
         return change(image, rng), boxes
     if not isinstance(change, RandomFlip):
@@ -224,23 +224,32 @@ def _transform_image_and_boxes(
 
 
 def _read_annotations(path: Path, part: str | None) -> dict[str, Any]:
-    """Return the attributes of the reader of a COCO file, a data.yaml, or a folder with one."""
+    """Return the attributes of an `AnnotatedImages` for a COCO file, a data.yaml, or a folder."""
     if path.is_dir():
         found = [path / name for name in ("data.yaml", COCO_FILE) if (path / name).is_file()]
         if not found:
-            raise ValueError(f"{str(path)!r} has no instances.json (COCO) and no data.yaml (YOLO)")
+            raise ValueError(
+                f"{str(path)!r} has no instances.json (COCO) and no data.yaml (YOLO): pass a "
+                "folder that holds one of these files, or the path of such a file"
+            )
         path = found[0]
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is no file")
+        raise ValueError(
+            f"there is no file {str(path)!r}: pass a COCO file (.json), the data.yaml of YOLO, or "
+            "a folder that holds one of these"
+        )
     if path.suffix != ".json":
         return _read_yolo(path, part)
     if part == "val":
-        raise ValueError(f"{str(path)!r} is a file of COCO, which has no part 'val'")
+        raise ValueError(
+            f"part='val' is for the data.yaml of YOLO, and {str(path)!r} is a COCO file: pass the "
+            "COCO file of the images to validate on instead"
+        )
     return _read_coco(path)
 
 
 def _read_coco(path: Path) -> dict[str, Any]:
-    """Return the attributes of the reader of a COCO file, without boxes of crowds."""
+    """Return the attributes of an `AnnotatedImages` for a COCO file, without crowd boxes."""
     coco = read_coco(path, [path.parent, path.parent / "images"])
     numbers = {category: number for number, category in enumerate(coco.categories)}
     rows: dict[Any, list] = {i: [] for i in coco.files}
@@ -278,36 +287,51 @@ def names_annotations(source: Any) -> bool:
 
 
 def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
-    """Return corners as shares of the sides, with rounding errors at the borders cut off."""
+    """Clip rounding errors of corners, given as shares of width and height, to 0 and 1."""
     if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
-        raise ValueError(f"{where}: the box is outside of the image: {corners.round(4).tolist()}")
+        raise ValueError(
+            f"{where}: the box reaches beyond the image, with its corners at the shares "
+            f"{corners.round(4).tolist()} of width and height: correct or remove the box"
+        )
     corners = corners.clip(0, 1)
     if not (corners[2:] > corners[:2]).all():
-        raise ValueError(f"{where}: the box is empty: {corners.round(4).tolist()}")
+        raise ValueError(
+            f"{where}: the box is empty, with its corners at the shares "
+            f"{corners.round(4).tolist()} of width and height: correct or remove the box"
+        )
     return corners
 
 
 def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
-    """Return the attributes of the reader of a part of a data.yaml."""
+    """Return the attributes of an `AnnotatedImages` for a part, train or val, of a data.yaml."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:
         raise not_installed(f"reading {str(path)!r}", "pyyaml", "detection") from e
     read = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(read, Mapping) or "names" not in read or "train" not in read:
-        raise ValueError(f"{str(path)!r} must name 'train' and 'names'")
+        raise ValueError(
+            f"{str(path)!r} must have the keys 'train', a folder of images, and 'names', the "
+            "classes"
+        )
     named = read["names"]
     named = dict(enumerate(named)) if isinstance(named, list) else dict(named)
     if sorted(named) != list(range(len(named))):
-        raise ValueError(f"{str(path)!r}: the numbers of 'names' must be 0, 1, ...: {list(named)}")
+        raise ValueError(f"{str(path)!r}: the keys of 'names' must be 0, 1, ..., not {list(named)}")
     parts = tuple(name for name in ("train", "val") if read.get(name))
     chosen = part or parts[-1]
     if chosen not in parts:
-        raise ValueError(f"{str(path)!r} names no part {chosen!r}")
+        raise ValueError(
+            f"{str(path)!r} has no key {chosen!r}: add it, with a folder of images, or pass "
+            "another part"
+        )
     folder = path.parent / (read.get("path") or "") / read[chosen]
     files = sorted(filter(is_image, folder.iterdir())) if folder.is_dir() else []
     if not files:
-        raise ValueError(f"{str(path)!r}: {chosen}: {str(folder)!r} is no folder of images")
+        raise ValueError(
+            f"{str(path)!r}: {chosen!r} must be a folder of images, and {str(folder)!r} is no "
+            "folder, or holds no images"
+        )
     boxes = [_read_label_file(_label_path(file), len(named)) for file in files]
     ids = sorted(named)
     classes = [str(named[i]) for i in ids]
@@ -315,7 +339,7 @@ def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
 
 
 def _label_path(file: Path) -> Path:
-    """Return the path of the boxes of an image: labels/ replaces the last images/ in its path."""
+    """Return the path of the YOLO label file of an image: labels/ replaces the last images/."""
     parts = list(file.parts)
     at = [i for i, part in enumerate(parts[:-1]) if part == "images"]
     if at:
@@ -326,7 +350,10 @@ def _label_path(file: Path) -> Path:
 def _read_label_file(path: Path, classes: int) -> np.ndarray:
     """Return the boxes of a YOLO file: class, center x and y, width and height in each line."""
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is missing: an image without boxes has an empty file")
+        raise ValueError(
+            f"{str(path)!r} is missing: write the boxes of the image into it; an image without "
+            "boxes needs an empty file"
+        )
     rows = []
     for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         where = f"{str(path)!r}, line {row}"
@@ -335,7 +362,9 @@ def _read_label_file(path: Path, classes: int) -> np.ndarray:
         try:
             number, x, y, w, h = map(float, line.split())
         except ValueError as e:
-            raise ValueError(f"{where}: must be class, x, y, width, height: {line!r}") from e
+            raise ValueError(
+                f"{where}: a line must hold class, x, y, width and height, not {line!r}"
+            ) from e
         if number not in range(classes):
             raise ValueError(f"{where}: class {number:g} must be below {classes}, as in 'names'")
         corners = np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2])

@@ -21,32 +21,32 @@ _ENCODED = 20  # most different texts for which a message advises columns of zer
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """The numbers of rows in a file: `first`, `first` + 1, ..., or only `first` + `kept`."""
+    """The row number in a file of each row of a table: `first` plus its index or `kept[index]`."""
 
     first: int = 1
     kept: np.ndarray | None = None
 
     def number(self, index: int) -> int:
-        """Return the number of the row with an index."""
+        """Return the row number in the file of the table's row with this index."""
         return self.first + (index if self.kept is None else int(self.kept[index]))
 
     def numbers(self, start: int, count: int) -> np.ndarray:
-        """Return the numbers of `count` rows from the index `start` on, int64."""
+        """Return the row numbers in the file, int64, of `count` rows from the index `start` on."""
         indices = np.arange(start, start + count)
         return self.first + (indices if self.kept is None else self.kept[indices])
 
     def take(self, indices: np.ndarray) -> RowNumbers:
-        """Return the numbers of the rows with these indices."""
+        """Return the row numbers in the file of the rows with these indices."""
         return RowNumbers(self.first, indices if self.kept is None else self.kept[indices])
 
     def list_rows(self, mask: np.ndarray) -> str:
-        """Return as text the numbers of the first five rows where a mask holds."""
+        """Return the text of the row numbers of the first five rows where a mask is true."""
         rows = [self.number(i) for i in np.flatnonzero(flatten_rows(mask).any(axis=1)).tolist()]
         return f"row{'s' * (len(rows) > 1)} {join_first(rows, 5)}"
 
 
 class Cells(ColumnArrays):
-    """Columns of a file for one input, which messages call by `title`."""
+    """Columns of a file for one input; `title` names the input in messages."""
 
     def __init__(self, values: Mapping[str, np.ndarray], title: str, numbers: RowNumbers) -> None:
         super().__init__(values)
@@ -57,7 +57,7 @@ class Cells(ColumnArrays):
         return np.concatenate([flatten_rows(a) for a in self.values.values()], axis=1)
 
     def side_by_side(self, nan: bool = False) -> np.ndarray:
-        """Return columns of numbers side by side; a single column keeps its axes.
+        """Return the columns of numbers side by side; a single column keeps its shape.
 
         With `nan`, NaN is allowed, such as for rows without a label.
 
@@ -66,14 +66,16 @@ class Cells(ColumnArrays):
         """
         counts = {name: len(array) for name, array in self.values.items()}
         if len(set(counts.values())) > 1:
-            raise DataError(f"{self.title}: the arrays differ in their number of rows: {counts}")
+            raise DataError(
+                f"{self.title}: all arrays must have the same number of rows, not {counts}"
+            )
         self._check_numeric()
         bad = np.isinf if nan else lambda array: ~np.isfinite(array)
         self.refuse_missing({name: bad(array) for name, array in self.values.items()})
         return next(iter(self.values.values())) if len(self.values) == 1 else self.texts()
 
     def weights(self) -> np.ndarray:
-        """Return a column of sample weights.
+        """Return the column as sample weights, which are at least 0.
 
         Raises:
             DataError: a weight is negative, or all are 0.
@@ -81,11 +83,13 @@ class Cells(ColumnArrays):
         weights = self.side_by_side()
         self.refuse(weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not")
         if not weights.any():
-            raise DataError(f"{self.title} is 0 in all rows, so that no row counts")
+            raise DataError(
+                f"{self.title} is 0 in all rows, so that no row counts: raise some of the weights"
+            )
         return weights
 
     def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
-        """Raise `DataError` with a rule, the first wrong value, and its rows, if any is wrong."""
+        """Raise `DataError` with a wrong value and its rows, if the mask `wrong` has any."""
         if wrong.any():
             rows = self.row_numbers.list_rows(wrong)
             raise DataError(f"{rule} {values[wrong][0]} ({rows}){remedy}")
@@ -107,7 +111,7 @@ class Cells(ColumnArrays):
         )
 
     def _check_numeric(self) -> None:
-        """Raise `DataError` that names the columns without numbers, and the first cell of them."""
+        """Raise `DataError` for columns without numbers; the message quotes a wrong cell."""
         wrong = [name for name, array in self.values.items() if array.dtype.kind not in "biuf"]
         if not wrong:
             return
@@ -161,7 +165,7 @@ def _is_number(value: Any) -> bool:
 
 
 def number_advice(value: Any, rows: list[Any]) -> str:
-    """Return how to turn a column into numbers, by the first cell `value` that is no number."""
+    """Return the advice how to turn the cell `value`, which is no number, into a number."""
     text = value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
         return "write numbers without separators of thousands, and with a decimal point"

@@ -15,7 +15,7 @@ from onnxgrad.operators.shapes import Dims
 
 @with_arguments(data="data labels")
 def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> ClassBatches:
-    """Return data whose batches have P classes with K rows each, for losses of embeddings.
+    """Return `data` in batches of P classes with K rows each, for losses of embeddings.
 
     Such losses compare rows of one class with each other and with rows of other classes, so that a
     batch needs both (Hermans et al. 2017, arXiv:1703.07737, section 2). Classes take turns, and so
@@ -73,7 +73,7 @@ class ClassBatches(Reader):
         classes, rows = self.sizes
         if not 2 <= classes <= len(self._members):
             given, most = argument("classes", classes), len(self._members)
-            raise ValueError(f"{given} must be from 2 to {most}, the number in the data")
+            raise ValueError(f"{given} must be from 2 to {most}, the number of classes of the data")
         names = getattr(self.data, "classes", None)
         for label, members in self._members.items():
             if not 2 <= rows <= len(members):
@@ -84,7 +84,7 @@ class ClassBatches(Reader):
                 )
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; only passes without a seed use `size`."""
+        """Yield the batches of one pass; `size` is the batch size of passes without a seed only."""
         if seed is None:
             for start in range(skip * size, self.rows, size):
                 yield self._labeled_batch(np.arange(start, min(start + size, self.rows)), None)
@@ -101,37 +101,37 @@ class ClassBatches(Reader):
                 yield self._labeled_batch(np.concatenate(drawn), seed)
 
     def _labeled_batch(self, indices: np.ndarray, seed: int | None) -> tuple[Any, np.ndarray]:
-        """Return the features of these rows, with the labels of this reader."""
+        """Return the batch of features and labels of the rows with these indices."""
         batch = self.data.take(indices, seed)
         return (batch[0] if isinstance(batch, tuple) else batch), self.labels[indices]
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ClassBatches:
-        """Return the reader for features of these declared shapes."""
-        return self._with_rows(self.data.for_inputs(shapes), self.labels)
+        """Return the reader with its data adapted to inputs of these declared shapes."""
+        return self._with_data(self.data.for_inputs(shapes), self.labels)
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes, in the order of their numbers; empty without names."""
+        """The names of the classes, ordered by class index; empty if classes have no names."""
         return self.data.class_names
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """How the data become numbers, by key of the metadata of trained models."""
+        """The metadata entries of a trained model that say how data become numbers."""
         return self.data.remembered
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
-        """Return the reader for features of these dtypes."""
-        return self._with_rows(self.data.for_dtypes(dtypes), self.labels)
+        """Return the reader with its data adapted to inputs of these dtypes."""
+        return self._with_data(self.data.for_dtypes(dtypes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
-        """Return the reader of these rows, which may be too few for batches of P by K."""
+        """Return the reader of the rows with these indices, maybe too few for P by K."""
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])
-        return None if part is None else self._with_rows(part, self.labels[numbers])
+        return None if part is None else self._with_data(part, self.labels[numbers])
 
-    def _with_rows(self, data: Any, labels: np.ndarray) -> ClassBatches:
-        """Return a reader of other rows with the same P and K."""
+    def _with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
+        """Return a reader of `data` and `labels` with the P and K of this reader."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
     def describe(self) -> dict[str, Any]:
@@ -144,10 +144,11 @@ class ClassBatches(Reader):
 def _draw_in_turns(
     line: list[int], every: Sequence[int] | np.ndarray, count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Remove and return the first `count` numbers of a line of waiting numbers.
+    """Draw `count` elements of `every`, so that each is drawn once before any is drawn again.
 
-    If the line is too short, all numbers of `every` that do not wait line up first, in random
-    order: the returned numbers differ, and each number has its turn before one comes again.
+    `line` holds the elements that wait to be drawn, from the front, where they are removed. If it
+    is too short, all elements of `every` that do not wait are first appended in random order, so
+    that the drawn elements differ.
     """
     if len(line) < count:
         waiting = set(line)

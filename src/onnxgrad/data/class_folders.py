@@ -27,7 +27,10 @@ def read_classes(
     """Return the images in the sub-folders of a folder, their labels, and the names of classes."""
     folders = class_folders(path)
     if not folders:
-        raise ValueError(f"{str(path)!r} has no folder: it takes one for each class")
+        raise ValueError(
+            f"{str(path)!r} holds no folders: put the images of each class into a folder with the "
+            "name of the class"
+        )
     if parts := data_set_folders(path):
         named = " and ".join(f"{str(part)!r}" for part in parts.values())
         raise ValueError(f"{str(path)!r} has the folders of several data sets: pass one of {named}")
@@ -45,10 +48,12 @@ def read_classes(
 def number_classes(
     source: str, folders: list[str], classes: Sequence[Any] | None = None
 ) -> tuple[list[int], list[str]]:
-    """Return the number of the class of each folder or label, and the names of all classes."""
+    """Return the class index of each folder or label, and the names of all classes."""
     stated = [int(name) for name in folders] if all(map(str.isdecimal, folders)) else []
     if len({*stated}) < len(stated):
-        raise ValueError(f"{source!r}: two classes are the same number: {', '.join(folders)}")
+        raise ValueError(
+            f"{source!r}: two of {', '.join(folders)} are the same class number: rename one"
+        )
     if classes is not None:
         known = ClassNames(classes)
         order = known.texts
@@ -75,7 +80,9 @@ def number_classes(
 def class_folders(path: Path) -> list[Path]:
     """Return the folders in a folder that are not hidden, sorted by name."""
     if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no folder")
+        raise ValueError(
+            f"{str(path)!r} is no folder: pass a folder that holds a folder for each class"
+        )
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 

@@ -1,4 +1,4 @@
-"""Numbers of classes, their positions in the output of a model, for labels such as texts."""
+"""Class indices, in the order of a model's output, for labels such as texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def class_numbers(
     ignored: int | None = None,
     ignores_nan: bool = False,
 ) -> Any:
-    """Return the numbers of classes for labels that are texts; other labels are returned unchanged.
+    """Return text labels as class indices; labels that are numbers are returned unchanged.
 
     Where `classes` are whole numbers other than 0, 1, 2, ..., labels that are numbers are names of
     classes, too: 5 is the second of 3, 5, 8.
@@ -46,7 +46,7 @@ def class_numbers(
         values = array.ravel().tolist()
         raise DataError(
             f"{name!r} is text, first {values[0]!r}: if these are names of classes, pass them in "
-            f"the order of the model's output, as {argument('classes', _some_names(values))}, or "
+            f"the order of the model's output, as {argument('classes', _first_labels(values))}, or "
             "numbers"
         )
     numbers, wrong = known.encode(array, ignored, ignores_nan)
@@ -62,7 +62,7 @@ def class_numbers(
 
 
 class ClassNames:
-    """The classes of a model in the order of its output; the number of a class is its position.
+    """The names of a model's classes; the index of a class is its position in the output.
 
     Names are compared as texts: 3, 3.0 and "3" are one class.
     """
@@ -74,14 +74,14 @@ class ClassNames:
 
     @property
     def are_other_numbers(self) -> bool:
-        """Whether classes are called by whole numbers other than their positions."""
+        """Whether the names of classes are whole numbers other than the class indices."""
         whole = bool(self.texts) and all(name.lstrip("-").isdecimal() for name in self.texts)
         return whole and not self.are_places
 
     def encode(
         self, labels: np.ndarray, ignored: int | None = None, ignores_nan: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of classes for labels, and a mask of labels that are no class.
+        """Return labels as class indices, and a mask of the labels that are no class.
 
         The label `ignored`, and with `ignores_nan` NaN, stand for rows without a label: they are
         returned unchanged.
@@ -100,7 +100,7 @@ class ClassNames:
 
 
 def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
-    """Return a mask of labels that are no class: below 0, `count` or above, or no whole number.
+    """Return a mask of the labels that are no index of `count` classes.
 
     The mask is false for NaN.
     """
@@ -113,7 +113,7 @@ def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
 
 
 def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> None:
-    """Raise `DataError` if the output of a model does not fit the number of classes in data.
+    """Raise `DataError` if the data have more or fewer classes than the model's output.
 
     Args:
         names: the names of the classes of the data, all of which the model must have; empty if
@@ -142,16 +142,16 @@ def first_names(names: Sequence[Any]) -> str:
 
 
 def remedy_outside(labels: np.ndarray, count: int) -> str:
-    """Return the remedy for labels that are not among the numbers of `count` classes."""
+    """Return the advice for labels that are no index of `count` classes."""
     values = np.unique(labels)
     remedy = f"{named('replace_head')} gives the model another number of classes"
     if len(values) > count or not (values == np.trunc(values)).all():
         return remedy
-    names = argument("classes", _some_names(values.tolist()))
+    names = argument("classes", _first_labels(values.tolist()))
     return f"if labels are names of classes, pass {names} (all classes); otherwise {remedy}"
 
 
-def _some_names(labels: list[Any]) -> list[str]:
+def _first_labels(labels: list[Any]) -> list[str]:
     """Return the first 12 different labels as texts, sorted, and "..." for more."""
     values = sorted({*labels})
     return [*map(label_text, values[:_SHOWN]), *["..."] * (len(values) > _SHOWN)]
@@ -181,20 +181,20 @@ def _label_array(labels: Any) -> np.ndarray | None:
     if array.dtype.kind in "OS":
         values = array.ravel().tolist()
         if not any(map(is_text, values)):
-            array = np.array(values).reshape(array.shape) if _are_numbers(values) else array
-        elif _are_numbers([v for v in values if not is_text(v)]):
+            array = np.array(values).reshape(array.shape) if _all_python_numbers(values) else array
+        elif _all_python_numbers([v for v in values if not is_text(v)]):
             texts = list(map(label_text, values))
             array = np.array(texts, str).reshape(array.shape)
     return array if array.dtype.kind in "biufU" else None
 
 
-def _are_numbers(values: list[Any]) -> bool:
+def _all_python_numbers(values: list[Any]) -> bool:
     """Return whether all values are Python numbers."""
     return all(isinstance(value, (int, float)) for value in values)
 
 
 def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
-    """Return class weights by the numbers of the classes, also for weights by output.
+    """Return class weights by class index, for one output or for several by name.
 
     Args:
         weights: `{class, by name or number: weight}`, or a dict of these by output; other
@@ -212,12 +212,12 @@ def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = 
         if not np.isscalar(weight) or isinstance(weight, str):  # the weights of an output
             numbered[label] = weights_by_number(weight, classes, count)
         else:
-            numbered[_class_number(label, known, count)] = weight
+            numbered[_class_index(label, known, count)] = weight
     return numbered
 
 
-def _class_number(label: Any, known: ClassNames, count: int | None) -> Any:
-    """Return the number of a class that is called by its name or its number.
+def _class_index(label: Any, known: ClassNames, count: int | None) -> Any:
+    """Return the index of a class that is given by its name or by its index.
 
     Where the names of classes are numbers other than 0, 1, 2, ..., `label` is a name.
     """

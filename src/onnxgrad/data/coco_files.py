@@ -42,23 +42,32 @@ def read_coco(path: Path, folders: Sequence[Path]) -> CocoFile:
         listed = enumerate(content["annotations"])
         annotations = [(f"{where} {row} (id {entry.get('id')})", entry) for row, entry in listed]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{str(path)!r} is no file of COCO: {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f"{str(path)!r} is no COCO file with images, annotations and categories: "
+            f"{type(e).__name__}: {e}"
+        ) from e
     files = {}
     for i, name in names.items():
         found = [folder / name for folder in folders if (folder / name).is_file()]
         if not found:
             places = " or ".join(repr(str(folder)) for folder in folders)
-            raise ValueError(f"{str(path)!r}: the image {name!r} is not in {places}")
+            raise ValueError(
+                f"{str(path)!r}: the image {name!r} is not in {places}: copy it there, or correct "
+                "its file_name"
+            )
         files[i] = found[0]
     for where, annotation in annotations:
         for kind, known in (("image", images), ("category", categories)):
             if (named := annotation.get(f"{kind}_id")) not in known:
-                raise ValueError(f"{where}: no {kind} has the id {named!r}")
+                raise ValueError(
+                    f"{where}: no {kind} has the id {named!r}: correct the {kind}_id, or add the "
+                    f"{kind}"
+                )
     return CocoFile(files, sizes, categories, annotations)
 
 
 def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
-    """Return the ids of image files in the COCO files beside them, or beside their `images/`."""
+    """Return the ids of image files, from COCO files beside the images or their folder."""
     folders = {Path(image).parent for image in images if is_path(image)}
     homes = folders | {folder.parent for folder in folders if folder.name == "images"}
     found: dict[Path, Any] = {}

@@ -30,7 +30,7 @@ _INDEX_NAMES = frozenset(["", "Unnamed: 0", "__index_level_0__"])
 
 
 class ColumnSelection:
-    """A table of some columns of another table."""
+    """A table of selected columns of another table."""
 
     def __init__(self, table: Any, names: Sequence[str]) -> None:
         self.table, self.columns = table, list(names)
@@ -40,7 +40,7 @@ class ColumnSelection:
 
 
 def is_table(X: Any) -> bool:
-    """Return whether `X` is a table: whether it has columns, labeled by names or numbers."""
+    """Return whether `X` is a table, with columns that are labeled by names or numbers."""
     return _column_labels(X) is not None
 
 
@@ -87,14 +87,14 @@ def stack_columns(name: str, table: Any) -> np.ndarray:
     parts = [to_numbers(f"{name}, column {n}", c) for n, c in zip(labels, columns, strict=True)]
     counts = {label: len(part) for label, part in zip(labels, parts, strict=True)}
     if len(set(counts.values())) > 1:
-        raise DataError(f"{name!r}: the columns differ in their number of rows: {counts}")
+        raise DataError(f"{name!r}: all columns must have the same number of rows, not {counts}")
     if len(parts) == 1 and parts[0].ndim > 1:
         return parts[0]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise `DataError` for two columns of one name, and for an index that pandas wrote."""
+    """Raise `DataError` for two columns of the same name, and for an index that pandas wrote."""
     if len(set(names)) < len(names):
         repeated = next(n for n in names if names.count(n) > 1)
         raise DataError(f"two columns are called {repeated!r}: rename one")
@@ -107,7 +107,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) -> None:
-    """Raise `DataError` if the columns of a table are not the trained columns, in any order."""
+    """Raise `DataError` if a table has other columns than in training, in any order."""
     given, known = {*names}, {*trained}
     missing = [n for n in trained if n not in given]
     extra = [n for n in names if n not in known]
@@ -126,7 +126,7 @@ def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) 
 
 
 def _column_of_input(name: str, columns: Sequence[str]) -> str:
-    """Return the column for an input, which skl2onnx may call by a changed name."""
+    """Return the name of an input's column, also if skl2onnx renamed the input."""
     renamed = [c for c in columns if re.sub(r"^(?=\d)|[^\w+]", "_", c) == name]
     return renamed[0] if name not in columns and len(renamed) == 1 else name
 
@@ -152,7 +152,7 @@ class Names:
     notes: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def order(self, name: str, names: Sequence[str]) -> list[str]:
-        """Return the columns of an input in the order of training, which is `names` at first.
+        """Return an input's columns in the order of training; the first call stores `names`.
 
         Raises:
             DataError: other columns than in training.
@@ -162,7 +162,7 @@ class Names:
         return self.columns[name]
 
     def target_order(self, names: Sequence[str]) -> list[str]:
-        """Return the columns of the label in the order of training, which other `names` replace."""
+        """Return the label columns in the order of training; new `names` are stored instead."""
         if sorted(names) != sorted(self.target):
             self.target = list(names)
         return self.target
@@ -170,7 +170,7 @@ class Names:
     def by_input(
         self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
     ) -> dict[str, list[str]]:
-        """Return the columns of a table that each input takes; `names` has no columns of labels.
+        """Return the columns that each input takes, among `names`, the columns without labels.
 
         Each of several inputs takes the columns that it was trained on, or else the column of its
         name, or the only column that skl2onnx renames to it. A single input takes all columns, in
@@ -208,7 +208,7 @@ class Names:
 
 
 def read_names(proto: ModelProto) -> Names:
-    """Return the names of the columns that `proto` was trained on, and of its classes.
+    """Return the `Names` of columns and classes that a trained model stores.
 
     Classes that are numbers in a node of another tool, such as a ZipMap, are left out: labels may
     as well be the positions of these classes.
@@ -233,5 +233,5 @@ def read_names(proto: ModelProto) -> Names:
 
 
 def class_names(proto: ModelProto) -> Labels | None:
-    """Return the labels of the classes that a model stores, in the order of its output."""
+    """Return the labels of the classes that a model stores, in the order of the output."""
     return read_note(proto, CLASSES) or stored_labels(proto)

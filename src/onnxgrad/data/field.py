@@ -1,4 +1,4 @@
-"""What one input of a model accepts, and the check of the data that users pass for it."""
+"""`Field`: what one input of a model accepts, and the check of data that users pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW = 1 << 12  # most values for which `isfinite` of all is faster than of mini
 
 @dataclass(frozen=True)
 class Field:
-    """What one input of a model accepts.
+    """The dtype, shape and values that one input of a model accepts.
 
     - `name`, `dtype` and `shape`: as the graph declares; `is_label`: whether it takes labels.
     - `classes`: number of classes of a label; `ignored`: a number that stands for no label.
@@ -48,7 +48,7 @@ class Field:
 
     @classmethod
     def of(cls, x: ir.Value) -> Field:
-        """Return the field of an input of a graph, with the declared dtype and shape."""
+        """Return the `Field` of an input of a graph, with the declared dtype and shape."""
         return cls(str(x.name), (x.dtype or ir.DataType.FLOAT).numpy(), dims(x))
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
@@ -69,7 +69,7 @@ class Field:
             if array.ndim == 0:
                 raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
             if len(array) == 0:
-                raise ValueError(f"{self.name!r} is empty: it has no row")
+                raise ValueError(f"{self.name!r} has no rows: pass at least one")
         try:
             if axis == 0 and not whole:
                 array = fit_shape(array, self.shape, repr(self.name), reshape=False)
@@ -86,10 +86,10 @@ class Field:
             _raise_for_rows(bad, rule + others, axis, remedy)
 
         what = named("sample_weight") if self.is_weight else repr(self.name)
-        return self._checked_values(array, what, refuse)
+        return self._values_in_dtype(array, what, refuse)
 
-    def _checked_values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
-        """Return numbers in the dtype of the input; `refuse` raises for forbidden values."""
+    def _values_in_dtype(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
+        """Return an array in the dtype of the input; call `refuse` for forbidden values."""
         values = array
         if array.dtype != self.dtype:
             with np.errstate(all="ignore"):
@@ -136,11 +136,11 @@ class Field:
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
 
-        values = self._checked_values(array, cells.title, refuse)
+        values = self._values_in_dtype(array, cells.title, refuse)
         return fit_shape(values, self.shape, cells.title, True, cells.columns)
 
     def numbers(self, data: Any) -> np.ndarray:
-        """Return `data` as an array of numbers; values of a table get the shape of the input."""
+        """Return data as an array of numbers; the values of a table get the input's shape."""
         if self.dtype == object:
             raise ValueError(
                 f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
@@ -159,7 +159,7 @@ class Field:
         return fit_shape(values, self.shape, repr(self.name), True, names)
 
     def cells(self, data: Any) -> Cells | None:
-        """Return the columns of `data` if it is a `FileTable` or a selection of one; else None."""
+        """Return a `FileTable`'s columns in `data` as `Cells`; None for data from elsewhere."""
         if type(data) is np.ndarray:
             return None
         table = data.table if isinstance(data, ColumnSelection) else data
@@ -209,7 +209,7 @@ class Field:
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Return whether all numbers are finite, computed for many without a mask of the same size."""
+    """Return whether all numbers of an array are finite, without a mask of a large array."""
     if values.size <= _FEW:
         return bool(np.isfinite(values).all())
     with np.errstate(all="ignore"):
@@ -217,7 +217,7 @@ def _all_finite(values: np.ndarray) -> bool:
 
 
 def _raise_for_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
-    """Raise if any element of the mask is true, naming the rows along `axis`, or the elements."""
+    """Raise `ValueError` that lists the rows along `axis`, or the elements, of the mask `bad`."""
     if not bad.any():
         return
     if axis is None:

@@ -54,7 +54,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
         opened = image.open(source) if from_file else source
         opened = image.fromarray(opened) if isinstance(opened, np.ndarray) else opened
         try:
-            upright = ImageOps.exif_transpose(_eight_bits(opened))
+            upright = ImageOps.exif_transpose(_as_8_bit_image(opened))
             return upright if mode in (None, upright.mode) else upright.convert(mode)
         finally:
             if from_file:
@@ -89,7 +89,7 @@ def image_size(source: Any) -> tuple[int, int]:
 
 
 def list_images(inputs: Any) -> list[tuple[str, Any]]:
-    """Return the images of a folder, in the order of their names, of a file or of a list.
+    """Return (name, image) of a folder, sorted by name, of a file, or of a list of images.
 
     Args:
         inputs: a folder; an image as `open_image` takes it; or several images, also as one array
@@ -131,7 +131,7 @@ def image_name(source: Any) -> str:
     return repr(str(source)) if is_path(source) else f"of type {type(source).__name__}"
 
 
-def _eight_bits(image: Any) -> Any:
+def _as_8_bit_image(image: Any) -> Any:
     """Return an image in 8 bits a value; from 16 bits, Pillow would cut values above 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         exif = image.getexif()

@@ -16,29 +16,29 @@ from onnxgrad.operators.shapes import dims
 
 
 def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
-    """Write images resized to (height, width), or to this length of the shorter side."""
+    """Write nodes that resize images to (height, width), or the shorter side to a length."""
     if not isinstance(size, int):
-        return x if _static_sides(x) == size else _write_resize_to(op, x, list(size), size)
-    short = op.ReduceMin(_write_sides(op, x), keepdims=1)
+        return x if _declared_sides(x) == size else _write_resize_to(op, x, list(size), size)
+    short = op.ReduceMin(_write_height_and_width(op, x), keepdims=1)
     with op:
-        exact = op.Cast(_write_sides(op, x) * [size], to=ir.DataType.DOUBLE)
+        exact = op.Cast(_write_height_and_width(op, x) * [size], to=ir.DataType.DOUBLE)
         sides = op.Round(exact / op.Cast(short, to=ir.DataType.DOUBLE))
         sides = op.Max(op.Cast(sides, to=ir.DataType.INT64), [1])
     return _write_resize_to(op, x, sides, (size, size))
 
 
 def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
-    """Write images resized so that they just cover `size`.
+    """Write nodes that resize images so that they just cover `size`, (height, width).
 
     With `only_small`, only images with a smaller side are resized.
     """
     least = x.meta.get(marks.LEAST_SIDES, (1, 1))
     covers = all(n >= s for n, s in zip(least, size, strict=True))
-    if _static_sides(x) == size or (only_small and covers):
+    if _declared_sides(x) == size or (only_small and covers):
         return x
     want = op.const(list(size))
     with op:
-        real = op.Cast(_write_sides(op, x), to=ir.DataType.DOUBLE)
+        real = op.Cast(_write_height_and_width(op, x), to=ir.DataType.DOUBLE)
         scale = op.ReduceMax(op.Cast(want, to=ir.DataType.DOUBLE) / real, keepdims=1)
         if only_small:
             scale = op.Max(scale, 1.0)
@@ -47,33 +47,33 @@ def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = 
 
 
 def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
-    """Write the part of `size` in the middle of images, which are not smaller."""
-    if _static_sides(x) == size:
+    """Write nodes that crop images to `size`, (height, width), in the middle."""
+    if _declared_sides(x) == size:
         return x
     with op:
-        start = (_write_sides(op, x) - list(size)) / np.array([2, 2])
+        start = (_write_height_and_width(op, x) - list(size)) / np.array([2, 2])
         y = op.Slice(x, start, start + list(size), [1, 2])
-    return _with_shape(y, x, size)
+    return _declare_image_shape(y, x, size)
 
 
 def write_scale(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
-    """Write values from 0 to 255 as float32 from 0 to `scale`."""
+    """Write nodes that turn values from 0 to 255 into float32 from 0 to `scale`."""
     x = op.Cast(x, to=ir.DataType.FLOAT)
     return x if scale == 255 else op.Div(x, 255.0 / scale)
 
 
-def _write_sides(op: Any, x: ir.Value) -> ir.Value:
-    """Write height and width of images, int64 [2]."""
+def _write_height_and_width(op: Any, x: ir.Value) -> ir.Value:
+    """Write nodes that compute height and width of images, int64 [2]."""
     return op.Shape(x, start=1, end=3)
 
 
-def _static_sides(x: ir.Value) -> tuple[Any, ...]:
+def _declared_sides(x: ir.Value) -> tuple[Any, ...]:
     """Return the declared height and width of images, None or a symbol where not static."""
     return (dims(x) or (None,) * 4)[1:3]
 
 
 def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
-    """Write images resized to `sides`, a list or a computed value, which are at least `least`."""
+    """Write a Resize of images to `sides`, a list or a computed value, at least `least`."""
     if (dims(x) or (None,))[-1] == 4:
         raise ValueError(
             "images with an alpha channel cannot be resized inside of a model, as Pillow weights "
@@ -83,13 +83,15 @@ def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -
     # Resize gives their weight to the pixels at the border
     y = op.Resize(x, None, None, sides, mode="linear", antialias=1, exclude_outside=1, axes=[1, 2])
     y.dtype = x.dtype
-    return _with_shape(y, x, tuple(sides) if isinstance(sides, list) else (None, None), least)
+    return _declare_image_shape(
+        y, x, tuple(sides) if isinstance(sides, list) else (None, None), least
+    )
 
 
-def _with_shape(
+def _declare_image_shape(
     y: ir.Value, x: ir.Value, sides: tuple[Any, ...], least: tuple[int, int] | None = None
 ) -> ir.Value:
-    """Return `y` after setting its shape to the shape of `x` with other sides."""
+    """Declare that `y` has the shape of the images `x` with other sides, and return `y`."""
     before = dims(x) or (None,) * 4
     y.shape = ir.Shape([before[0], *sides, before[3]])
     y.meta[marks.LEAST_SIDES] = sides if least is None else least

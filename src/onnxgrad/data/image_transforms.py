@@ -1,4 +1,4 @@
-"""Transforms of images, and the note in trained models that says how images become numbers."""
+"""Transforms of images, and the metadata of trained models that says how images are read."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def resize_to_cover(image: Any, size: tuple[int, int]) -> Any:
     return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
 
-def _crop_at(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
-    """Return the part of (height, width) of an image that begins at a row and a column."""
+def _crop_image(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+    """Return the crop of `size`, (height, width), of an image at the pixel (top, left)."""
     return image.crop((left, top, left + size[1], top + size[0]))
 
 
-def _room_to_crop(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
-    """Return an image, enlarged if too small for a crop, and the rows and columns to spare."""
+def _image_and_spare_pixels(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
+    """Return an image, enlarged to cover `size`, and its rows and columns beyond `size`."""
     if image.size[0] < size[1] or image.size[1] < size[0]:
         image = resize_to_cover(image, size)
     return image, image.size[1] - size[0], image.size[0] - size[1]
@@ -66,7 +66,7 @@ class Resize:
         return image.resize((wide, high), pillow().Resampling.BILINEAR)
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the resized images."""
+        """Write nodes that resize images."""
         return image_nodes.write_resize(op, x, self.size)
 
 
@@ -78,11 +78,11 @@ class CenterCrop:
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
         """Return the part of `size` in the middle of the image."""
-        image, rows, columns = _room_to_crop(image, self.size)
-        return _crop_at(image, self.size, rows // 2, columns // 2)
+        image, rows, columns = _image_and_spare_pixels(image, self.size)
+        return _crop_image(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the part of `size` in the middle of the images."""
+        """Write nodes that crop images to `size` in the middle."""
         x = image_nodes.write_cover(op, x, self.size, only_small=True)
         return image_nodes.write_center(op, x, self.size)
 
@@ -92,12 +92,12 @@ class RandomCrop(CenterCrop):
     """See `random_crop`; models and evaluations take the part in the middle."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return a part at a place that `rng` draws, without it the part in the middle."""
+        """Return a crop at a place that `rng` draws; without `rng`, the crop in the middle."""
         if rng is None:
             return super().__call__(image, None)
-        image, rows, columns = _room_to_crop(image, self.size)
+        image, rows, columns = _image_and_spare_pixels(image, self.size)
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
-        return _crop_at(image, self.size, top, left)
+        return _crop_image(image, self.size, top, left)
 
 
 class OnlyInTraining:
@@ -115,7 +115,7 @@ class RandomFlip(OnlyInTraining):
     probability: float = 0.5
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image, mirrored with the probability by `rng`."""
+        """Return the image, mirrored if `rng` draws so; unchanged without `rng`."""
         if rng is None or rng.random() >= self.probability:
             return image
         return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
@@ -130,7 +130,7 @@ class RandomColors(OnlyInTraining):
     value: float = 0.4
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image with colors changed by numbers of `rng`; unchanged without it."""
+        """Return the image with colors that `rng` changes; unchanged without `rng`."""
         if rng is None:
             return image
         drawn = rng.uniform(-1, 1, 3) * (self.hue, self.saturation, self.value)
@@ -157,7 +157,7 @@ class Normalize:
         return (array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
 
     def write(self, op: Any, x: Any) -> Any:
-        """Write the images, float32 (N, height, width, channels), normalized."""
+        """Write nodes that normalize images, float32 (N, height, width, channels)."""
         centered = op.Sub(x, np.array(self.mean, np.float32))
         return op.Div(centered, np.array(self.std, np.float32))
 
@@ -169,7 +169,7 @@ class ForeignTransform(OnlyInTraining):
     transform: Any
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image that the transform makes by the numbers of `rng`; unchanged without it.
+        """Return the transformed image, by the numbers of `rng`; unchanged without `rng`.
 
         Raises:
             ValueError: the result is no image of 8 bits with the channels of `image`.
@@ -177,7 +177,7 @@ class ForeignTransform(OnlyInTraining):
         return image if rng is None else self.transform_image(image, int(rng.integers(1 << 32)))
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the image that the transform makes, with the random numbers of a seed."""
+        """Return the transformed image, by the random numbers of a seed."""
         raise NotImplementedError
 
     def wrong_result(self, result: str) -> ValueError:
@@ -193,7 +193,7 @@ class OfAlbumentations(ForeignTransform):
     """A transform of albumentations, which takes and returns an array (height, width, channels)."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the image that the transform makes, with the random numbers of a seed."""
+        """Return the transformed image, by the random numbers of a seed."""
         from PIL import Image
 
         self.transform.set_random_seed(seed)
@@ -209,7 +209,7 @@ class OfTorchvision(ForeignTransform):
     """A transform of torchvision, which takes and returns an image of Pillow."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the image that the transform makes, with the random numbers of a seed.
+        """Return the transformed image, by the random numbers of a seed.
 
         The states of the generators of torch, on the CPU, and of Python stay unchanged.
         """
@@ -248,7 +248,7 @@ def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
 def image_note(
     size: tuple[int, int], scale: float, transforms: Sequence[Transform]
 ) -> dict[str, Any]:
-    """Return as JSON how images become numbers in evaluations.
+    """Return JSON, for a model's metadata, that says how evaluations turn images into numbers.
 
     The entry "function" names a transform that is no transform of this module. Random transforms
     and transforms of other libraries are left out: they change images in training only.
@@ -266,13 +266,13 @@ def image_note(
 
 
 def noted_transforms(note: Mapping[str, Any]) -> list[Transform]:
-    """Return the transforms that `image_note` has noted, without the normalization."""
+    """Return the transforms that the JSON of `image_note` holds, without the normalization."""
     kinds = {"resize": resize, "center_crop": center_crop}
     return [kinds[name](size) for step in note.get("steps", ()) for name, size in step.items()]
 
 
 def noted_normalization(note: Mapping[str, Any]) -> Normalize | None:
-    """Return the normalization that `image_note` has noted; None if there is none."""
+    """Return the normalization that the JSON of `image_note` holds; None if it holds none."""
     return Normalize(tuple(note["mean"]), tuple(note["std"])) if "mean" in note else None
 
 
@@ -288,7 +288,7 @@ def resize(size: int | tuple[int, int]) -> Transform:
 
 
 def center_crop(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: the part of (height, width) in the middle of the image.
+    """Return a transform that crops (height, width) in the middle of the image.
 
     Examples:
         >>> import onnxgrad as og
@@ -299,7 +299,7 @@ def center_crop(size: int | tuple[int, int]) -> Transform:
 
 
 def random_crop(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: a part of (height, width) at random.
+    """Return a transform that crops (height, width) at a random place.
 
     Examples:
         >>> import onnxgrad as og
@@ -310,7 +310,7 @@ def random_crop(size: int | tuple[int, int]) -> Transform:
 
 
 def random_flip(probability: float = 0.5) -> Transform:
-    """Return a transform: left and right are swapped with this probability.
+    """Return a transform that swaps left and right with this probability.
 
     Examples:
         >>> import onnxgrad as og
@@ -349,7 +349,7 @@ AUGMENTATIONS: dict[str, Callable[[], Transform]] = {
 
 
 def as_transforms(augment: Any) -> tuple[Any, ...]:
-    """Return transforms for training, of which some are given by names of `AUGMENTATIONS`.
+    """Return a list of transforms, where texts are names of `AUGMENTATIONS`.
 
     Args:
         augment: a name, several with commas between them, "none", or a sequence of names and
@@ -371,7 +371,7 @@ def as_transforms(augment: Any) -> tuple[Any, ...]:
 
 
 def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Return a transform: (value - mean) / std, of values from 0 to 1, by channel.
+    """Return a transform, (value - mean) / std by channel, of values from 0 to 1.
 
     Examples:
         >>> import numpy as np, onnxgrad as og

@@ -43,7 +43,7 @@ def image_folder(
     labels: bool = True,
     scale: float = 1.0,
 ) -> ImageFolder:
-    """Return the images in the sub-folders of `path` as data for `fit`, decoded while it runs.
+    """Return images in sub-folders as data for `fit`, decoded while training runs.
 
     The label of an image is the number of its class, which its sub-folder of `path` names. Names
     that are all whole numbers are these numbers: "10" is class 10. Other names are numbered in
@@ -107,7 +107,7 @@ def _check_options(layout: str | None, channels: int | None, scale: float) -> No
 
 @dataclass(eq=False)
 class ImageFolder(FileReader):
-    """Images in files, and the numbers of their classes: the reader of `image_folder`."""
+    """Images in files, and the index of the class of each: the reader of `image_folder`."""
 
     per_row = ("files", "labels")
 
@@ -126,9 +126,12 @@ class ImageFolder(FileReader):
         self.rows = len(self.files)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
-        """Return the reader with the layout and channels of the only feature."""
+        """Return the reader with the layout and channels that the model's only input declares."""
         if len(shapes) != 1:
-            raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
+            raise ValueError(
+                f"image_folder is for a model with one input, and the model has {list(shapes)}: "
+                "pass an array for each input instead"
+            )
         ((name, shape),) = shapes.items()
         lengths = [d for d in (shape or ())[1:] if isinstance(d, int) and d > max(MODES)]
         if len(lengths) == 2 and tuple(lengths) != self.size:
@@ -141,7 +144,7 @@ class ImageFolder(FileReader):
         return new
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ImageFolder:
-        """Return the reader, which does not scale values if the only feature is uint8."""
+        """Return the reader; its values are not scaled if the model's only input is uint8."""
         new = copy.copy(self)
         new.raw = {*dtypes.values()} == {np.dtype(np.uint8)}
         if new.raw and (self.normalization or self.scale != 1):
@@ -152,27 +155,27 @@ class ImageFolder(FileReader):
 
     @property
     def normalization(self) -> Normalize | None:
-        """The last transform if it normalizes, else None."""
+        """The last transform if it is a normalization, else None."""
         last = self.transforms[-1] if self.transforms else None
         return last if isinstance(last, Normalize) else None
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the classes; empty where the names of folders are the numbers of classes."""
+        """The names of the classes; empty if folders are named by class indices."""
         return [] if ClassNames(self.classes).are_places else self.classes
 
     @property
     def remembered(self) -> dict[str, list[Any]]:
-        """How images become numbers, by key of the metadata of trained models."""
+        """The metadata entries of a trained model that say how images become numbers."""
         return {IMAGES: [image_note(self.size, self.scale, self.transforms)]}
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the images of a batch, and their labels if they have any."""
+        """Return the images of a batch, and the labels if the reader has labels."""
         images, *labels = super().take(indices, seed)
         return (images, *labels) if labels else images
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
-        """Return the image of a row as an array, and its label if it has one."""
+        """Return the image of a row as an array, and the label if the reader has labels."""
         channels = self.channels or 3
         normalize = self.normalization
         image = open_image(self.files[row], MODES[channels])
@@ -208,7 +211,7 @@ def layout_and_channels(
     channels: int | None,
     caller: str = "image_folder",
 ) -> tuple[str, int]:
-    """Return layout and channels by the declared shape of an input; messages name `caller`."""
+    """Return the layout, NCHW or NHWC, and the count of channels of an input's shape."""
     axes = {"NCHW": 1, "NHWC": 3}
     if shape is not None and len(shape) == 4:
         counts = [channels] if channels else [*MODES]

@@ -35,7 +35,7 @@ _LARGE = 100_000  # elements of a constant above which it does not hold position
 
 @dataclass(frozen=True)
 class IndexedTable:
-    """A tensor into which an input holds indices.
+    """A tensor of static length, such as an embedding, into which an input holds indices.
 
     - `name`: name of the tensor; `lengths`: lengths of the axes for the numbers of an index.
     - `negative`: whether -1 is the last entry; `ignored`: an index that selects nothing.
@@ -80,7 +80,7 @@ class IndexedTable:
 
 
 class Selection:
-    """The part of a graph that selects elements of an input as indices.
+    """The nodes that select, from the elements of an input, the indices into a tensor.
 
     Where the input declares a number of rows, `rows`, the part runs on as many rows at a time.
     """
@@ -96,7 +96,7 @@ class Selection:
         return {name: value for name, value in self.__dict__.items() if name != "_predictor"}
 
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the flat positions of the indices in `array`; None if the graph fails on it."""
+        """Return flat positions of the selected indices in `array`; None if the nodes fail."""
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
         predictor, size = self._predictor, self.rows
         try:
@@ -115,15 +115,17 @@ TablesByInput = dict[str, tuple[IndexedTable, ...]]
 
 
 def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput:
-    """Return, by input, the tensors of static length into which its elements are indices.
+    """Return, for each input of indices, the tensors of static length that it indexes.
 
     Indices that are computed from elements of an input are left out.
     """
-    by_input = {str(x.name): tuple(_find_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
+    by_input = {
+        str(x.name): tuple(_find_indexed_tensors(graph, x)) for x in inputs if x.dtype in _NUMBERS
+    }
     return {name: found for name, found in by_input.items() if found}
 
 
-def _find_tables(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
+def _find_indexed_tensors(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
     """Yield the tensors into which elements of the input `x` are indices."""
     yielded: list[IndexedTable] = []
     for index, node, operand, whole in _uses_of_elements(x):
@@ -140,7 +142,7 @@ def _find_tables(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
 
 
 def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
-    """Yield (value, node, operand, whether the value has all elements) for uses of elements."""
+    """Yield (value, node, operand index, whether `value` has all elements of `x`) by reader."""
     reached: dict[ir.Value, bool] = {x: True}
     waiting = [x]
     for v in waiting:  # the loop appends to the list
@@ -153,7 +155,7 @@ def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, boo
 
 
 def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
-    """Yield (value, whether it has all elements) for each value with elements of an operand."""
+    """Yield (output, whether it has all elements) if a node only moves its operand."""
     if node.domain:
         return
     if node.op_type in _MOVES and (operand == 0 or node.op_type == "Concat"):
@@ -166,7 +168,7 @@ def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Val
 
 
 def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
-    """Return the tensor into which the operand of `node` is an index; None if it is no index."""
+    """Return the tensor into which an operand of a node holds indices; None without indices."""
     kind, size = node.op_type, node.attributes.get_int
     if node.domain or not node.inputs:
         return None
@@ -193,12 +195,15 @@ def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
     if kind in _CLASS_LOSSES:
         ignored = node.attributes.get("ignore_index")
         return IndexedTable(
-            _table_name(data), static_lengths, False, None if ignored is None else ignored.as_int()
+            _indexed_tensor_name(data),
+            static_lengths,
+            False,
+            None if ignored is None else ignored.as_int(),
         )
-    return IndexedTable(_table_name(data), static_lengths)
+    return IndexedTable(_indexed_tensor_name(data), static_lengths)
 
 
-def _table_name(data: ir.Value) -> str:
+def _indexed_tensor_name(data: ir.Value) -> str:
     """Return the name of a tensor, or of the weight of which it is a cast or transposed copy."""
     v = data
     while (node := v.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose"):
@@ -209,7 +214,7 @@ def _table_name(data: ir.Value) -> str:
 
 
 def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
-    """Return the part of `graph` that selects `index` from `x`; None if it computes `index`."""
+    """Return the nodes that select `index` from `x`; None if nodes compute new numbers."""
     path: list[ir.Node] = []
     on_path, v = {x, index}, index
     while v is not x:
@@ -243,7 +248,7 @@ def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection
 def _extract_positions(
     graph: ir.Graph, x: ir.Value, index: ir.Value, path: list[ir.Node], inputs: list[ir.Value]
 ) -> ModelProto:
-    """Return the model that computes `index` if `x` holds the positions of its elements."""
+    """Return a model that computes `index` from the positions of elements in `x`."""
     part = ir.convenience.extract(graph, inputs, [index])
     moved = {y.name for node in path for y in node.outputs}
     for node in part:

@@ -45,7 +45,7 @@ def masked_images(
     images: str | os.PathLike | None = None,
     channels: int = 3,
 ) -> MaskedImages:
-    """Return images and the class of each pixel as data for `fit`, decoded while it runs.
+    """Return images and the class of each pixel as data for `fit`, decoded in training.
 
     A batch has images, float32 (N, channels, height, width) from 0 to 1, and labels, int64 (N,
     height, width), -100 where ignored. Images are resized (bilinear), masks too (nearest neighbor).
@@ -89,31 +89,34 @@ def masked_images(
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
     pillow()
-    found = _open_pairs(Path(path), classes, ignore, images)
+    found = _open_image_mask_pairs(Path(path), classes, ignore, images)
     sides, mask_sides = height_and_width(size), height_and_width(mask_size or size)
     return MaskedImages(*found, sides, mask_sides, tuple(transforms), front, ignore, channels)
 
 
-def _open_pairs(
+def _open_image_mask_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
-) -> tuple[list[_Pair], list[str], bool]:
-    """Return the pairs of a folder or a COCO file, their classes, and whether these have names."""
+) -> tuple[list[_ImageMaskPair], list[str], bool]:
+    """Return pairs of images and masks, the classes, and whether the classes have names."""
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
-        pairs, named = _coco_pairs(path, [Path(images)] if images else beside)
+        pairs, named = _pairs_in_coco_file(path, [Path(images)] if images else beside)
     else:
-        pairs, named = _folder_pairs(path)
+        pairs, named = _pairs_in_folder(path)
     given = None if classes is None or isinstance(classes, int) else [*classes]
     number = len(given) if given else classes if isinstance(classes, int) else None
     if named and (given not in (None, named) or number not in (None, len(named))):
-        raise ValueError(f"classes={given or classes!r}, and {str(path)!r} has the classes {named}")
-    number = _check_pairs(pairs, ignore, number or len(named) or None)
+        raise ValueError(
+            f"classes={given or classes!r}, and {str(path)!r} has the classes {named}: leave out "
+            "classes, or correct them"
+        )
+    number = _count_mask_classes(pairs, ignore, number or len(named) or None)
     names = given or named
     return pairs, names or [str(i) for i in range(number)], bool(names)
 
 
-class _Pair(NamedTuple):
-    """An image, and its mask: a file, or a list of (class, polygons or RLE) that is drawn."""
+class _ImageMaskPair(NamedTuple):
+    """An image with a mask: a file, or a list of (class, polygons or RLE) to draw."""
 
     image: Path
     mask: Any
@@ -132,7 +135,7 @@ class MaskedImages(FileReader):
     """
 
     per_row = ("_pairs",)
-    _pairs: list[_Pair]
+    _pairs: list[_ImageMaskPair]
     classes: list[str]
     named: bool
     size: tuple[int, int]
@@ -191,8 +194,8 @@ class MaskedImages(FileReader):
         }
 
 
-def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
-    """Return the mask of an image of (width, height): mode "P", class numbers as indices.
+def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) -> Any:
+    """Return the mask of a (width, height) image as a mode "P" image of class indices.
 
     Pillow resizes this mode by nearest neighbor only.
 
@@ -214,7 +217,10 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
             raise ValueError(f"{name} has {found}: it must be {needs}")
         if ignore is None and (white := numbers == _WHITE).any():
             if (numbers[~white] > 0).any():
-                raise ValueError(f"{name} has 255 and values below, except 0: pass ignore=255")
+                raise ValueError(
+                    f"{name} has the value 255 beside class numbers: pass ignore=255 if such "
+                    "pixels have no class"
+                )
             numbers = white.astype(np.uint8)
         mask = pillow().fromarray(numbers)
     mask.putpalette(bytes(range(256)) * 3)
@@ -222,7 +228,7 @@ def _read_mask(pair: _Pair, size: tuple[int, int], ignore: int | None) -> Any:
 
 
 def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> Any:
-    """Return the mask of (class, polygons or RLE), drawn in this order."""
+    """Return the mask on which the polygons or RLE of each class are drawn, in this order."""
     from PIL import ImageDraw
 
     mask = pillow().new("L", size)
@@ -245,29 +251,41 @@ def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
     return np.asarray(coco.decode(packed))
 
 
-def _folder_pairs(path: Path) -> tuple[list[_Pair], list[str]]:
-    """Return the pairs of `images` and `masks`, and the names of classes in `classes.txt`."""
+def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
+    """Return the pairs of files in images/ and masks/, and the class names of classes.txt."""
     found = {}
     for part in ("images", "masks"):
         if not (path / part).is_dir():
-            raise ValueError(f"{str(path)!r} has no folder {part!r}: it takes 'images' and 'masks'")
+            raise ValueError(
+                f"{str(path)!r} has no folder {part!r}: it must hold the folders 'images' and "
+                "'masks'"
+            )
         files = sorted(filter(is_image, (path / part).iterdir()))
         found[part] = {file.stem: file for file in files}
         if len(found[part]) < len(files):
-            raise ValueError(f"{str(path / part)!r} has files that differ in their suffix only")
+            raise ValueError(
+                f"{str(path / part)!r} has files that differ in their suffix only: keep one of each"
+            )
     images, masks = found["images"], found["masks"]
     if alone := sorted(images.keys() ^ masks.keys()):
-        raise ValueError(f"{str(path)!r}: {alone[:5]} have no image or no mask of the same name")
+        raise ValueError(
+            f"{str(path)!r}: {alone[:5]} have no image or no mask of the same name: add it, or "
+            "remove the other"
+        )
     listed = path / "classes.txt"
     names = listed.read_text("utf-8").splitlines() if listed.is_file() else []
-    return [_Pair(images[s], masks[s]) for s in images], [n.strip() for n in names if n.strip()]
+    return [_ImageMaskPair(images[s], masks[s]) for s in images], [
+        n.strip() for n in names if n.strip()
+    ]
 
 
-def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[str]]:
-    """Return the pairs of a COCO file, and its classes: "background" and the categories."""
+def _pairs_in_coco_file(
+    path: Path, folders: Sequence[Path]
+) -> tuple[list[_ImageMaskPair], list[str]]:
+    """Return the images and masks of a COCO file, and the classes "background", categories."""
     coco = read_coco(path, folders)
     numbers = {category: number for number, category in enumerate(coco.categories, 1)}
-    pairs = {i: _Pair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
+    pairs = {i: _ImageMaskPair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
     for where, annotation in coco.annotations:
         pair, parts = pairs[annotation["image_id"]], annotation.get("segmentation") or []
         if isinstance(parts, dict):
@@ -275,13 +293,18 @@ def _coco_pairs(path: Path, folders: Sequence[Path]) -> tuple[list[_Pair], list[
         else:
             fits = bool(parts) and all(len(p) >= 6 and len(p) % 2 == 0 for p in parts)
         if not fits:
-            raise ValueError(f"{where} has no polygons [x, y, x, y, x, y] or RLE of its image")
+            raise ValueError(
+                f"{where}: 'segmentation' must be a list of polygons [x, y, x, y, x, y, ...], or "
+                "an RLE of the size of the image"
+            )
         pair.mask.append((numbers[annotation["category_id"]], parts))
     return [*pairs.values()], ["background", *coco.categories.values()]
 
 
-def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None) -> int:
-    """Return the number of classes: `classes`, or as many as the largest number in masks needs.
+def _count_mask_classes(
+    pairs: Sequence[_ImageMaskPair], ignore: int | None, classes: int | None
+) -> int:
+    """Return the count of classes: `classes`, or one more than the largest value in masks.
 
     Raises:
         ValueError: an image that is missing or of another size than its mask, or a number in a mask
@@ -291,7 +314,7 @@ def _check_pairs(pairs: Sequence[_Pair], ignore: int | None, classes: int | None
     for pair in pairs:
         size = image_size(pair.image)
         if pair.size not in (None, size):
-            sizes = f"has the size {size}, and {pair.size} in its annotations"
+            sizes = f"has the size {size}, and its annotations say {pair.size}: correct one of both"
             raise ValueError(f"the image {str(pair.image)!r} {sizes}")
         if not isinstance(pair.mask, list):
             counts = _read_mask(pair, size, ignore).histogram()

@@ -46,22 +46,26 @@ def pad_sequences(
     """
     arrays = [to_numbers(f"sequence {i}", sequence) for i, sequence in enumerate(sequences)]
     if not arrays:
-        raise ValueError("there is no sequence to pad")
+        raise ValueError("there is no sequence to pad: pass at least one")
     if numbers := [i for i, array in enumerate(arrays) if not array.ndim]:
-        raise ValueError(f"sequence {numbers[0]} is a single number")
+        raise ValueError(f"sequence {numbers[0]} is a single number: pass a list or an array")
     lengths = np.array([len(array) for array in arrays], np.int64)
     longest = int(lengths.max())
     if length is not None and length < longest:
         number = int(lengths.argmax())
-        raise ValueError(f"length={length}: sequence {number} has {longest} elements, cut it")
+        raise ValueError(f"length={length}: sequence {number} has {longest} elements: cut it")
     width = longest if length is None else length
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1:
-        raise ValueError(f"the sequences differ behind their first axis: {sorted(shapes)}")
+        raise ValueError(
+            f"the sequences must have one shape behind their first axis, not {sorted(shapes)}"
+        )
     filled = [array.dtype for array in arrays if array.size] or [arrays[0].dtype]
     dtype = np.result_type(*filled)
     if np.asarray(value).astype(dtype) != value:
-        raise ValueError(f"the sequences hold {dtype}, which cannot represent the value {value}")
+        raise ValueError(
+            f"the sequences hold {dtype}, which cannot represent value={value}: pass another value"
+        )
     padded = np.full((len(arrays), width, *shapes.pop()), value, dtype)
     for row, array in zip(padded, arrays, strict=True):
         row[: len(array)] = array
@@ -81,7 +85,7 @@ def by_length(
     axis: int | Mapping[str, int] | None = None,
     same_length: bool | None = None,
 ) -> Reader:
-    """Return sequences as data for `fit`, in batches of similar length, padded to their longest.
+    """Return sequences as data for `fit`, in batches of similar length, padded per batch.
 
     Shuffled rows are sorted by length within 50 batches, cut into batches, and the batches
     shuffled. Sequences without a mask are not padded, as convolutions or recurrent networks would
@@ -137,7 +141,7 @@ def by_length(
 
 
 def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the value of an option for each name, None for names without a value."""
+    """Return `{name: value of the option}`, None for names without a value."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     for name in given:
@@ -147,8 +151,8 @@ def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class _Padded:
-    """Arrays, one for each row, of different `lengths` along `axis`, padded with `value`."""
+class _RaggedRows:
+    """One array for each row, of different `lengths` along `axis`; batches pad with `value`."""
 
     rows: Sequence[Any]
     axis: int
@@ -158,8 +162,8 @@ class _Padded:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, indices: np.ndarray, axis: int = 0) -> _Padded:
-        """Return some rows without padding; like `take` of an array."""
+    def take(self, indices: np.ndarray, axis: int = 0) -> _RaggedRows:
+        """Return the rows with these indices without padding, as numpy's `take`."""
         return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
 
     def is_attention_mask(self) -> bool:
@@ -172,7 +176,7 @@ class _Padded:
         )
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """Return some rows, padded to the longest."""
+        """Return an array of the rows with these indices, padded to the longest row."""
         rows = [self.rows[i] for i in indices]
         if self.axis:
             rows = [np.moveaxis(to_numpy(row), self.axis, 0) for row in rows]
@@ -181,8 +185,8 @@ class _Padded:
 
 def _pad_if_ragged(
     name: str, values: Any, axis: int | None, value: float | None
-) -> _Padded | np.ndarray:
-    """Return a list of arrays as rows to be padded, and anything else as an array."""
+) -> _RaggedRows | np.ndarray:
+    """Return a list of arrays as rows that batches pad; return other values as an array."""
     stated = getattr(values, "shapes", None)
     if stated is None:
         if isinstance(values, np.ndarray) or not len(values) or not np.ndim(next(iter(values))):
@@ -190,7 +194,9 @@ def _pad_if_ragged(
         values = list(values)
     rows, shapes = values, [np.shape(row) for row in values] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
-        raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
+        raise ValueError(
+            f"all rows of {name!r} must have the same number of axes, not {sorted(ranks)}"
+        )
     lengths = np.array(shapes)
     differ = np.flatnonzero((lengths != lengths[0]).any(axis=0)).tolist()
     axis = next(iter(differ), 0) if axis is None else axis % lengths.shape[1]
@@ -201,7 +207,7 @@ def _pad_if_ragged(
         )
     if value is None and any(np.asarray(row).dtype.kind == "f" for row in rows):
         raise ValueError(f"{name} holds sequences of floats: pass y_value, which pads them")
-    return _Padded(rows, axis, -100 if value is None else value, lengths[:, axis])
+    return _RaggedRows(rows, axis, -100 if value is None else value, lengths[:, axis])
 
 
 class ByLength(Reader):
@@ -212,8 +218,8 @@ class ByLength(Reader):
 
     def __init__(
         self,
-        X: dict[str, _Padded | np.ndarray],
-        y: dict[str, _Padded | np.ndarray],
+        X: dict[str, _RaggedRows | np.ndarray],
+        y: dict[str, _RaggedRows | np.ndarray],
         weight: Any,
         dicts: tuple[bool, bool],
         same_length: bool | None,
@@ -225,21 +231,21 @@ class ByLength(Reader):
         everything = {**X, **y, "sample_weight": self._weight}
         counts = {n: len(column) for n, column in everything.items() if column is not None}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"the inputs have different numbers of rows: {counts}")
-        if not any(isinstance(column, _Padded) for column in X.values()):
+            raise ValueError(f"X, y and weights must have the same number of rows, not {counts}")
+        if not any(isinstance(column, _RaggedRows) for column in X.values()):
             raise ValueError("X has no sequences: pass lists of arrays, as arrays are not padded")
         self.rows = next(iter(counts.values()))
-        self._sorted_by = self._distinct_lengths(same_length)
+        self._sorted_by = self._distinct_row_lengths(same_length)
         self._apart: dict[str, np.ndarray] = {}  # lengths of sequences that are not padded
         self._told = False
 
     @property
-    def _ragged_columns(self) -> dict[str, _Padded]:
+    def _ragged_columns(self) -> dict[str, _RaggedRows]:
         """The columns of sequences by name, of features and labels."""
-        return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _Padded)}
+        return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _RaggedRows)}
 
-    def _distinct_lengths(self, same: bool | None) -> list[np.ndarray]:
-        """Return the lengths of the rows in each column, equal lengths once.
+    def _distinct_row_lengths(self, same: bool | None) -> list[np.ndarray]:
+        """Return the array of row lengths of each column, equal arrays once.
 
         Raises:
             ValueError: lengths differ that must be equal, see `same_length`.
@@ -264,7 +270,7 @@ class ByLength(Reader):
     def add(
         self, kind: str, given: str | Mapping[str, str] | None, axes: Mapping[str, int | None]
     ) -> ByLength:
-        """Add inputs for masks or lengths, given as in `by_length`; `axes` are given by column."""
+        """Add model inputs that get masks or lengths, given as in `by_length`."""
         named = given if isinstance(given, Mapping) else {}
         if isinstance(given, str):
             features = {n: c for n, c in self._ragged_columns.items() if n in self._X}
@@ -280,26 +286,28 @@ class ByLength(Reader):
                 raise unknown(f"sequences in {kind}", name, self._ragged_columns)
             if beside in (*self._X, *self._beside):
                 raise ValueError(
-                    f"X has the input {beside!r} already: it is computed from the lengths"
+                    f"X has the input {beside!r}, which {kind}= computes from lengths: leave it out"
                 )
             if self._ragged_columns[name].axis and axes[name] is None:
-                raise ValueError(f"{kind} of {name!r}: pass the axis of different lengths as axis=")
+                raise ValueError(
+                    f"{kind} of {name!r}: pass the axis along which lengths differ as axis="
+                )
             self._beside[beside] = kind, self._ragged_columns[name].lengths
         return self
 
     def keep_apart(self, filled: set[str]) -> ByLength:
-        """Give batches rows of one length in columns with neither a mask nor a value in `filled`.
+        """Make batches of rows of one length, for columns without mask and not in `filled`.
 
         A mask counts for all columns of the same lengths.
         """
         masked = [lengths for _, lengths in self._beside.values()]
         for name, column in self._X.items():
-            if not isinstance(column, _Padded):
+            if not isinstance(column, _RaggedRows):
                 masked.append(column)  # an array may hold the lengths
             elif name not in filled and column.is_attention_mask():
                 masked.append(column.lengths)
         for name, column in self._X.items():
-            if isinstance(column, _Padded) and name not in filled:
+            if isinstance(column, _RaggedRows) and name not in filled:
                 same = (np.array_equal(column.lengths, lengths) for lengths in masked)
                 if len({*column.lengths.tolist()}) > 1 and not any(same):
                     self._apart[name] = column.lengths
@@ -321,22 +329,22 @@ class ByLength(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
+        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
         return np.argsort(self._length_groups(), kind="stable") if self._apart else None
 
     def _length_groups(self) -> np.ndarray:
-        """Return a number for each row, equal for rows that may be in one batch."""
+        """Return a group for each row; rows of one group may be in one batch."""
         lengths = np.stack([*self._apart.values()])
         return np.unique(lengths, axis=1, return_inverse=True)[1].reshape(-1)
 
     def count_batches(self, size: int) -> int:
-        """Return the number of batches of a pass."""
+        """Return the count of batches in one pass with this batch size."""
         if not self._apart:
             return -(-self.rows // size)
         return int((-(-np.bincount(self._length_groups()) // size)).sum())
 
     def subset(self, numbers: np.ndarray) -> ByLength:
-        """Return the reader of some of the rows."""
+        """Return the reader of the rows with these indices."""
         part = copy.copy(self)
         part._X, part._y = (
             {name: column.take(numbers, axis=0) for name, column in columns.items()}
@@ -370,7 +378,7 @@ class ByLength(Reader):
             yield self._make_batch(indices)
 
     def _make_batch(self, indices: np.ndarray) -> tuple[Any, ...]:
-        """Return the batch (X, y, weight) of these rows, padded to the longest."""
+        """Return the batch (X, y, weight) of the rows with these indices, padded."""
         X = {name: column[indices] for name, column in self._X.items()}
         y = {name: column[indices] for name, column in self._y.items()}
         for name, (kind, lengths) in self._beside.items():
@@ -384,11 +392,11 @@ class ByLength(Reader):
         return *parts, weight
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and a digest of lengths, arrays and some sequences."""
+        """Return the count of rows, and a digest of lengths, arrays and some sequences."""
         arrays = {f"lengths {i}": lengths for i, lengths in enumerate(self._sorted_by)}
         some = np.unique(np.linspace(0, self.rows - 1, 16).astype(int))
         for name, column in {**self._X, **self._y, "sample_weight": self._weight}.items():
-            array = column[some] if isinstance(column, _Padded) else column
+            array = column[some] if isinstance(column, _RaggedRows) else column
             if array is not None and not array.dtype.hasobject:
                 arrays[name] = array
         return describe_arrays("sequences", arrays) | {"rows": self.rows, "apart": [*self._apart]}

@@ -1,4 +1,4 @@
-"""Reading ahead in a thread, so that training does not wait for its data."""
+"""Reading ahead in a thread, so that training does not wait for data."""
 
 from __future__ import annotations
 

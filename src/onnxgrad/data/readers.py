@@ -73,11 +73,11 @@ class Reader:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ...."""
+        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
         return None
 
     def first(self) -> Any:
-        """Return the first row as a batch, or the first of given batches; None without rows."""
+        """Return the first row, or of batched data the first batch, as a batch; None if empty."""
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def peek(self) -> Any:
@@ -85,7 +85,7 @@ class Reader:
         return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, without the first `skip`.
+        """Yield the batches of one pass, without the first `skip` batches.
 
         Args:
             size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
@@ -100,36 +100,36 @@ class Reader:
         return {"kind": type(self).__name__, "rows": self.rows}
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
-        """Return the reader for features of these declared shapes, by name."""
+        """Return the reader adapted to inputs of these declared shapes, `{name: shape}`."""
         return self
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes by number, which trained models store; empty without names."""
+        """The names of the classes by class index, for trained models; empty without names."""
         return ()
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """How data become numbers, by key of the metadata in which trained models store it."""
+        """The metadata entries of a trained model that say how data become numbers."""
         return {}
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
-        """Return the reader for features of these dtypes, by name."""
+        """Return the reader adapted to inputs of these dtypes, `{name: dtype}`."""
         return self
 
     def count_batches(self, size: int) -> int | None:
-        """Return the number of batches of one pass with this size; None if it is unknown."""
+        """Return the count of batches in one pass with this batch size; None if unknown."""
         if self.count is not None or self.rows is None:
             return self.count
         return -(-self.rows // size)
 
     def subset(self, numbers: np.ndarray) -> Reader | None:
-        """Return the reader of the rows with these numbers; None if rows cannot be selected."""
+        """Return the reader of the rows with these indices; None if rows cannot be selected."""
         return None
 
 
 def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that sets `Reader.arguments` of the reader that a function returns.
+    """Return a decorator that keeps a function's arguments in the `Reader` that it returns.
 
     Each argument must be equal in a resumed training, except the arguments that `data` names, whose
     content `Reader.describe` identifies.
@@ -172,11 +172,11 @@ class IndexedReader(Reader):
     rows: int
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the batch of the rows with these indices, in their order."""
+        """Return the batch of the rows with these indices, in this order."""
         raise NotImplementedError
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass: a permutation of all rows, cut into batches."""
+        """Yield the batches of one pass: all rows, permuted by `seed`, cut into batches."""
         order = None if seed is None else np.random.default_rng(seed).permutation(self.rows)
         for start in range(skip * size, self.rows, size):
             stop = min(start + size, self.rows)
@@ -184,7 +184,7 @@ class IndexedReader(Reader):
 
 
 class FileReader(IndexedReader):
-    """Rows of which each is decoded from a file when a batch needs it.
+    """Rows that are each decoded from a file when a batch needs the row.
 
     What is random about a row follows from the seed and its number. Subclasses name in `per_row`
     their attributes that have an entry for each row.
@@ -193,7 +193,7 @@ class FileReader(IndexedReader):
     per_row: tuple[str, ...]
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
-        """Return the arrays of a row, as `rng` draws them; None in evaluations."""
+        """Return the arrays of a row, changed at random by `rng`, which evaluations leave out."""
         raise NotImplementedError
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
@@ -205,7 +205,7 @@ class FileReader(IndexedReader):
         return tuple(np.stack(arrays) for arrays in zip(*rows, strict=True))
 
     def subset(self, numbers: np.ndarray) -> Self:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows with these indices."""
         part = copy.copy(self)
         part.rows = len(numbers)
         for name in self.per_row:
@@ -222,37 +222,39 @@ class DiskArrays(IndexedReader):
     def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
         parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
         self.parts = [_map_arrays(part, lambda a: a) for part in parts]
-        arrays = list(_arrays_of_parts(self.parts))
+        arrays = list(_arrays_of_batch(self.parts))
         counts = {len(array) for array in arrays}
         if len(counts) > 1:
-            raise ValueError(f"the arrays have different numbers of rows: {sorted(counts)}")
+            raise ValueError(
+                f"X, y and weights must have the same number of rows, not {sorted(counts)}"
+            )
         self.rows = counts.pop()
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
-        """Return the rows of every array."""
+        """Return the rows with these indices of every array."""
         order = np.argsort(indices)  # read the file from its beginning to its end
         back = np.argsort(order)
         return tuple(_map_arrays(part, lambda a: a[indices[order]][back]) for part in self.parts)
 
     def describe(self) -> dict[str, Any]:
         """Return shapes, dtypes and a digest of some rows."""
-        arrays = enumerate(_arrays_of_parts(self.parts))
+        arrays = enumerate(_arrays_of_batch(self.parts))
         return describe_arrays("arrays", {str(i): array for i, array in arrays})
 
 
-def _arrays_of_parts(parts: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yield the arrays of X, y and weights, each an array, a dict of arrays or None."""
+def _arrays_of_batch(parts: Sequence[Any]) -> Iterator[np.ndarray]:
+    """Yield every array of X, y and weights; each is an array, a dict of arrays or None."""
     for part in parts:
         yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Return `value` as an array; a memmap stays a memmap."""
+    """Return `value` as an array; a `numpy.memmap` stays on disk."""
     return value if isinstance(value, np.ndarray) else to_numpy(value)
 
 
 def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Return an array or a dict of arrays after a function; None for None."""
+    """Apply a function to an array or to each array of a dict; return None for None."""
     if part is None:
         return None
     if isinstance(part, Mapping):
@@ -261,7 +263,7 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 
 
 class IteratedReader(Reader):
-    """Data that an iterable yields, which is iterated once a pass.
+    """Data from an iterable that each pass over the data iterates once.
 
     The items that `peek` has read begin the next pass, so that an iterable that draws random
     numbers draws the same numbers with and without `peek`. One thread iterates all of that pass.
@@ -275,14 +277,14 @@ class IteratedReader(Reader):
         raise NotImplementedError
 
     def next_pass(self) -> Iterator[Any]:
-        """Yield the items of one pass, first the items that `peek` has read."""
+        """Yield the items of one pass, beginning with the items that `peek` has read."""
         read, items = self._peeked or ([], self.begin_pass())
         self._peeked = None
         yield from read
         yield from items
 
     def peek_items(self) -> list[Any]:
-        """Return the first item of the next pass, and each None in front of it."""
+        """Read the next pass up to its first item that is not None; return the read items."""
         if self._peeked is None:
             items = read_ahead((item for item in self.begin_pass()), 0)
             read = []
@@ -295,7 +297,7 @@ class IteratedReader(Reader):
 
 
 class Batches(IteratedReader):
-    """An iterable of batches such as a torch DataLoader, or a function that returns one.
+    """An iterable of batches such as a torch DataLoader, or a function that returns an iterable.
 
     The iterable is iterated, or the function called, once per pass.
     """
@@ -311,11 +313,11 @@ class Batches(IteratedReader):
         self._begun = False
 
     def first(self) -> Any:
-        """Return the first batch; None where reading it would lose it."""
+        """Return the first batch; None for an iterable that reading would use up."""
         return None if self._once else super().first()
 
     def peek(self) -> Any:
-        """Return the first batch of the next pass; None where reading it would lose it."""
+        """Return the first batch of the next pass; None for an iterable that this would use up."""
         if self._once or self._listed_batches():
             return self.first()
         return next(iter(self.peek_items()[-1:]), None)
@@ -335,7 +337,7 @@ class Batches(IteratedReader):
         return iter(self.source() if callable(self.source) else self.source)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of the iterable; the first `skip` are read and discarded.
+        """Yield the batches of the iterable; the first `skip` batches are read and discarded.
 
         None in front of a batch does not count as a batch.
         """
@@ -346,7 +348,7 @@ class Batches(IteratedReader):
         yield from batches
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, the number of batches, and for a list a digest of some batches."""
+        """Return the type, the count of batches, and for a list a digest of some batches."""
         entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
         if listed := [batch for batch in self._listed_batches() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
@@ -363,7 +365,7 @@ class Batches(IteratedReader):
 
 
 def full_name(value: Any) -> str:
-    """Return the name of the type of a value, with its module."""
+    """Return the name of a value's type with its module, such as `torch.utils.data.DataLoader`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -377,7 +379,7 @@ def _numeric_arrays(batches: Sequence[Any]) -> Iterator[np.ndarray]:
 
 
 def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return as JSON what identifies arrays: shapes, dtypes, and a digest of about 1 MB of them."""
+    """Return JSON that identifies arrays: shapes, dtypes, and a digest of about 1 MB of values."""
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())
     for array in arrays.values():
@@ -448,7 +450,7 @@ def _has_arrays(parts: Any) -> bool:
 
 
 def _may_be_rows(parts: Any) -> bool:
-    """Return whether all parts are arrays of one shape."""
+    """Return whether all parts are arrays of the same shape, so that each may be a row."""
     if not all(hasattr(part, "shape") for part in parts):
         return False
     return len({tuple(shape_of(part)) for part in parts}) == 1

@@ -35,7 +35,7 @@ def sound_folder(
     noise: str | os.PathLike | None = None,
     snr: tuple[float, float] = (0.0, 20.0),
 ) -> SoundFolder:
-    """Return clips of sounds and their classes as data for `fit`, read while it runs.
+    """Return clips of sounds with their classes as data that `fit` reads while it trains.
 
     A row is the middle of a clip, cut or padded with zeros to one length. Random changes of a row
     follow from the seed of the epoch and the number of the row; evaluations have none.
@@ -74,13 +74,13 @@ def sound_folder(
     """
     noises = [] if noise is None else [read_wave(f, rate) for f in sound_files(Path(noise))]
     if noise is not None and not noises:
-        raise ValueError(f"noise={str(noise)!r} has no sounds")
+        raise ValueError(f"noise={str(noise)!r} has no sounds: pass a folder of sound files")
     augment = Augment(rate, shift, gain, noises, snr)
     return SoundFolder(list_clips(path), round(seconds * rate), augment, front)
 
 
 class Clip(NamedTuple):
-    """A labeled part of a file, from `start` to `end` in seconds; None is the end of the file."""
+    """A labeled span of a sound file, in seconds; `end` None is the end of the file."""
 
     file: Path
     label: str
@@ -91,7 +91,7 @@ class Clip(NamedTuple):
 def read_wave(
     path: str | os.PathLike, rate: int, start: float = 0.0, end: float | None = None
 ) -> np.ndarray:
-    """Return the waveform of a file at `rate` Hz, from -1 to 1: the mean of its channels.
+    """Return the waveform of a file at `rate` Hz, mean of its channels, from -1 to 1.
 
     Args:
         path: WAV of 16 or 32 bits; other files are read by `soundfile`, if it is installed.
@@ -117,13 +117,16 @@ def read_wave(
     """
     data, file_rate = _read_channels(Path(path), start, end)
     if not len(data):
-        raise ValueError(f"{str(path)!r} has no samples from {start} s to {end or 'its end'}")
+        raise ValueError(
+            f"{str(path)!r} has no samples from {start} s to {end or 'its end'}: correct start "
+            "and end"
+        )
     x = np.asarray(data.mean(axis=1), np.float32)
     return x if file_rate == rate else resample(file_rate, rate)(x[None])[0]
 
 
 def _read_channels(path: Path, start: float, end: float | None) -> tuple[np.ndarray, int]:
-    """Return samples (frames, channels) of a part of a file, and the sample rate of the file."""
+    """Return samples (frames, channels) of a span of a file, and the file's sample rate."""
     try:
         with wave.open(str(path), "rb") as file:
             width, rate, count = file.getsampwidth(), file.getframerate(), file.getnframes()
@@ -149,7 +152,7 @@ def _read_channels(path: Path, start: float, end: float | None) -> tuple[np.ndar
 
 
 def count_samples(path: Path, rate: int) -> int:
-    """Return how many samples a file has at a sample rate; of WAV, only the header is read."""
+    """Return the count of samples of a file at a sample rate; of WAV, only the header is read."""
     try:
         with wave.open(str(path), "rb") as file:
             if file.getsampwidth() in (2, 4):
@@ -160,7 +163,7 @@ def count_samples(path: Path, rate: int) -> int:
 
 
 def list_clips(path: str | os.PathLike) -> list[Clip]:
-    """Return the clips of a folder of folders, one a class, or of a list in CSV or JSON lines.
+    """Return the clips of a folder with a folder for each class, or of a CSV or JSON lines list.
 
     Raises:
         ValueError: no clip, a file that does not exist, or a row that cannot be read.
@@ -182,7 +185,7 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
 
 
 def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
-    """Return the clip of a row of a list; raise `ValueError` if it cannot be read."""
+    """Return the `Clip` of a line in a list of clips; raise `ValueError` if it is wrong."""
     try:
         start, end = (float(v) if (v := line.get(k)) not in (None, "") else None for k in _ENDS)
         clip = Clip(path.parent / line["file"], line["label"] or "", start or 0.0, end)
@@ -194,7 +197,7 @@ def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
     if not clip.file.is_file():
         raise ValueError(f"{str(path)!r}, row {number}: there is no file {str(clip.file)!r}")
     if clip.end is not None and clip.end <= clip.start:
-        raise ValueError(f"{str(path)!r}, row {number}: end={clip.end} is before {clip.start}")
+        raise ValueError(f"{str(path)!r}, row {number}: end={clip.end} must be after {clip.start}")
     return clip
 
 
@@ -215,12 +218,12 @@ class Augment:
     snr: tuple[float, float] = (0.0, 20.0)
 
     def draw_shift(self, rng: np.random.Generator | None) -> int:
-        """Return the number of samples by which a clip is moved; 0 in evaluations."""
+        """Return the count of samples by which a clip is moved; 0 in evaluations."""
         most = round(self.shift * self.rate)
         return 0 if rng is None or not most else int(rng.integers(-most, most + 1))
 
     def __call__(self, x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
-        """Return a waveform with noise and gain that `rng` draws; unchanged without it."""
+        """Return a waveform with noise and gain that `rng` draws; unchanged without `rng`."""
         if rng is None:
             return x
         if self.noise:
@@ -232,7 +235,7 @@ class Augment:
 
 
 def crop_or_pad(x: np.ndarray, samples: int, shift: int = 0) -> np.ndarray:
-    """Return the middle of a waveform, moved by `shift` samples, with zeros where it is shorter."""
+    """Return `samples` from the middle of a waveform, moved by `shift`, padded with zeros."""
     start = (len(x) - samples) // 2 - shift
     result = np.zeros(samples, np.float32)
     part = x[max(0, start) : max(0, start + samples)]
@@ -261,7 +264,7 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
 
 @dataclass(eq=False)
 class SoundFolder(FileReader):
-    """Clips of sounds, each of them a row: the reader of `sound_folder`.
+    """Clips of sounds, each of which is a row: the reader of `sound_folder`.
 
     Attributes:
         clips: the parts of files: `file`, `label`, `start` and `end` in seconds.
@@ -291,18 +294,18 @@ class SoundFolder(FileReader):
         return x if self.front is None else self.front(x), labels
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.int64]:
-        """Return the waveform of a clip, and its label."""
+        """Return the waveform and the label of a clip."""
         clip = self.clips[row]
         x = read_wave(clip.file, self.augment.rate, clip.start, clip.end)
         x = crop_or_pad(x, self.samples, self.augment.draw_shift(rng))
         return self.augment(x, rng), self.labels[row]
 
     def length(self, file: Path) -> int:
-        """Return how many samples a file has at the sample rate of the rows."""
+        """Return the count of samples of a file at the sample rate of the rows."""
         return count_samples(file, self.augment.rate)
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows and a digest of clips, labels, sizes and times of files."""
+        """Return the count of rows and a digest of clips, labels, sizes and times of files."""
         facts = repr(([(c.file.name, *c[1:]) for c in self.clips], self.labels.tolist(),
                       self.samples, self.augment.rate))  # fmt: skip
         digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()

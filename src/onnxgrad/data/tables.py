@@ -1,4 +1,4 @@
-"""Tables in CSV, Parquet and `.npz` files that are read as a whole."""
+"""Tables in CSV, Parquet and `.npz` files, read into memory at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_table(
         >>> table["a"].tolist(), table.encode("kind", ["cat", "dog"])["kind"].tolist()
         ([1.0, 4.0], [0, 1])
     """
-    name, values = _named_columns(source)
+    name, values = _name_and_columns(source)
     for column in ignore:
         if column not in values:
             raise unknown(f"column ({argument('ignore')})", column, values)
@@ -96,13 +96,13 @@ class FileTable(ColumnArrays):
         return iter(self.columns)
 
     def rows(self, which: slice | np.ndarray) -> FileTable:
-        """Return the table of some rows, given by a slice or indices."""
+        """Return the table of the rows that a slice or an array of row indices selects."""
         numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
         values = {name: array[which] for name, array in self.values.items()}
         return FileTable(values, self.name, numbers, self.note)
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
-        """Return some of the columns as cells for an input, which messages call by `title`."""
+        """Return columns as the `Cells` of an input; `title` names the input in messages."""
         return Cells({name: self.values[name] for name in names}, title, self.row_numbers)
 
     def without_missing(self) -> FileTable:
@@ -115,7 +115,9 @@ class FileTable(ColumnArrays):
         if not gone.any():
             return self
         if gone.all():
-            raise DataError(f"{self.name!r}: every row has a missing value, so that no row is left")
+            raise DataError(
+                f"{self.name!r}: no row is left, as every row has a missing value: fill some in"
+            )
         kept, rows = np.flatnonzero(~gone), (np.flatnonzero(gone) + 1).tolist()
         left = self.rows(kept)
         counts = f"{len(rows)} of {len(gone)} rows"
@@ -129,7 +131,7 @@ class FileTable(ColumnArrays):
         numeric_loss: Callable[[], str | None] = lambda: None,
         ignored: int | None = None,
     ) -> FileTable:
-        """Return the table with a column of labels replaced by the numbers of their classes.
+        """Return the table with the labels in a column replaced by class indices.
 
         A column of numbers that are not all names of classes stays unchanged.
 
@@ -149,7 +151,7 @@ class FileTable(ColumnArrays):
             empty = np.array(list(map(is_empty, values))).reshape(array.shape)
             cells.refuse_missing({column: empty})
             if classes is None:
-                raise self._text_error(column, values, numeric_loss())
+                raise self._text_label_error(column, values, numeric_loss())
         if classes is None:
             return self
         known = ClassNames(classes)
@@ -160,8 +162,8 @@ class FileTable(ColumnArrays):
         cells.refuse(wrong, array, f"{cells.title}: the classes are {first_names(classes)}, not")
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
-    def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
-        """Return the error for texts in a column of labels, with unknown classes."""
+    def _text_label_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
+        """Return the error for a label column of texts whose classes are not named."""
         first = first_non_number(values)
         row, cell = self.row_numbers.number(first), quote_cell(values[first])
         where = f"column {column!r} is text, first in row {row}: {cell}"
@@ -180,11 +182,11 @@ class FileTable(ColumnArrays):
         )
 
 
-def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
-    """Return the name of a file for messages, and its columns."""
+def _name_and_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
+    """Return the name of a file, for messages, and the columns in the file."""
     if not isinstance(source, (str, os.PathLike)):
         name = "standard input"
-        return name, _read_checked(BytesIO(source.read()), ".csv", name, _read_csv)
+        return name, _read_and_check_table(BytesIO(source.read()), ".csv", name, _read_csv)
     path = Path(source)
     name, suffix = str(path), path.suffix.lower()
     if suffix not in _READERS:
@@ -194,12 +196,12 @@ def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice
             file = opened if opened.seekable() else BytesIO(opened.read())
-            return name, _read_checked(file, suffix, repr(name), _READERS[suffix])
+            return name, _read_and_check_table(file, suffix, repr(name), _READERS[suffix])
     except OSError as e:
         raise DataError(f"cannot read {name!r}: {e.strerror or e}") from None
 
 
-def _read_checked(
+def _read_and_check_table(
     file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Columns]
 ) -> Columns:
     """Return the table that `reader` reads from an open file; messages begin with `what`."""
@@ -209,7 +211,9 @@ def _read_checked(
     except DataError as e:
         raise DataError(f"{what}: {e}") from None
     except MemoryError:
-        raise DataError(f"{what} declares more data than fits into memory") from None
+        raise DataError(
+            f"{what} declares more data than fits into memory: split the file, or write Parquet"
+        ) from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
         raise DataError(f"{what} is damaged, or no {suffix} file: {reason}") from e
@@ -219,7 +223,7 @@ def _read_checked(
 
 
 def _check_expansion(file: BinaryIO, suffix: str) -> None:
-    """Raise `DataError` if a compressed file expands to more than the limit `table_bytes`.
+    """Raise `DataError` if a compressed file expands to more bytes than `table_bytes`.
 
     A file that expands less than tenfold passes, however large it is.
     """

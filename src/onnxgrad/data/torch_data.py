@@ -17,29 +17,29 @@ from onnxgrad.runtime.values import to_numpy
 _BUFFER_ROWS = 1000  # rows of a stream that are shuffled together, the default of `datasets`
 
 
-def _is_a(X: Any, package: str, *names: str) -> bool:
-    """Return whether `X` is an object of a class of a package, which may have these names."""
+def _is_class_of_package(X: Any, package: str, *names: str) -> bool:
+    """Return whether a class of `X` has one of these names and comes from this package."""
     classes = type(X).__mro__
     return any(c.__name__ in names and c.__module__.split(".")[0] == package for c in classes)
 
 
 def is_hugging_face(X: Any) -> bool:
     """Return whether `X` is a `datasets.Dataset` or `datasets.IterableDataset`."""
-    return _is_a(X, "datasets", "Dataset", "IterableDataset")
+    return _is_class_of_package(X, "datasets", "Dataset", "IterableDataset")
 
 
 def is_hugging_face_stream(X: Any) -> bool:
     """Return whether `X` is a `datasets.IterableDataset`."""
-    return _is_a(X, "datasets", "IterableDataset")
+    return _is_class_of_package(X, "datasets", "IterableDataset")
 
 
 def is_stream(X: Any) -> bool:
     """Return whether `X` is a `torch.utils.data.IterableDataset`, which yields rows."""
-    return _is_a(X, "torch", "IterableDataset")
+    return _is_class_of_package(X, "torch", "IterableDataset")
 
 
 def is_map_style(X: Any) -> bool:
-    """Return whether `X` returns rows by number, as a `torch.utils.data.Dataset` does."""
+    """Return whether `X` returns rows by index, as a `torch.utils.data.Dataset` does."""
     if isinstance(X, (list, tuple, str, Mapping)) or is_table(X) or hasattr(X, "dtype"):
         return False
     names = ("__getitem__", "__len__", "__iter__", "__array__")
@@ -62,7 +62,7 @@ def _copy_row(row: Any) -> Any:
 
 
 def collate(rows: list[Any]) -> Any:
-    """Return rows, each (x, y), (x, y, weight), a dict or x, as a batch of the same form."""
+    """Return a batch in the form of its rows: (x, y), (x, y, weight), a dict or x."""
     first = rows[0]
     if isinstance(first, Mapping):
         return {name: _stack_values(name, [row[name] for row in rows]) for name in first}
@@ -88,7 +88,7 @@ def _stack_values(name: object, values: list[Any]) -> np.ndarray:
 
 
 class MapStyleRows(IndexedReader):
-    """The rows of a dataset that returns them by number, such as a `torch.utils.data.Dataset`.
+    """The rows of a dataset that returns rows by index, such as `torch.utils.data.Dataset`.
 
     A row is (x, y), (x, y, weight), x alone, or a dict by input.
     """
@@ -97,14 +97,14 @@ class MapStyleRows(IndexedReader):
         self.dataset, self.rows = dataset, len(dataset)
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the rows of a batch, stacked."""
+        """Return the rows with these indices, stacked to a batch."""
         numbers = indices.tolist()
         if hasattr(self.dataset, "__getitems__"):  # PyTorch's protocol for whole batches
             return collate(self.dataset.__getitems__(numbers))
         return collate([_copy_row(self.dataset[i]) for i in numbers])
 
     def describe(self) -> dict[str, Any]:
-        """Return the type of the dataset and the number of rows."""
+        """Return the type of the dataset and the count of rows."""
         return {"kind": full_name(self.dataset), "rows": self.rows}
 
 
@@ -124,7 +124,7 @@ class StreamedRows(IteratedReader):
         return collate(read) if read else None
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; the rows of the first `skip` are read and discarded."""
+        """Yield the batches of one pass; the rows of `skip` batches are read and discarded."""
         rows = islice(self.next_pass(), skip * size, None)
         while batch := list(islice(rows, size)):
             yield collate(batch)
@@ -134,7 +134,7 @@ class StreamedRows(IteratedReader):
         return {"kind": full_name(self.dataset)}
 
 
-class _HuggingFace(Reader):
+class _HuggingFaceColumns(Reader):
     """The columns of a dataset of Hugging Face as X, y and weights."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
@@ -171,15 +171,15 @@ def _stack_column(name: str, values: Any) -> np.ndarray:
     return array
 
 
-class HuggingFaceRows(_HuggingFace, IndexedReader):
-    """The rows of a `datasets.Dataset`, which are read by number from Arrow files."""
+class HuggingFaceRows(_HuggingFaceColumns, IndexedReader):
+    """The rows of a `datasets.Dataset`, which are read by index from Arrow files."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
         super().__init__(dataset.with_format("numpy"), targets, weights)
         self.rows = len(dataset)
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
-        """Return the columns of the rows."""
+        """Return the columns of the rows with these indices."""
         return self._batch_tables(self.dataset[indices.tolist()])
 
     def describe(self) -> dict[str, Any]:
@@ -193,11 +193,11 @@ class HuggingFaceRows(_HuggingFace, IndexedReader):
         }
 
 
-class HuggingFaceStream(_HuggingFace):
+class HuggingFaceStream(_HuggingFaceColumns):
     """The rows of a `datasets.IterableDataset`, shuffled by files and within a buffer of rows."""
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; the first `skip` are read and discarded."""
+        """Yield the batches of one pass; the first `skip` batches are read and discarded."""
         dataset = self.dataset
         if seed is not None:
             dataset = dataset.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER_ROWS)
@@ -205,5 +205,5 @@ class HuggingFaceStream(_HuggingFace):
             yield self._batch_tables(batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return the columns, and which of them are labels and sample weights."""
+        """Return the names of all columns, of the labels, and of the sample weights."""
         return {"kind": "datasets stream", **self._column_roles()}

@@ -42,10 +42,10 @@ def to_dot(model: ModelLike) -> str:
         <BLANKLINE>
     """
     scene = Scene(model)
-    words = _unique_words(item.title for item in scene.items)
+    words = _unique_dot_ids(item.title for item in scene.items)
     members: dict[int, list[str]] = defaultdict(list)
     for item, word in zip(scene.items, words, strict=True):
-        style, label = _STYLES[item.kind], _label_text(item.details)
+        style, label = _STYLES[item.kind], _dot_label(item.details)
         members[item.group].append(f'{word} [{style} label="{label}" fontsize=10];')
     values: dict[int, set[str]] = defaultdict(set)
     for arrow in scene.arrows:
@@ -55,7 +55,7 @@ def to_dot(model: ModelLike) -> str:
     # at the end: an edge in a cluster would move the boxes at both its ends into that cluster
     for arrow in scene.arrows:
         several = len(values[arrow.source]) > 1  # results: which of them is it?
-        label = f' [label="{_label_text([arrow.text])}" fontsize=8]' if several else ""
+        label = f' [label="{_dot_label([arrow.text])}" fontsize=8]' if several else ""
         lines.append(f"  {words[arrow.source]} -> {words[arrow.target]}{label};")
     return "\n".join([*lines, "}\n"])
 
@@ -63,18 +63,18 @@ def to_dot(model: ModelLike) -> str:
 def _cluster_lines(
     scene: Scene, group: int, members: dict[int, list[str]], margin: str
 ) -> Iterator[str]:
-    """Yield the lines of the boxes of a group, and of the clusters of the groups in it."""
+    """Yield the DOT lines of a group: its boxes, and a cluster for each group in it."""
     yield from (margin + line for line in members[group])
     for inner in scene.groups:
         if inner.parent == group:
             yield f"{margin}subgraph cluster_{inner.id} {{"
-            yield f'{margin}  label="{_label_text([inner.title])}";'
+            yield f'{margin}  label="{_dot_label([inner.title])}";'
             yield from _cluster_lines(scene, inner.id, members, margin + "  ")
             yield f"{margin}}}"
 
 
-def _label_text(lines: Iterable[str]) -> str:
-    """Return short `lines` as the text of a quoted label, in which `\\` and `&` begin escapes.
+def _dot_label(lines: Iterable[str]) -> str:
+    """Return lines as the text of a quoted DOT label, with escapes and shortened.
 
     Only edges have `->`, so that programs which read line by line find them.
     """
@@ -84,7 +84,7 @@ def _label_text(lines: Iterable[str]) -> str:
     return r"\n".join(text)
 
 
-def _unique_words(titles: Iterable[str]) -> list[str]:
+def _unique_dot_ids(titles: Iterable[str]) -> list[str]:
     """Return an unquoted DOT identifier for each title, all distinct."""
     found: dict[str, int] = {}  # {identifier: how many began with it}
     for title in titles:

@@ -72,7 +72,9 @@ def plot_onnxs(
     if not new:
         axes = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
         if len(axes) != len(onx):
-            raise ValueError(f"{len(onx)} models, but {len(axes)} axes")
+            raise ValueError(
+                f"ax: pass one of matplotlib's axes for each of {len(onx)} models, not {len(axes)}"
+            )
     pictures = [place(model, None) for model in onx]
     import matplotlib.pyplot as plt
 
@@ -85,7 +87,7 @@ def plot_onnxs(
     if new:  # the layout decides how large the axes are, hence the font
         figure.get_layout_engine().execute(figure)
     for picture, axis in zip(pictures, axes, strict=True):
-        _Drawing(picture, axis).draw_picture()
+        _FigureDrawing(picture, axis).draw_picture()
     if show:
         plt.show()
     return axes[0] if len(pictures) == 1 else axes
@@ -149,7 +151,7 @@ def _split_titles(
         return title, [""] * count
     titles = [title] if isinstance(title, str) else title
     if len(titles) != count:
-        raise ValueError(f"{count} models, but {len(titles)} titles")
+        raise ValueError(f"title: pass one title for each of {count} models, not {len(titles)}")
     return None, titles
 
 
@@ -171,8 +173,8 @@ def _new_figure(
     return figure, grid.ravel()
 
 
-class _Drawing:
-    """Draws a picture on axes whose units are its pixels; lines and texts are scaled as boxes."""
+class _FigureDrawing:
+    """Draws a model on matplotlib axes whose unit is a pixel of the layout."""
 
     def __init__(self, placed: Placed, ax: Any) -> None:
         self.placed, self.ax = placed, ax
@@ -181,7 +183,7 @@ class _Drawing:
         self.hues = placed.scene.gradient_hues()
 
     def draw_picture(self) -> None:
-        """Draw frames, below arrows, below boxes."""
+        """Draw the frames of groups, then the arrows, then the boxes on top."""
         groups = self.placed.scene.groups
         for (kind, i), box in self.placed.drawn_cells():
             if kind == "item":

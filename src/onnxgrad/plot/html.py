@@ -46,7 +46,7 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
 
 
 def _write_page(scene: Scene, fold: bool | None, title: str = "") -> str:
-    """Return `view.html` with the style of `to_svg`, the title and the data."""
+    """Return the text of the page: `view.html` with its style, title and data filled in."""
     data = _page_data(Layered(scene), scene.folded_groups(fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")
@@ -105,7 +105,7 @@ def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> P
 
 
 def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
-    """Return what `view.html` reads: boxes as elements of SVG at (0, 0), which it moves."""
+    """Return the data of `view.html`: boxes as SVG elements at (0, 0), which the page moves."""
     scene, hues = layered.scene, layered.scene.gradient_hues()
     items, groups = [], []
     for item in scene.items:

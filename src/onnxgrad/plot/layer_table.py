@@ -198,7 +198,7 @@ def summary(
 
 
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
-    """Return the graph, functions inlined, with inferred shapes, and the lengths of symbols."""
+    """Return the graph with inlined functions and inferred shapes, and the symbols' lengths."""
     bare = external.without_data(raise_opset(proto))
     model = to_ir(inlined(bare, lifted=True))
     external.with_data(model, proto)
@@ -231,7 +231,7 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
 
 
 def _varying_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Return the nodes that depend on an input, or draw random numbers: not on constants only."""
+    """Return nodes whose results vary: they depend on an input or draw random numbers."""
     varies: set[ir.Value] = set(graph.inputs)
     nodes = []
     for node in graph:

@@ -21,7 +21,7 @@ Edges = Mapping[Cell, list[tuple[Cell, int]]]  # {cell: (cell below, least numbe
 
 @dataclass
 class Rows:
-    """The rows of one group, from above.
+    """The rows of boxes in one group of a picture, from top to bottom.
 
     Attributes:
         rows: cells of each row, from left to right.
@@ -34,7 +34,7 @@ class Rows:
     right: set[Cell] = field(default_factory=set)
 
     def neighbors(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
-        """Return the cells that are linked to each cell from above, and from below."""
+        """Return, for each cell, the cells above that are linked to it, and the cells below."""
         above, below = defaultdict(list), defaultdict(list)
         for a, b in self.links:
             above[b].append(a)
@@ -42,7 +42,7 @@ class Rows:
         return above, below
 
     def sort_rows(self) -> None:
-        """Order each row by the mean position of its neighbors, sweeping down and up."""
+        """Order each row by the mean position of each cell's neighbors, sweeping down and up."""
         above, below = self.neighbors()
         position = {cell: i for row in self.rows for i, cell in enumerate(row)}
         for sweep in range(2 * _SWEEPS):
@@ -54,7 +54,7 @@ class Rows:
 
 
 class Layered:
-    """The rows of all groups of a scene, and the way of each arrow.
+    """The rows of boxes of all groups of a scene, and the bends of each arrow.
 
     Attributes:
         scene: the scene.
@@ -83,7 +83,7 @@ class Layered:
         self._passing: dict[int, dict[tuple[int, Cell, bool], list[int]]] = defaultdict(dict)
         for i, arrow in enumerate(scene.arrows):
             paths = [scene.groups_around(j) for j in (arrow.source, arrow.target)]
-            depth, pair = _lift_arrow(paths, arrow)
+            depth, pair = _common_group_of_ends(paths, arrow)
             if pair[0] == pair[1]:
                 continue
             lifted[paths[0][depth]].setdefault(pair, []).append(i)
@@ -100,7 +100,7 @@ class Layered:
     def _layer_group(
         self, group: int, cells: list[Cell], pairs: dict[tuple[Cell, Cell], list[int]]
     ) -> Rows:
-        """Return the rows of a group; `pairs` of its cells have the indices of their arrows."""
+        """Return the rows of a group; `pairs` gives the arrows' indices by linked cells."""
         found = Rows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
         drawn = [p for p in pairs if (p[0] in found.right) == (p[1] in found.right)]
         upward = self.scene.groups[group].kind == "backward"
@@ -128,7 +128,7 @@ class Layered:
         return found
 
     def _add_bends(self, passed: range, row: dict[Cell, int], arrows: list[int]) -> list[Cell]:
-        """Add a bend of `arrows` in each row that they pass, or in the rows near their ends."""
+        """Add a bend of `arrows` in each row that the arrows pass, or near both ends."""
         near = passed if len(passed) <= 2 * _NEAR else [*passed[:_NEAR], *passed[-_NEAR:]]
         bends = range(self._bends, self._bends + len(near))
         self._bends += len(near)
@@ -151,7 +151,7 @@ class Layered:
     def _row_constraints(
         self, drawn: list[tuple[Cell, Cell]], cells: list[Cell], right: set[Cell]
     ) -> list[tuple[Cell, Cell, int]]:
-        """Return triples (a, b, n): b is at least n rows below a.
+        """Return triples (a, b, n) of cells: b must be at least n rows below a.
 
         The backward pass goes up, each node not above the one that it differentiates, and above
         the nodes that follow that one.
@@ -177,12 +177,14 @@ class Layered:
 
 
 def neighbor_mean(cell: Cell, neighbors: list[Cell], position: Mapping[Cell, float]) -> float:
-    """Return the mean position of the neighbors of a cell; its position if it has none."""
+    """Return the mean position of a cell's neighbors; without neighbors, the cell's position."""
     return sum(position[n] for n in neighbors) / len(neighbors) if neighbors else position[cell]
 
 
-def _lift_arrow(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
-    """Return the depth of the innermost group around both ends, and the cells there with these.
+def _common_group_of_ends(
+    paths: list[tuple[int, ...]], arrow: Arrow
+) -> tuple[int, tuple[Cell, Cell]]:
+    """Return the depth of the innermost group around an arrow, and the cells it links there.
 
     `paths` are the groups around each end, from the root.
     """
@@ -199,7 +201,7 @@ def _lift_arrow(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[
 def _rows_by_longest_path(
     cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]
 ) -> dict[Cell, int]:
-    """Return the row of each cell; constraints that would close a circle are dropped."""
+    """Return the row of each cell; constraints that would close a cycle are dropped."""
     below: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
         below[a].append((b, n))
@@ -216,7 +218,7 @@ def _rows_by_longest_path(
 
 
 def _topological_order(cells: Iterable[Cell], below: Edges) -> tuple[list[Cell], Edges]:
-    """Return the cells in topological order, and `below` without the edges that close circles."""
+    """Return cells in topological order, and `below` without the edges that close cycles."""
     kept: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     done: dict[Cell, bool] = {}  # False: on the path
     order: list[Cell] = []

@@ -1,4 +1,4 @@
-"""The multiply-adds of a node: products of two numbers of which one result is the sum."""
+"""Counts of multiply-adds of nodes: an a * b that is added to a sum counts as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STANDARD = ("", "ai.onnx", "ai.onnx.ml")
 
 @dataclass
 class Work:
-    """Counts multiply-adds, and collects what could not be counted."""
+    """Counts multiply-adds, and collects the nodes whose count is unknown."""
 
     parameters: Collection[ir.Value]  # weights; one that is added counts as a bias
     uncounted: dict[str, None] = field(default_factory=dict)  # sentences, in order

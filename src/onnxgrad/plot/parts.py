@@ -20,7 +20,7 @@ _PLAIN = (
 
 
 def operator_name(node: NodeProto) -> str:
-    """Return the operator of a node, with its domain if it is not a standard one."""
+    """Return a node's operator type, with the domain if it is not ai.onnx."""
     return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
 
 
@@ -40,19 +40,19 @@ def operator_counts(counts: Mapping[str, int]) -> list[str]:
 
 
 def attribute_texts(node: NodeProto) -> list[str]:
-    """Return names and values of the attributes of a node, without graphs."""
+    """Return the attributes of a node that are not graphs, each as `name=value`."""
     graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
     return [attribute_text(a) for a in node.attribute if a.type not in graphs]
 
 
 def graphs_of(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
-    """Yield the graphs of a node, with the names of their attributes."""
+    """Yield (name of the attribute, graph) for the subgraphs of a node."""
     for a in node.attribute:
         yield from ((a.name, g) for g in ([a.g] if a.type == AttributeProto.GRAPH else a.graphs))
 
 
 def attribute_text(attribute: AttributeProto) -> str:
-    """Return name and value of an attribute that is not a graph; long values are left out."""
+    """Return an attribute that is not a graph as `name=value`; long values are left out."""
     if attribute.ref_attr_name:
         return f"{attribute.name}=@{attribute.ref_attr_name}"
     if attribute.type == AttributeProto.TENSOR:
@@ -80,7 +80,7 @@ def _format_number(value) -> str:
 def type_text(
     value: ValueInfoProto, of_tensor: Callable[[int, list[int | str] | None], str]
 ) -> str:
-    """Return the declared type of a value: `of_tensor` of dtype and shape; "" if it has none."""
+    """Return a value's declared type as text, by `of_tensor` for a tensor; "" if unknown."""
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return kind.removesuffix("_type") if kind else ""
@@ -88,7 +88,7 @@ def type_text(
 
 
 def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
-    """Return the dimensions of a declared shape, None when there is none."""
+    """Return the declared shape of a tensor type; None if no shape is declared."""
     if not tensor.HasField("shape"):
         return None
     return [
@@ -97,7 +97,7 @@ def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
 
 
 def tensor_text(data_type: int, dims: Iterable[int | str] | None) -> str:
-    """Return a dtype and a shape in the form of `onnx_simple_text_plot`."""
+    """Return the text of a dtype and a shape, as `onnx_simple_text_plot` shows them."""
     return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
 
 

@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 @dataclass
 class Box:
-    """A rectangle, by its upper left corner, in pixels."""
+    """A rectangle in pixels: its upper left corner, width and height."""
 
     x: float
     y: float
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Curve:
-    """The way of an arrow in the picture.
+    """The points of an arrow in a picture, and the values that it stands for.
 
     Attributes:
         points: its start, then two control points and the end of each cubic Bezier curve.
@@ -49,7 +49,7 @@ class Curve:
 
 
 class Placed:
-    """The boxes of items, groups and bends; groups of `folded` are drawn as one box."""
+    """The boxes of items, groups and bends; the groups in `folded` are drawn as single boxes."""
 
     def __init__(self, layered: Layered, folded: set[int]) -> None:
         self.layered, self.scene, self.folded = layered, layered.scene, folded
@@ -58,7 +58,7 @@ class Placed:
         self._move_cells(ROOT, 0.0, 0.0)
 
     def drawn_cells(self, group: int = ROOT) -> Iterator[tuple[Cell, Box]]:
-        """Yield items and groups with their boxes, each group before the cells in it."""
+        """Yield (cell, box) for items and groups, each group before the cells in it."""
         for row in self.layered.groups[group].rows:
             for cell in row:
                 if cell[0] != "bend":
@@ -67,7 +67,7 @@ class Placed:
                     yield from self.drawn_cells(cell[1])
 
     def curves(self) -> list[Curve]:
-        """Return the arrows between boxes; arrows with the same points are one."""
+        """Return the arrows between boxes; arrows with equal points are merged."""
         found: dict[tuple[Point, ...], Curve] = {}
         right = self.layered.groups[ROOT].right
         for arrow, way in zip(self.scene.arrows, self.layered.ways, strict=True):
@@ -77,12 +77,12 @@ class Placed:
                 continue
             across = len({self.scene.root_cell(item) in right for item in ends}) > 1
             bends = [box for n in way if (box := self.boxes.get(("bend", n)))]
-            points = _sideways_points(a, b) if across else _vertical_points(a, bends, b)
+            points = _sideways_arrow_points(a, b) if across else _vertical_arrow_points(a, bends, b)
             found.setdefault(points, Curve(points, across, [])).texts.append(arrow.text)
         return list(found.values())
 
     def _visible_box(self, item: int) -> Box:
-        """Return the box in which an item is drawn: of the outermost folded group around it."""
+        """Return the box that shows an item: the outermost folded group's, or the item's."""
         folded = (("group", g) for g in self.scene.groups_around(item) if g in self.folded)
         return self.boxes[next(folded, ("item", item))]
 
@@ -95,7 +95,7 @@ class Placed:
         return item_size(self.scene, i) if kind == "item" else folded_size(self.scene, i)
 
     def _place_group(self, group: int) -> tuple[float, float]:
-        """Place the cells of a group relative to its corner, and return width and height."""
+        """Place the cells of a group relative to the group's corner; return width and height."""
         layers = self.layered.groups[group]
         sizes = {cell: self._cell_size(cell) for row in layers.rows for cell in row}
         above, below = layers.neighbors()
@@ -123,7 +123,7 @@ class Placed:
         return max(right_edge, least), y - DOWN + PAD if sizes else head
 
     def _move_cells(self, group: int, x: float, y: float) -> None:
-        """Move the cells of a group, which are relative to its corner, to the corner (x, y)."""
+        """Move a group's cells, placed relative to its corner, so that its corner is (x, y)."""
         for row in self.layered.groups[group].rows:
             for cell in row:
                 box = self.boxes[cell]
@@ -133,7 +133,7 @@ class Placed:
 
 
 def place(model: ModelLike | Partition, fold: bool | None) -> Placed:
-    """Return the picture of a model, with modules folded as `to_svg` says."""
+    """Return the laid-out picture of a model, with modules folded as `to_svg` says."""
     scene = Scene(model)
     return Placed(Layered(scene), scene.folded_groups(fold))
 
@@ -151,12 +151,12 @@ def folded_size(scene: Scene, group: int) -> tuple[float, float]:
 
 
 def title_width(scene: Scene, group: int) -> float:
-    """Return the least width of the frame of a group, which its title needs."""
+    """Return the least width of a group's frame, so that the title fits."""
     return LETTER * (len(scene.groups[group].title) + 6) + 2 * PAD
 
 
 def _center_rows(rows, sizes, above, below, center) -> None:
-    """Set the centers of the cells of one side, near their neighbors and without overlap."""
+    """Set the horizontal centers of cells in rows, near their neighbors, without overlap."""
     for row in rows:
         x = 0.0
         for c in row:
@@ -171,7 +171,7 @@ def _center_rows(rows, sizes, above, below, center) -> None:
 
 
 def spread(wished: list[float], gaps: list[float]) -> list[float]:
-    """Return the positions nearest to `wished`, by squares, that are at least `gaps` apart.
+    """Return positions nearest to `wished`, by least squares, that are at least `gaps` apart.
 
     Pools adjacent violators: Barlow et al. 1972, "Statistical inference under order restrictions".
     """
@@ -189,7 +189,7 @@ def spread(wished: list[float], gaps: list[float]) -> list[float]:
     return [mean + offset for mean, offset in zip(means, offsets, strict=False)]
 
 
-def _vertical_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
+def _vertical_arrow_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
     """Return the points of an arrow from the box `a` through `bends` to `b`, above or below it."""
     down = a.y < b.y
     bends = sorted(bends, key=lambda bend: bend.y, reverse=not down)
@@ -202,7 +202,7 @@ def _vertical_points(a: Box, bends: list[Box], b: Box) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _sideways_points(a: Box, b: Box) -> tuple[Point, ...]:
+def _sideways_arrow_points(a: Box, b: Box) -> tuple[Point, ...]:
     """Return the points of an arrow from the side of the box `a` to the facing side of `b`."""
     right = a.x < b.x
     x, y = a.x + a.width * right, a.y + a.height / 2

@@ -32,7 +32,7 @@ Cell = tuple[str, int]  # ("item" | "group" | "bend", id)
 
 @dataclass
 class Item:
-    """A node, an input or an output.
+    """What a picture draws as one box: a node, an input or an output.
 
     Attributes:
         id: its index in `Scene.items`.
@@ -76,27 +76,27 @@ class Group:
 
     @property
     def folded_title(self) -> str:
-        """Title of the box of the folded group, with the number of nodes."""
+        """The title of the group's box when it is folded, with the count of nodes."""
         return f"▸ {self.title} ({self.nodes})"
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A value on its way from one item to another."""
+    """An edge of the picture: a value from the item that computes it to an item that reads it."""
 
     source: int
     target: int
     text: str  # name, type and shape of the value
 
 
-class _Constant(NamedTuple):
-    """Dtype and shape of a constant, and its elements if they are few."""
+class _DrawnConstant(NamedTuple):
+    """The dtype and shape of a constant, and the elements if they are few."""
 
     kind: str
     elements: str = ""
 
 
-_Scope = ChainMap[str, Item | _Constant]  # the item that computes each value, or the constant
+_Scope = ChainMap[str, Item | _DrawnConstant]  # the item that computes each value, or the constant
 
 
 class Scene:
@@ -134,7 +134,7 @@ class Scene:
         return self.groups[self.items[item].group].path
 
     def root_cell(self, item: int) -> Cell:
-        """Return the cell of the root in which an item is."""
+        """Return the cell, an item or a group, of the outermost level that holds an item."""
         path = self.groups_around(item)
         return ("group", path[1]) if path[1:] else ("item", item)
 
@@ -158,7 +158,7 @@ class Scene:
         return folded
 
     def gradient_hues(self) -> dict[int, int]:
-        """Return the hue, in degrees, of each item that is differentiated or differentiates."""
+        """Return hues in degrees, equal for a node and the nodes that compute its gradient."""
         order = dict.fromkeys(i.primal for i in self.items if i.primal)
         hue = {name: round(k * _GOLDEN_ANGLE) % 360 for k, name in enumerate(reversed(order))}
         names = {i.id: i.primal if "backward" in i.marks else i.first for i in self.items}
@@ -177,29 +177,29 @@ class Scene:
         return item
 
     def _add_graph(self, graph: GraphProto, group: int, scope: _Scope) -> list[Item]:
-        """Add the items of a graph, and return its outputs."""
+        """Add the items of a graph to a group, and return the graph's outputs."""
         constants = {t.name: _read_constant(t) for t in graph.initializer}
         for sparse in graph.sparse_initializer:
             text = _tensor_type(sparse.values.data_type, sparse.dims)
-            constants[sparse.values.name] = _Constant(f"sparse {text}")
-        inputs = [(x.name, _stated_type(x)) for x in graph.input if x.name not in constants]
-        outputs = [(y.name, _stated_type(y)) for y in graph.output]
+            constants[sparse.values.name] = _DrawnConstant(f"sparse {text}")
+        inputs = [(x.name, _declared_type(x)) for x in graph.input if x.name not in constants]
+        outputs = [(y.name, _declared_type(y)) for y in graph.output]
         return self._add_body(group, inputs, constants, graph.node, outputs, scope)
 
     def _add_body(
         self,
         group: int,
         inputs: list[tuple[str, str]],
-        constants: dict[str, _Constant],
+        constants: dict[str, _DrawnConstant],
         nodes: Iterable[NodeProto],
         outputs: list[tuple[str, str]],
         scope: _Scope,
     ) -> list[Item]:
-        """Add the items of a graph or function, and return its outputs."""
+        """Add the items of a graph or function, and return the outputs."""
         scope.update(constants)
         for name, text in inputs:
             scope[name] = self._add_item("input", name, group, text, [name, text])
-        nodes = [node for node in nodes if not _note_constant(node, scope)]
+        nodes = [node for node in nodes if not _record_constant(node, scope)]
         items = [self._add_node(node, group) for node in nodes]
         for node, item in zip(nodes, items, strict=True):
             scope.update((y, item) for y in node.output if y)
@@ -227,7 +227,7 @@ class Scene:
         return item
 
     def _module_group(self, module: str, backward: bool) -> int:
-        """Return the innermost group of a module, and add the groups around it that are missing."""
+        """Return the innermost group of a module, after adding missing groups around it."""
         group = ROOT
         for i, part in enumerate(self._module_titles.get(module, ())):
             key = (group, part, backward)
@@ -239,10 +239,10 @@ class Scene:
         return group
 
     def _connect_node(self, node: NodeProto, item: Item, scope: _Scope) -> None:
-        """Add the arrows of the operands of `node`, and the items of its subgraphs."""
+        """Add arrows from the operands of a node, and the items of the node's subgraphs."""
         for x in filter(None, node.input):
             self._connect_value(x, item, scope)
-        item.details += [printable(f"-> {self._typed_name(y)}") for y in node.output if y]
+        item.details += [printable(f"-> {self._name_with_type(y)}") for y in node.output if y]
         for name, graph in parts.graphs_of(node):
             if graph.node or graph.output:
                 inner = self._add_group(item.group, f"{node.op_type}: {name}", "subgraph")
@@ -250,10 +250,10 @@ class Scene:
                 self.arrows += [Arrow(end.id, item.id, end.title) for end in ends]
 
     def _connect_value(self, name: str, reader: Item, scope: _Scope) -> None:
-        """Add the arrow of a value to its reader, or note a constant in the reader's box."""
+        """Add an arrow from a value to a reader, or list a constant in the reader's box."""
         source = scope.get(name)
         if isinstance(source, Item):
-            self.arrows.append(Arrow(source.id, reader.id, printable(self._typed_name(name))))
+            self.arrows.append(Arrow(source.id, reader.id, printable(self._name_with_type(name))))
             return
         if source is None:  # no node computes it: broken models are drawn, too
             reader.details.append(printable(f"{name}: not computed by any node"))
@@ -267,11 +267,11 @@ class Scene:
             end = name if len(name) <= 18 else f"...{name[-15:]}"  # the end of a name says most
             reader.lines.append(printable(f"{end} {short}"))
 
-    def _typed_name(self, name: str) -> str:
+    def _name_with_type(self, name: str) -> str:
         return f"{name} {self._types.get(name, '')}".strip()
 
     def _mark_passes(self, saved: set[str] | None, recomputed: set[str]) -> None:
-        """Mark the nodes of the backward pass, and the forward nodes whose results it reads.
+        """Mark nodes of the backward pass, and forward nodes whose results they read.
 
         `saved` are the values that a `Partition` saves (None: all that the backward pass reads),
         `recomputed` the values that its backward model computes.
@@ -300,24 +300,26 @@ class Scene:
                 item.marks.add("recomputed")
 
 
-def _note_constant(node: NodeProto, scope: _Scope) -> bool:
-    """Return whether `node` is drawn as a constant of its readers; then `scope` gets its value."""
-    constant: Item | _Constant | None = None
+def _record_constant(node: NodeProto, scope: _Scope) -> bool:
+    """Return whether readers of `node` show it as a constant, and then add it to `scope`."""
+    constant: Item | _DrawnConstant | None = None
     if not node.output or node.domain:
         return False
     if node.op_type == "Constant" and len(node.attribute) == 1:
         [a] = node.attribute
-        constant = _read_constant(a.t) if a.HasField("t") else _Constant(parts.attribute_text(a))
+        constant = (
+            _read_constant(a.t) if a.HasField("t") else _DrawnConstant(parts.attribute_text(a))
+        )
     elif node.op_type == "Identity" and node.input:
         constant = scope.get(node.input[0])  # exporters give a shared weight a second name
-    if not isinstance(constant, _Constant):
+    if not isinstance(constant, _DrawnConstant):
         return False
     scope[node.output[0]] = constant
     return True
 
 
 def _module_titles(graph: GraphProto) -> dict[str, list[str]]:
-    """Return `{path of a module: titles of the groups around its nodes}`.
+    """Return `{path of a module: titles of its groups, from the outermost}`.
 
     A group has at least two nodes. Parts of a path that hold the same nodes are one group.
     """
@@ -341,9 +343,11 @@ def _module_titles(graph: GraphProto) -> dict[str, list[str]]:
 
 
 def _value_types(proto: ModelProto) -> dict[str, str]:
-    """Return `{value: dtype and shape}`, inferred; of a broken model, as the file states them."""
+    """Return `{value: dtype and shape}`, inferred; for a broken model as the file declares."""
     graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
-    stated = {v.name: _stated_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)}
+    stated = {
+        v.name: _declared_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)
+    }
     try:
         valid = read(proto)
         model = to_ir(external.without_data(valid))
@@ -365,12 +369,12 @@ def _tensor_type(data_type: int, shape: Iterable | None) -> str:
     return f"{parts.dtype_name(data_type)}[{dims.replace('None', '?')}]"
 
 
-def _stated_type(value: ValueInfoProto) -> str:
+def _declared_type(value: ValueInfoProto) -> str:
     return parts.type_text(value, _tensor_type)
 
 
-def _read_constant(tensor: TensorProto) -> _Constant:
+def _read_constant(tensor: TensorProto) -> _DrawnConstant:
     kind = _tensor_type(tensor.data_type, tensor.dims)
     if prod(tensor.dims) > parts.MOST_ELEMENTS or external.is_external(tensor):
-        return _Constant(kind)
-    return _Constant(kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split()))
+        return _DrawnConstant(kind)
+    return _DrawnConstant(kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split()))

@@ -89,7 +89,7 @@ def to_svg(model: ModelLike | Partition, *, fold: bool | None = None) -> str:
 
 
 def item_element(item: Item, box: Box, hue: int | None, tooltip: str = "") -> str:
-    """Return the box of a node, an input or an output, with `tooltip` as its last element."""
+    """Return the SVG element of a node, an input or an output, with `tooltip` inside."""
     names = " ".join(["box", item.kind, *sorted(item.marks - {"weight"})])
     style = ' rx="5"' if item.kind == "node" else ""
     if hue is not None:
@@ -106,7 +106,7 @@ def item_element(item: Item, box: Box, hue: int | None, tooltip: str = "") -> st
 
 
 def folded_element(group: Group, box: Box) -> str:
-    """Return the box of a folded group."""
+    """Return the SVG element of the box of a folded group."""
     title = _centered_text(box, 20, group.folded_title)
     return f'<g class="box folded">{_rectangle_element(box)}{title}</g>'
 

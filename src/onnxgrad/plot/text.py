@@ -151,7 +151,7 @@ def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
 
 
 def _color_line(line: str) -> str:
-    """Return `line` with its first group of `_COLORS` in the color of its kind."""
+    """Return a line with the first word that `_COLORS` knows in the color of its kind."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
             a, b = match.span(1)

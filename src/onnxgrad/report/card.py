@@ -84,7 +84,10 @@ def write_card(
         README.md ['---', 'license: "mit"']
     """
     if trainer._job.members is not None:
-        raise ValueError("write_card describes one model, and a stack has several members")
+        raise ValueError(
+            "write_card describes one model, and the trainer of a stack trains several: write the "
+            "card by hand"
+        )
     if not trainer.state.history:
         raise NotFittedError("nothing was trained yet: call fit first")
     target = Path(path) / CARD if Path(path).is_dir() else Path(path)
@@ -97,7 +100,7 @@ def write_card(
         _INTRODUCTION,
         f"## Use and limits\n\n{use or _UNKNOWN_SENTENCE}",
         f"## License\n\n{license or _UNKNOWN_SENTENCE}",
-        f"## Base model\n\n{_fact_table(_base_facts(trainer._job.proto, base))}",
+        f"## Base model\n\n{_fact_table(_base_model_facts(trainer._job.proto, base))}",
         f"## Data\n\n{data or _UNKNOWN_SENTENCE}\n\n{_fact_table(_data_facts(recorded_data))}",
         f"## Training\n\n{_fact_table(_training_facts(trainer))}",
         f"## Results\n\n{_result_table(trainer.state.history)}",
@@ -119,7 +122,7 @@ def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Ite
 
 
 def _training_facts(trainer: Any) -> dict[str, Any]:
-    """Return the length and the arguments of the training, and the names of some weights."""
+    """Return the duration and the arguments of a training, and the names of some weights."""
     state, identity = trainer.state, trainer.state.identity or {}
     kept, names = Kept.of(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
@@ -137,8 +140,8 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
-    """Return file, digest, graph and producer of the model that was trained."""
+def _base_model_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
+    """Return the file, digest, graph and producer of the model before the training."""
     file, digest = UNKNOWN, UNKNOWN
     if base is not None:
         with open(base, "rb") as opened:
@@ -154,7 +157,7 @@ def _base_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, 
 
 
 def _data_facts(description: Any) -> dict[str, Any]:
-    """Return rows, digest and shapes of the data, by the identity of the training."""
+    """Return the count of rows, the digest and the shapes of the training data."""
     known = dict(description) if isinstance(description, Mapping) else {}
     facts = {"rows": known.pop("rows", UNKNOWN), "digest": known.pop("digest", UNKNOWN)}
     if isinstance(known.get("inputs"), Mapping):
@@ -165,7 +168,7 @@ def _data_facts(description: Any) -> dict[str, Any]:
 
 
 def _result_table(history: list[dict[str, Any]]) -> str:
-    """Return a table of the numbers of the history, of the last evaluations if there are many."""
+    """Return a table of the history's numbers, of the last evaluations if there are many."""
     names = dict.fromkeys(n for entry in history for n, v in entry.items() if isinstance(v, Real))
     columns = ["epoch", "step", *(n for n in names if n not in _NO_RESULT)]
     remarks = []
@@ -189,7 +192,7 @@ def _markdown_table(names: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _escape_cell(value: Any) -> str:
-    """Return a value on one line, whose characters mean nothing in a table of Markdown."""
+    """Return the text of a value for a cell of a Markdown table, on one line and escaped."""
     if isinstance(value, float):
         value = f"{value:.5g}"
     text = printable(json.dumps(value) if isinstance(value, (dict, list)) else value)

@@ -19,7 +19,7 @@ _INSTRUCTION_SETS = (  # as /proc/cpuinfo calls those for which onnxruntime has 
 
 
 def environment() -> dict[str, str]:
-    """Return versions, the system, the processor, its cores and the memory, as texts."""
+    """Return the versions of packages, the system, processor, cores and memory, as texts."""
     found = {"Python": platform.python_version()}
     names = dict.fromkeys([*_PACKAGES, *_RUNTIMES])
     found |= {name: version(name) for name in names if _is_installed(name)}
@@ -33,13 +33,13 @@ def environment() -> dict[str, str]:
 
 
 def instruction_sets() -> list[str]:
-    """Return the instruction sets of the processor that kernels use; none where unknown."""
+    """Return the instruction sets of the processor that kernels use; [] if unknown."""
     known = _processor_field("flags", "Features").split()
     return [name for name in _INSTRUCTION_SETS if name in known]
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """Return, for each extra of this package, which of its packages are not installed."""
+    """Return, for each extra of onnxgrad, the packages that are not installed."""
     if not _is_installed("onnxgrad"):  # it runs from a folder of sources
         return {}
     package = distribution("onnxgrad")
@@ -69,7 +69,7 @@ def peak_memory() -> int | None:
 
 
 def _processor_field(*names: str) -> str:
-    """Return the first field of /proc/cpuinfo with one of these names; "" if there is none."""
+    """Return the first of these fields in /proc/cpuinfo; "" if the file has none of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

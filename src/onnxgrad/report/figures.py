@@ -26,7 +26,7 @@ Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title, and the names of its lines in the order of their colors."""
+    """A figure with its title, and the names of its lines, ordered by color."""
 
     title: str
     svg: Markup
@@ -35,7 +35,7 @@ class Chart:
 
 
 def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
-    """Return lines over steps. Values that are not finite are left out.
+    """Return the figure of lines over steps. Values that are not finite are left out.
 
     With `log`, the axis of values is logarithmic if these are of several orders of magnitude. Where
     a few values, as in the first epoch, would flatten the line, the axis ends before them; marks
@@ -54,17 +54,20 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
         if logarithmic:
             axes.set_yscale("log")
         if most is not None:
-            note = _end_axis(axes, kept, most, logarithmic)
+            note = _limit_value_axis(axes, kept, most, logarithmic)
     names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
     return Chart(title, _svg_element(figure, title), names, note)
 
 
 def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether the axis of some lines is logarithmic, and the range of most of their values.
+    """Return whether the axis of some lines is logarithmic, and the range of most values.
 
     The range is None if all values fit: an axis for all is less than `_STRETCH` times as long.
     """
-    every, most = [v for y in lines for v in y], [v for y in lines for v in _usual_values(y)]
+    every, most = (
+        [v for y in lines for v in y],
+        [v for y in lines for v in _values_without_extremes(y)],
+    )
     log = log and min(every) > 0 and max(every) / min(every) >= _LOG
     measure = math.log10 if log else float
     inner = measure(max(most)) - measure(min(most))
@@ -73,15 +76,17 @@ def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[floa
     return log and max(most) / min(most) >= _LOG, (min(most), max(most))
 
 
-def _usual_values(values: Sequence[float]) -> list[float]:
-    """Return the values after the first tenth, without the extreme ones of many."""
+def _values_without_extremes(values: Sequence[float]) -> list[float]:
+    """Return the values after the first tenth, without the few most extreme ones."""
     rest = sorted(values[max(1, len(values) // 10) :] or values)
     extreme = len(rest) // 50
     return rest[extreme : len(rest) - extreme]
 
 
-def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool) -> str:
-    """End the axis of values a little beyond `most`, mark points outside, and return a note."""
+def _limit_value_axis(
+    axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool
+) -> str:
+    """End the value axis a little beyond `most`, mark points outside, and return a remark."""
     low, high = map(math.log10, most) if log else most
     low, high = low - _ROOM * (high - low), high + _ROOM * (high - low)
     low, high = (10**low, 10**high) if log else (low, high)
@@ -105,7 +110,7 @@ def _end_axis(axes: Any, lines: Sequence[Series], most: tuple[float, float], log
 
 
 def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
-    """Return predictions over labels, with the line where they are equal."""
+    """Return the figure of predictions over labels, with the line of equal values."""
     figure, axes = _new_axes("label", "prediction")
     x, y = _finite_points([p[0] for p in pairs], [p[1] for p in pairs])
     if x:
@@ -117,7 +122,7 @@ def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
 
 
 def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
-    """Return a histogram with its axes."""
+    """Return the figure of a histogram with axes."""
     figure, axes = _new_axes(xlabel, "count")
     if histogram["counts"]:
         edges = _bin_edges(histogram)
@@ -126,7 +131,7 @@ def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
 
 
 def spark(values: Sequence[float | None]) -> Markup:
-    """Return a small line without axes, cut where a few values would flatten the others.
+    """Return a small figure of a line without axes, cut at a few extreme values.
 
     The y axis is from the smallest to the largest value; a constant is in the middle.
     """
@@ -144,7 +149,7 @@ def spark(values: Sequence[float | None]) -> Markup:
 
 
 def before_and_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Markup:
-    """Return the densities of two histograms on one axis, each with the area 1."""
+    """Return the figure of two histograms' densities, each with the area 1."""
     drawn = {i: h for i, h in enumerate((before, after)) if h and h["counts"]}
     if not drawn:
         return Markup("")
@@ -168,7 +173,7 @@ def _bin_edges(histogram: Mapping[str, Any]) -> np.ndarray:
 
 
 def _small_figure(lines: Mapping[int, Iterable[tuple[float, float]]]) -> Markup:
-    """Return a small figure of lines, `{number of the color: points}`."""
+    """Return a small figure of lines, `{index of the color: points}`."""
     frame = '<svg class="small" viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">'
     drawn = Markup(frame).format(_WIDTH, _HEIGHT)
     for color, points in lines.items():

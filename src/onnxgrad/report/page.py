@@ -122,7 +122,7 @@ def _format_number(value: Any) -> str:
 
 
 def _format_score(value: Any) -> str:
-    """Return a number as `_format_number` does, or an integral float with two decimals: 1.00."""
+    """Return the text of a number as `_format_number` does; an integral float as 1.00."""
     text = _format_number(value)
     return f"{value:.2f}" if isinstance(value, float) and text.strip("-").isdigit() else text
 

@@ -37,8 +37,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass
-class _Output:
-    """An output of the model with the loss that reads it."""
+class _ExaminedOutput:
+    """An output of the model, the loss that reads the output, and the axis of rows."""
 
     info: LossInfo
     axis: int  # axis of rows in the output
@@ -46,14 +46,14 @@ class _Output:
     def compare(
         self, prediction: np.ndarray, label: np.ndarray
     ) -> tuple[PredictionInfo, MetricBatch]:
-        """Return predictions and labels in the form that metrics take."""
+        """Return the `PredictionInfo` and the `MetricBatch` of predictions and labels."""
         about = prediction_info(self.info, prediction, self.axis)
         return about, MetricBatch(_NAME, about, prediction, label)
 
 
 @dataclass
-class _Classes(_Output):
-    """Counts of pairs of a class and the predicted class."""
+class _ConfusionCounts(_ExaminedOutput):
+    """Confusions: counts of (class of the label, predicted class)."""
 
     counts: Counter = field(default_factory=Counter)
     classes: int = 2
@@ -72,8 +72,8 @@ class _Classes(_Output):
 
 
 @dataclass
-class _Numbers(_Output):
-    """Predictions and labels of a regression."""
+class _RegressionResiduals(_ExaminedOutput):
+    """Predictions, labels and residuals of a regression."""
 
     predictions: list[np.ndarray] = field(default_factory=list)
     labels: list[np.ndarray] = field(default_factory=list)
@@ -111,8 +111,8 @@ class _Numbers(_Output):
         return {"kind": "numbers", "columns": columns, "rows": len(shown)}
 
 
-class _Boxes:
-    """Counts of pairs of classes of true and found boxes; the last class is no box."""
+class _BoxConfusions:
+    """Confusions of detection: counts of (true class, found class); the last is no box."""
 
     def __init__(self, info: LossInfo, precision: MeanAveragePrecision) -> None:
         self.info, self.confusion = info, BoxConfusion(precision.read)
@@ -130,7 +130,7 @@ class _Boxes:
 def examine_predictions(
     trainer: Any, seconds: float, numbers: np.ndarray | None = None, first: int = 0
 ) -> dict[str, Any]:
-    """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
+    """Return confusions or residuals, and the rows with the largest loss, as JSON values.
 
     The rows are validation data or, without any, training data.
 
@@ -143,7 +143,8 @@ def examine_predictions(
     call = trainer._call
     if call.sharing is not None:
         raise ValueError(
-            "several processes trained the model, and each has only a part of the rows"
+            "predictions can be examined only if one process trains the model: each of several has "
+            "only a part of the rows"
         )
     source, name = _examined_data(call)
     evaluator = call.evaluator
@@ -153,9 +154,9 @@ def examine_predictions(
     outputs: dict[str, Any] = {}
     for label, info in one.labels.items():
         if of_boxes and not _has_classes(info):
-            outputs[label] = _Boxes(info, of_boxes[0])
+            outputs[label] = _BoxConfusions(info, of_boxes[0])
             continue
-        kind = _Classes if _has_classes(info) else _Numbers
+        kind = _ConfusionCounts if _has_classes(info) else _RegressionResiduals
         outputs[label] = kind(info, evaluator.row_axis(str(info.prediction), label))
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
@@ -165,7 +166,7 @@ def examine_predictions(
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
-            output.add_rows(*_aligned_pair(output.info, predictions, arrays[label]))
+            output.add_rows(*_aligned_predictions(output.info, predictions, arrays[label]))
         whole = evaluator.fields.row_axes.without_rows(arrays)
         rows = next(len(array) for name, array in arrays.items() if name not in whole)
         for i in range(rows if single and losses == count else 0):
@@ -197,12 +198,12 @@ def examine_predictions(
 
 
 def _examined_data(call: Any) -> tuple[BatchSource, str]:
-    """Return the validation data, or the training data if they are in memory, and their kind."""
+    """Return the data to examine, with "validation", or "training" if in memory."""
     if call.validated is not None:
         return call.validated, "validation"
     if isinstance(call.source, ArraySource):
         return call.source, "training"
-    raise ValueError("there are no validation data, and the training data are not in memory")
+    raise ValueError("there are no validation data, nor arrays to train on: pass either to fit")
 
 
 def _row_number(row: int, numbers: np.ndarray | None) -> int:
@@ -241,7 +242,7 @@ def _has_classes(info: LossInfo) -> bool:
     return info.classes is not None or info.threshold is not None
 
 
-def _aligned_pair(
+def _aligned_predictions(
     info: LossInfo, predictions: Arrays, label: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return predictions and labels, shifted by a step where the loss predicts the next token."""
@@ -251,8 +252,8 @@ def _aligned_pair(
 
 
 def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
-    """Return the label and the prediction of a row: class numbers, or some of the elements."""
-    prediction, wanted = _aligned_pair(output.info, predictions, label)
+    """Return the label and the prediction of a row: class indices, or some elements."""
+    prediction, wanted = _aligned_predictions(output.info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
     prediction, wanted = prediction[row : row + 1], wanted[row : row + 1]
@@ -269,7 +270,7 @@ def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -
 
 
 def _first_elements(array: np.ndarray) -> list[Any]:
-    """Return the first elements, and an ellipsis if there are more."""
+    """Return the first elements of an array as a list, with an ellipsis for more."""
     flat = np.asarray(array).ravel()
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
@@ -277,7 +278,7 @@ def _first_elements(array: np.ndarray) -> list[Any]:
 
 
 def histogram(array: np.ndarray) -> dict[str, Any]:
-    """Return a histogram between the smallest and the largest element, as numbers for JSON.
+    """Return a histogram from the smallest to the largest element, as JSON values.
 
     `low` and `high` are these elements, `counts` the number of elements in each of `BINS` equal
     intervals between them.
@@ -291,7 +292,7 @@ def histogram(array: np.ndarray) -> dict[str, Any]:
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:
-    """Return the name of a class; its number without names."""
+    """Return the name of the class with an index; the index if classes have no names."""
     if classes and isinstance(index, int) and 0 <= index < len(classes):
         return str(classes[index])
     return str(index)

@@ -35,7 +35,7 @@ _LINES = 400  # lines of the text of the model
 
 
 class Recorder(Callback):
-    """Records a training, for the page that `write_report` and `onnxgrad report` make of it.
+    """Records a training, for the page of `write_report` and `onnxgrad report`.
 
     `folder/run.json` gets the history, the loss by step, norms of gradients, weights and updates,
     histograms of the weights before and after, the model as text, versions and the machine. When
@@ -110,7 +110,7 @@ class Recorder(Callback):
 
     @property
     def path(self) -> Path:
-        """The file that it writes."""
+        """The path of the file that the recorder writes."""
         return self.folder_written / FILE
 
     # -- events -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Recorder(Callback):
                 "environments": [],
                 "about": self.about,
                 "parameters": json_value(parameters_of(trainer)),
-                "model": _summary_of(trainer._job.proto),
+                "model": _model_summary(trainer._job.proto),
                 "weights": {n: describe_weight(w) for n, w in self._weights.items()},
                 "before": {n: histogram(w) for n, w in self._weights.items()},
                 "classes": None if self.classes is None else [str(c) for c in self.classes],
@@ -147,7 +147,7 @@ class Recorder(Callback):
         self._sum, self._rows = 0.0, 0
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record the mean loss since the last call, and norms where they are due."""
+        """Record the mean loss since the last record, and every `every_steps` steps norms."""
         loss, rows = trainer.progress.loss, trainer.progress.rows
         if rows > self._rows and math.isfinite(loss):
             mean = (loss * rows - self._sum) / (rows - self._rows)
@@ -159,17 +159,17 @@ class Recorder(Callback):
             self._record_norms(trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the file."""
-        self._write_file(state)
+        """Write the record so far into the file."""
+        self._write_record(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record norms, and write the file."""
+        """Record norms of weights, unless steps do, and write the record into the file."""
         if self.every_steps is None:
             self._record_norms(trainer, state)
-        self._write_file(state)
+        self._write_record(state)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Examine the trained model, and write the file."""
+        """Examine the predictions of the trained model, and write the record into the file."""
         kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
@@ -194,12 +194,12 @@ class Recorder(Callback):
                 absent[name] = first_line(e)
                 if not isinstance(e, ValueError):
                     logger.warning("Recorder: %s: %s", name, absent[name])
-        self._write_file(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
+        self._write_record(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
 
     # -- parts of the record ------------------------------------------------------------------
 
     def _record_norms(self, trainer: Any, state: Any) -> None:
-        """Record the norms of this step, once."""
+        """Record norms of weights and updates at this step, at most once a step."""
         entry = self.entry(state)
         entry["calls"] = calls = entry.get("calls", 0) + 1
         records = entry["norms"]
@@ -232,17 +232,19 @@ class Recorder(Callback):
     def _profile_operators(self, trainer: Any) -> Any:
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
-            raise ValueError("the recorder has profile=0")
+            raise ValueError("the recorder has profile=0, which measures no step")
         call = trainer._call
         sample = sample_step(call)
         if sample is None:
-            raise ValueError("no step was run, or processes share each step")
+            raise ValueError(
+                "no step can be profiled: none was run, or several processes share each step"
+            )
         model, inputs, work, in_order = sample
         times = operator_times(model, inputs, call.job.device, work, in_order, self.profile)
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
 
-    def _write_file(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
+    def _write_record(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
         entry = self.entry(state)
         entry["seconds"] = self._before + time.perf_counter() - self._clock
         written = {**entry, "history": state.history, **(ended or {})}
@@ -262,7 +264,7 @@ def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
-    """Join neighbors if there are too many points: the mean of their losses, weighted by rows."""
+    """Average neighboring points, weighted by rows, if a loss curve has too many."""
     if len(steps) <= _STEPS:
         return
     pairs = list(zip(steps[0::2], steps[1::2], strict=False))
@@ -273,8 +275,8 @@ def _join_neighbors(steps: list[list[Any]]) -> None:
     del steps[len(pairs) : 2 * len(pairs)]
 
 
-def _summary_of(proto: ModelProto) -> dict[str, Any]:
-    """Return a summary of a model, and the beginning of its text."""
+def _model_summary(proto: ModelProto) -> dict[str, Any]:
+    """Return counts of a model's nodes, producer and opsets, and the first lines of its text."""
     lines = onnx_simple_text_plot(proto).splitlines()
     return {
         "name": proto.graph.name,

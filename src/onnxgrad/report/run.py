@@ -45,12 +45,15 @@ def load_run(path: str | os.PathLike) -> Run:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+        raise ValueError(f"{path} is damaged, and no JSON: {e}") from None
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
         return {"source": "history", "history": content}
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return {"source": "run", **content}
-    raise ValueError(f"{path} is neither a history nor a file in the format {FORMAT}")
+    raise ValueError(
+        f"{path} is neither a history, a list of records, nor a file of a Recorder with the format "
+        f"{FORMAT}"
+    )
 
 
 def _load_folder(folder: Path) -> Run:
@@ -74,18 +77,18 @@ def _load_folder(folder: Path) -> Run:
         if entry.get("format") == FORMAT:
             run = entry | run
         elif "records" in entry and isinstance(entry["records"], list):
-            run.setdefault("norms", [_from_norms_record(record) for record in entry["records"]])
+            run.setdefault("norms", [_run_of_norms_record(record) for record in entry["records"]])
     return run
 
 
-def _from_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of the callback `Norms`; it has no norms of updates."""
+def _run_of_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run of a file of the callback `Norms`, which has no norms of updates."""
     gradient, weight = (record.get(f"{kind}_norms", {}) for kind in ("gradient", "weight"))
     return {"step": record["step"], "gradient": gradient, "weight": weight, "update": {}}
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a history, without the empty cells."""
+    """Return the records of a history in CSV, without empty cells."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if "step" not in (reader.fieldnames or ()):

@@ -1,4 +1,4 @@
-"""The parts of a report: records of a training as values that the page shows."""
+"""The sections of a report: records of a training as values that the page shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Mapping[str, Any]
 
 
 def tiles(run: Run) -> list[tuple[str, Any, str]]:
-    """Return the most important numbers: a title, a value, and a remark.
+    """Return (title, value, remark) for the most important numbers of a training.
 
     Losses and metrics belong to the kept weights, if the record says which weights were kept.
     """
@@ -38,7 +38,7 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
         if name in losses:
             best = min(records, key=lambda r: r[name])
             remark = f"lowest {best[name]:.4g} at step {best['step']:g}"
-        shown.append((losses.get(name, _title_of(name)), record[name], remark))
+        shown.append((losses.get(name, _entry_title(name)), record[name], remark))
     for title, key, column in (("epochs", "epochs", "epoch"), ("steps", "step", "step")):
         count: Any = run.get(key) or (history[-1].get(column) if history else None)
         shown.append((title, int(count) if _is_number(count) else None, ""))
@@ -46,22 +46,26 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
 
 
 def charts(run: Run) -> list[figures.Chart]:
-    """Return the curves of the history, and the loss by step."""
+    """Return the charts of a training: the curves of the history, and the loss by step."""
     history, steps = run.get("history") or [], run.get("steps") or []
 
     def curve(name: str, label: str = "") -> figures.Series:
         records = [r for r in history if _is_number(r.get(name))]
         return label or name, [r["step"] for r in records], [r[name] for r in records]
 
-    others = [n for n in _numbers_in(history) if not n.startswith(_VALIDATION) and n not in _KNOWN]
+    others = [
+        n
+        for n in _numeric_entry_names(history)
+        if not n.startswith(_VALIDATION) and n not in _KNOWN
+    ]
     rated = [s for s in steps if s[3] is not None]
     rates = ("learning rate", [s[0] for s in rated], [s[3] for s in rated])
     curves: list[tuple[str, list[figures.Series]]] = [
         ("loss", [curve("loss", "training"), curve(f"{_VALIDATION}loss", "validation")]),
         ("loss by step", [("loss", [s[0] for s in steps], [s[2] for s in steps])]),
-        *((_title_of(name), [curve(name)]) for name in _metric_names(history)),
+        *((_entry_title(name), [curve(name)]) for name in _metric_names(history)),
         ("learning rate", [rates if rated else curve("learning_rate", "learning rate")]),
-        *((_title_of(name), [curve(name)]) for name in others),
+        *((_entry_title(name), [curve(name)]) for name in others),
     ]
     recorded = [(title, [one for one in series if len(one[1])]) for title, series in curves]
     return [figures.curves(t, series, t != "learning rate") for t, series in recorded if series]
@@ -103,7 +107,7 @@ def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
 
 
 def outputs(run: Run) -> list[dict[str, Any]]:
-    """Return the confusions or the residuals of each output."""
+    """Return the confusions or the residuals of each output of the model."""
     shown = []
     for output in (run.get("examined") or {}).get("outputs", ()):
         if output["kind"] == "classes":
@@ -121,7 +125,7 @@ def outputs(run: Run) -> list[dict[str, Any]]:
 
 
 def worst(run: Run) -> list[dict[str, Any]]:
-    """Return the rows with the largest loss, with the names of classes and of files."""
+    """Return the rows of data with the largest loss, with the names of classes and files."""
     classes, rows, keys = run.get("classes"), [], ("label", "prediction", "score")
     for row in (run.get("examined") or {}).get("worst", ()):
         values = []
@@ -138,7 +142,7 @@ def worst(run: Run) -> list[dict[str, Any]]:
 
 
 def operators(run: Run) -> list[dict[str, Any]]:
-    """Return the operators with their share of the time of a step."""
+    """Return the operators with their shares of the time of a step."""
     rows = (run.get("operators") or {}).get("rows", ())
     total = sum(row[2] for row in rows) or 1.0
     keys = ("operator", "nodes", "seconds", "nbytes")
@@ -146,7 +150,7 @@ def operators(run: Run) -> list[dict[str, Any]]:
 
 
 def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return a matrix of counts, or the most frequent confusions if there are many classes."""
+    """Return the matrix of confusions, or of many classes the most frequent confusions."""
     count, pairs = output["classes"], output["confusion"]
     boxes = bool(output.get("boxes"))
     if boxes:  # whose last class is no box
@@ -184,16 +188,16 @@ def _join_values(values: Any, names: Sequence[str] | None) -> str:
 
 
 def _metric_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = _numbers_in(history)
+    names = _numeric_entry_names(history)
     return [n for n in names if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
 
 
-def _numbers_in(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names under which records have numbers."""
+def _numeric_entry_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the history's entries that are numbers."""
     return list(dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v)))
 
 
-def _title_of(name: str) -> str:
+def _entry_title(name: str) -> str:
     return name.replace("_", " ")
 
 

@@ -22,7 +22,7 @@ Provider = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Device:
-    """A processor with its memory: the CPU, or one GPU.
+    """The processor that runs a session: the CPU, or one GPU.
 
     Args:
         kind: "cpu" or "cuda".
@@ -43,11 +43,11 @@ class Device:
         """
         if isinstance(device, Device):
             return device
-        parts = _FORM.fullmatch(str(device)) if _is_name(device) else None
+        parts = _FORM.fullmatch(str(device)) if _is_device_name(device) else None
         kind, index = parts.groups() if parts else ("", None)
         kind, number = kind.lower().replace("gpu", "cuda"), int(index or 0)
         if not kind or (kind == "cpu" and number):
-            quoted = repr(str(device)) if _is_name(device) else repr(device)
+            quoted = repr(str(device)) if _is_device_name(device) else repr(device)
             raise ProviderError(
                 f"device {quoted}: the installed onnxruntime offers "
                 f"{ort.get_available_providers()}; {VALID}"
@@ -81,7 +81,7 @@ class Device:
         return self
 
     def ortvalue(self, array: np.ndarray) -> ort.OrtValue:
-        """Return `array` as an OrtValue on this device; on the CPU it shares the memory."""
+        """Return an array as an OrtValue on this device; the CPU's OrtValue shares the memory."""
         return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> ort.OrtValue:
@@ -89,7 +89,7 @@ class Device:
         return ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.kind, self.index)
 
     def check_holds(self, what: str, value: ort.OrtValue) -> None:
-        """Raise ValueError if `value` is on another device, as far as onnxruntime reports it."""
+        """Raise ValueError if `value` is on another device, as onnxruntime reports."""
         kind = value.device_name().lower().replace("gpu", "cuda")
         dlpack_device = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
         if dlpack_device is not None:
@@ -97,7 +97,9 @@ class Device:
         else:
             device = Device(kind, self.index if kind == "cuda" else 0)
         if device != self:
-            raise ValueError(f"{what} is on '{device}', the session on '{self}'")
+            raise ValueError(
+                f"{what} is on '{device}', and the session on '{self}': copy the tensor there"
+            )
 
 
 CPU = Device()
@@ -120,7 +122,7 @@ def read_providers(
     """
     pairs = _provider_pairs(providers, options)
     on_gpu = [settings for name, settings in pairs if name in _ON_CUDA]
-    numbers = {_gpu_number(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
+    numbers = {_gpu_index(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
     if index is not None:
         if index and not on_gpu:
             raise ProviderError(
@@ -139,8 +141,8 @@ def read_providers(
     return pairs, Device("cuda", number) if on_gpu else CPU
 
 
-def _gpu_number(device_id: Any) -> int:
-    """Return the number of a GPU, which providers take as a text, too."""
+def _gpu_index(device_id: Any) -> int:
+    """Return the index of a GPU, a whole number that providers may also take as a text."""
     if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
         raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
     return int(device_id)
@@ -148,7 +150,7 @@ def _gpu_number(device_id: Any) -> int:
 
 def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
     """Return execution providers, each with a copy of its options; see `read_providers`."""
-    if isinstance(providers, Device) or _is_name(providers):
+    if isinstance(providers, Device) or _is_device_name(providers):
         if options is not None:
             raise ValueError("provider_options go with a list of providers, not with a device")
         try:
@@ -164,13 +166,15 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
         if not all(isinstance(name, str) for name in names):
             raise ValueError("options are in `providers` already: leave out provider_options")
         if len(options) != len(names):
-            raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
+            raise ValueError(
+                f"provider_options: pass one for each of the providers {names}, not {len(options)}"
+            )
         names = list(zip(names, options, strict=True))
-    return [_with_options(name) for name in names]
+    return [_provider_with_options(name) for name in names]
 
 
-def _with_options(provider: Any) -> Provider:
-    """Return a provider with a copy of its options, if onnxruntime has it."""
+def _provider_with_options(provider: Any) -> Provider:
+    """Return a provider with a copy of its options; raise if onnxruntime lacks it."""
     name, options = (provider, {}) if isinstance(provider, str) else provider
     available = ort.get_available_providers()
     if name not in available and name in ort.get_all_providers():
@@ -183,6 +187,6 @@ def _with_options(provider: Any) -> Provider:
     return name, dict(options)
 
 
-def _is_name(device: Any) -> bool:
+def _is_device_name(device: Any) -> bool:
     """Return whether `device` is a string or a `torch.device`; torch is not imported."""
     return isinstance(device, str) or type(device).__module__ == "torch"

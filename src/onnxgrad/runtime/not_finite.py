@@ -28,7 +28,7 @@ FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 def first_not_finite(
     model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int] = (), of: str = ""
 ) -> str | None:
-    """Return which node first computes NaN or infinity, though its inputs are finite.
+    """Return the message which node computes NaN or infinity from finite inputs.
 
     Only nodes are considered on which an output that is not finite depends through values that are
     not finite, either: the infinities of a mask in front of a Softmax are no fault. In the branch
@@ -47,13 +47,13 @@ def first_not_finite(
         'h') gives infinity; its input 'x' is between 1 and 100". It names an input or a constant
         instead of a node if that is not finite already.
     """
-    search = _Search(dense_inside(read(model)), feed, rows, of)
+    search = _NotFiniteSearch(dense_inside(read(model)), feed, rows, of)
     search.run()
     return search.result()
 
 
-class _Search:
-    """A run of a model in pieces, which records the range of each value."""
+class _NotFiniteSearch:
+    """Runs a model in pieces to record the range of each value and find NaN or infinity."""
 
     def __init__(
         self, model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int], of: str
@@ -95,7 +95,7 @@ class _Search:
             start = stop
 
     def _run_piece(self, piece: range) -> int:
-        """Run some nodes, and return the bytes of their outputs."""
+        """Run some nodes, and return the size of their outputs in bytes."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
         model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
         feed = {x.name: self.values[x.name] for x in model.graph.input}
@@ -109,11 +109,11 @@ class _Search:
         for i in self.with_subgraphs.intersection(piece):
             starts_here = not self._any_not_finite(self.reads[i])
             if starts_here and self._any_not_finite(self.nodes[i].output):
-                self.branches[i] = self._first_in_branch(self.nodes[i])
+                self.branches[i] = self._fault_in_branch(self.nodes[i])
         return size
 
     def _model_of_nodes(self, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
-        """Return a model of these nodes; values that nodes before them compute are its inputs."""
+        """Return a model of these nodes, with values of earlier nodes as inputs."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
@@ -129,8 +129,8 @@ class _Search:
                 model.graph.initializer.append(self.initializers[name])
         return model
 
-    def _first_in_branch(self, node: NodeProto) -> str:
-        """Return a text on the node at fault in the branch that an If takes; "" for other nodes."""
+    def _fault_in_branch(self, node: NodeProto) -> str:
+        """Return a text on the node at fault in the taken branch of an If; "" otherwise."""
         if node.op_type != "If":
             return ""
         try:
@@ -142,14 +142,14 @@ class _Search:
             model = self._model_of_nodes(branch.node, [y.name for y in branch.output])
             model.graph.initializer.extend(branch.initializer)
             feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
-            search = _Search(model, feed, (), "")
+            search = _NotFiniteSearch(model, feed, (), "")
             search.run()
             return search.result() or ""
         except Exception:  # the message names the If alone then
             return ""
 
     def _note_range(self, name: str, value: np.ndarray) -> None:
-        """Record the least and the greatest element of a float tensor; NaN if any element is."""
+        """Record the least and greatest element of a tensor of floats; NaN if it has NaN."""
         if value.dtype.kind in "biuSUO":
             return
         x = value.astype(np.float64, copy=False) if value.dtype.kind != "f" else value
@@ -176,7 +176,7 @@ class _Search:
     # -- the way back ---------------------------------------------------------------------------
 
     def result(self) -> str | None:
-        """Return the message of `first_not_finite` after `run`."""
+        """Return the message of `first_not_finite`; call `run` before."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
         bad = [y for y in bad if self._value_state(y) == NAN] or bad
@@ -200,7 +200,7 @@ class _Search:
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
     def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
-        """Return the values behind `bad` that are not finite, and come from finite ones alone.
+        """Return values that are not finite, lead to `bad`, and are computed from finite ones.
 
         NaN is followed to NaN, and only where it comes from other numbers to infinity. The second
         set holds the indices of the nodes that compute NaN from other numbers.
@@ -223,7 +223,7 @@ class _Search:
         return sources, created
 
     def _tensors_read_by(self, node: int) -> list[str]:
-        """Return the tensors that a node reads; for a sequence, the tensors it is made from."""
+        """Return the tensors that a node reads, or of which its sequence is made."""
         values: dict[str, None] = {}
         stack, seen = [node], {node}
         while stack:
@@ -266,7 +266,7 @@ class _Search:
 
 
 def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
-    """Add an input of the type of `value` to a model."""
+    """Add to a model an input with the type of `value`."""
     kind, declared = value.data_type(), model.graph.input.add(name=name).type
     if kind.startswith("seq("):
         kind, declared = kind[4:-1], declared.sequence_type.elem_type

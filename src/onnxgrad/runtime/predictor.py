@@ -80,7 +80,7 @@ class Predictor:
 
     @escaping()
     def run(self, feed: Any, outputs: Sequence[str] = ()) -> list[Any]:
-        """Return outputs of one call, for arrays by name, or for the array of the only input.
+        """Return outputs of one call, for `{input: array}`, or the array of the only input.
 
         The arrays are cast to the dtypes of the inputs.
 
@@ -89,14 +89,18 @@ class Predictor:
         """
         by_name = feed if isinstance(feed, Mapping) else {next(iter(self.inputs)): feed}
         if missing := [name for name in self.inputs if by_name.get(name) is None]:
-            raise ValueError(f"the model needs the inputs {missing}, and got {list(by_name)}")
+            raise ValueError(
+                f"pass the inputs {missing}, too: the model needs them beside {list(by_name)}"
+            )
         if unknown := [name for name in by_name if name not in self.inputs]:
-            raise ValueError(f"the model has the inputs {list(self.inputs)}, and not {unknown}")
+            raise ValueError(
+                f"leave out {unknown}: the model has only the inputs {list(self.inputs)}"
+            )
         arrays = {n: np.asarray(array, self.dtypes.get(n)) for n, array in by_name.items()}
         return self.compute(arrays, outputs)
 
     def compute(self, values: Mapping[str, Any], outputs: Sequence[str] = ()) -> list[Any]:
-        """Return outputs of one call as `run`, without its checks and casts.
+        """Return the outputs of one call, without the checks and casts of `run`.
 
         `values` has arrays of the dtypes of the inputs, or OrtValues, and may have more names, such
         as all the weights of a training. Names in messages are not escaped.
@@ -130,7 +134,9 @@ class Predictor:
             return {name: join_rows(name, [part[name] for part in parts]) for name in names}
         if count < size:
             if not count:
-                raise ValueError(f"the model takes {size} rows at once, and the data have no row")
+                raise ValueError(
+                    f"the model takes {size} rows at once, and the data have no row: pass one"
+                )
             feed = take_rows(feed, np.minimum(np.arange(size), count - 1), whole)
         try:
             named = dict(zip(self.returned, self.run(feed), strict=True))
@@ -145,7 +151,7 @@ class Predictor:
         return found
 
     def _takes_one_row(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
-        """Return whether the model runs on the first row, and not on two copies of it.
+        """Return whether the model runs on one row, but not on two copies of that row.
 
         If so, each call gets one row from now on, and the logger warns.
         """
@@ -162,7 +168,7 @@ class Predictor:
         return True
 
     def predict(self, feed: Mapping[str, np.ndarray], rows: int = ROWS) -> Arrays:
-        """Return all outputs for any number of rows, by name, in calls of so many rows.
+        """Return all outputs for any number of rows, by name, in calls of `rows` rows.
 
         Raises:
             ValueError: as `run`; an output that does not have a row for each.
@@ -177,7 +183,7 @@ class Predictor:
 
 
 def join_rows(name: str, parts: Sequence[Any], axis: int = 0) -> Any:
-    """Return the rows of an output in several calls: one array, or one list of maps.
+    """Return an output of several calls as one array, or as one list of dicts.
 
     Raises:
         ValueError: the arrays differ in length along another axis than `axis`, the rows.

@@ -22,7 +22,7 @@ _KERNEL = "_kernel_time"  # the end of the name of an event that is a run of a n
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The nodes of one operator in one run: their number, their seconds, the bytes they return."""
+    """All nodes of one operator in a run: their count, seconds, and bytes of outputs."""
 
     operator: str
     nodes: float

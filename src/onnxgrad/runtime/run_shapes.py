@@ -1,4 +1,4 @@
-"""The shapes of outputs in a run of a model, whose file may state other shapes."""
+"""The shapes of outputs found by a run, where a file may declare wrong shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
-    """Return a function that corrects the declared shape of an output of `proto` by a run.
+    """Return a function that corrects an output's declared shape by running the model.
 
     The model runs on random inputs when the first output is asked for. The run gives the rank,
     unless a second run, in which all lengths are one, gives another rank; lengths that the run

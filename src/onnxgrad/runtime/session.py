@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime on a device, with a number of threads that fits the computation."""
+"""Sessions of onnxruntime on a device, with a count of threads for the computation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SPINNING = "session.force_spinning_stop"
 
 
 def threads(work: float) -> int:
-    """Return the number of threads for a step of `work` multiply-adds.
+    """Return the count of threads for a step of `work` multiply-adds.
 
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
@@ -46,7 +46,7 @@ def threads(work: float) -> int:
 
 
 def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
-    """Return the multiply-adds for whose threads a session for calls of `rows` rows is built.
+    """Return the multiply-adds that decide the threads of a session for `rows` rows a call.
 
     It is 0 where the rows are not worth another thread, and the work of `most_rows` rows otherwise:
     two sessions serve calls of any number of rows.
@@ -56,7 +56,7 @@ def work_of_calls(work_per_row: float, rows: int, most_rows: int) -> float:
 
 
 def process_count(*names: str) -> int:
-    """Return how many processes a launcher has started, from its variables `names`; at least 1."""
+    """Return the count of processes in a launcher's environment variables, at least 1."""
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
 
@@ -88,7 +88,7 @@ def ordered_session(
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
 ) -> ort.InferenceSession:
-    """Return a session as `session`, whose nodes run in the order of `order`.
+    """Return a `session` whose nodes run in the order of the list `order`.
 
     `order` gets the graph that onnxruntime has optimized for these lengths, in which the operands
     of every node and the sizes of its results are known; onnxruntime would put fused nodes last.
@@ -98,7 +98,7 @@ def ordered_session(
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
-    _state_shapes(optimized.graph, model, lengths)
+    _set_declared_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
     options, more = _session_options(work)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
@@ -107,16 +107,16 @@ def ordered_session(
     del optimized
     large = proto.ByteSize() > _LARGE_MODEL  # with the bodies of Scans
     if large:
-        _give_back_freed()
+        _release_freed_memory()
     running = loaded(proto, options, providers=device.providers, **more)
     del proto
     if large:
-        _give_back_freed()
+        _release_freed_memory()
     return running
 
 
-def _give_back_freed() -> None:
-    """Return memory freed by copies of a model to the system: glibc would keep it."""
+def _release_freed_memory() -> None:
+    """Give memory that copies of a model have freed back to the system, unlike glibc."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
@@ -124,8 +124,8 @@ def _give_back_freed() -> None:
             trim(0)
 
 
-def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Set the shapes that `model` states for values of `graph` where onnxruntime infers none.
+def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
+    """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
 
     It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
     """
@@ -149,7 +149,7 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
 def _session_options(
     work: float, in_order: bool = False, lengths: Mapping[str, int] | None = None
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
-    """Return the options of a session, and its further arguments."""
+    """Return the `SessionOptions` and the further arguments of an `InferenceSession`."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
@@ -177,7 +177,7 @@ def _session_options(
 def loaded(
     model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
 ) -> ort.InferenceSession:
-    """Return a session for a model of any size; by default it writes no log.
+    """Return a session of onnxruntime for a model of any size; by default without a log.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
@@ -211,7 +211,7 @@ def loaded(
 def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
-    """Return a session for a serialized model, without an optimizer that fails on it."""
+    """Return a session for a serialized model, without graph optimizers that fail on it."""
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
@@ -224,7 +224,7 @@ def _session_of_bytes(
 
 
 def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> None:
-    """Raise `ModelError` if the message is of an operator that onnxruntime does not have."""
+    """Raise `ModelError` if onnxruntime's message says that an operator has no kernel."""
     unregistered = re.search(r"([\w.]*):?\b(\w+)\(-?\d+\) is not a registered function/op", message)
     if unregistered is None:
         return
@@ -263,7 +263,7 @@ def work(graph: ir.Graph) -> float:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the lengths of the axes of a value, with one in place of lengths that are unknown."""
+    """Return the lengths of a value's axes, with 1 for unknown lengths."""
     shape = dims(value)
     if shape is None:
         raise UnknownShapeError

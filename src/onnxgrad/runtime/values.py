@@ -32,7 +32,7 @@ _CACHED_PART = 1 << 16  # elements of an array that stay in the cache of the pro
 
 
 def wrapped(value: Any) -> Any:
-    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`, or another value."""
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; others unchanged."""
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
@@ -52,14 +52,14 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
-    """Return an array or an OrtValue as an OrtValue, which shares the memory of the CPU."""
+    """Return an array or OrtValue as an OrtValue on a device; the CPU's memory is shared."""
     if isinstance(value, ort.OrtValue):
         return value
     return device.ortvalue(np.asarray(value, order="C"))
 
 
 def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
-    """Return a copy of an array as an OrtValue.
+    """Return an OrtValue with a copy of an array.
 
     An OrtValue of `ortvalue_from_numpy` shares the memory of the array, and the result of its
     `numpy()` does not keep this memory alive.
@@ -70,7 +70,7 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
 
 
 def array_of(value: Value) -> np.ndarray:
-    """Return an OrtValue as an array; on the CPU it shares the memory, which it keeps alive."""
+    """Return an OrtValue as an array, which shares the memory of a value on the CPU."""
     if isinstance(value, np.ndarray):
         return value
     kind = FLOATS.get(value.data_type())
@@ -85,7 +85,7 @@ def array_of(value: Value) -> np.ndarray:
 
 
 def is_finite(value: Value, axes: int = 0) -> np.ndarray:
-    """Return whether all numbers are finite, for each index of the first `axes`.
+    """Return whether all numbers are finite, for each index of the first `axes` axes.
 
     An OrtValue on the CPU is not copied.
     """
@@ -106,7 +106,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def take_rows(
     arrays: Mapping[str, np.ndarray], rows: slice | np.ndarray, whole: Collection[str] = ()
 ) -> dict[str, np.ndarray]:
-    """Return some rows of arrays that have them first, and the arrays `whole`, which have none.
+    """Return the same rows of each array; the arrays in `whole` have no row axis.
 
     `take` is faster than an index, but copies the whole of an array that is not contiguous.
     """
@@ -124,7 +124,7 @@ def take_rows(
 def fit(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
-    """Return `value` in this shape and dtype; an OrtValue of both is returned without a copy.
+    """Return `value` in this shape and dtype; an OrtValue that has both is not copied.
 
     `array` is the value as an array, if the caller has it.
     """
@@ -139,7 +139,7 @@ def fit(
 
 
 class Binding:
-    """Runs a session on arrays and OrtValues; inputs on its device are not copied.
+    """Runs a session on arrays and OrtValues; inputs on the session's device are not copied.
 
     An input stays bound while its memory, shape and dtype do not change between calls. Each
     call returns new outputs, except for the outputs that `into` names.
@@ -158,7 +158,7 @@ class Binding:
         options: ort.RunOptions | None = None,
         into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the named outputs, on the device; an output in `into` is written to its array."""
+        """Return the outputs, on the device; outputs in `into` are written to the arrays there."""
         for name, value in inputs.items():
             self._bind_input(name, value)
         places = {name: into[name] for name in outputs if into is not None and name in into}
@@ -174,7 +174,7 @@ class Binding:
         return self._binding.get_outputs()
 
     def _bind_input(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
-        """Bind an input to a value, unless it is bound to this memory already."""
+        """Bind an input to a value, unless it is bound to the same memory already."""
         if isinstance(value, ort.OrtValue):
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
@@ -192,7 +192,7 @@ class Binding:
 
 
 def bind_output(binding: ort.IOBinding, name: str, place: np.ndarray | Device) -> None:
-    """Let the session write an output into an array, or into new memory of a device."""
+    """Bind an output of a session to an array, or to new memory on a device."""
     if isinstance(place, Device):
         binding.bind_output(name, place.kind, place.index)
     else:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Task:
-    """A job on a model: its files, its loss, its metrics and its predictions.
+    """A job on a model: the files, the loss, the metrics and the predictions.
 
     A subclass is created with `(model, data=None, **options)`: `data` are the rows to train on, in
     the files that are usual for the task. They name the classes; where the model has others, it
@@ -100,11 +100,11 @@ class Task:
             cls.__init__ = remembering(cls.__init__)  # type: ignore[method-assign]
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options in the form that predictions with the trained model need."""
+        """Return the given options with the values that predictions with the trained model need."""
         return options
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments`, named as for `Trainer`, win.
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's arguments.
 
         Raises:
             ValueError: the model was trained with a loss that its file cannot hold, and no loss is
@@ -117,13 +117,14 @@ class Task:
         elif self._lost_loss is not None:
             raise ValueError(
                 f"loss=: the model was trained with the loss {self._lost_loss!r}, which its file "
-                f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or name another"
+                f"cannot hold: pass it to {type(self).__name__}() or to trainer(), or pass the "
+                "name of another loss"
             )
         own = {"loss": self.loss, "metrics": self.metrics, **self.usual_arguments(arguments)}
         return self._new_trainer(self.model, {**own, **arguments})
 
     def usual_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `arguments` of the task that apply beside given ones of a `Trainer`.
+        """Return the task's arguments of a `Trainer` that do not conflict with `given`.
 
         The task's learning rate is one for its optimizer: another optimizer has its own. A rate of
         `fine_tuning_rate` is for all weights: chosen ones and adapters take the usual rate.
@@ -143,7 +144,7 @@ class Task:
         return trainer
 
     def advise(self, history: Sequence[Mapping[str, Any]]) -> str:
-        """Return what to try after a training that learned nothing, as a sentence; else "".
+        """Return a sentence what to try after a training that learned nothing; "" otherwise.
 
         Args:
             history: `history` of the trainer.
@@ -155,7 +156,7 @@ class Task:
         return f"{reason}: try {lower} or more epochs{self._also_try}" if reason else ""
 
     def _describe_failure(self, epochs: Sequence[Mapping[str, Any]]) -> str:
-        """Return a clause that says why the training learned nothing; "" if it learned."""
+        """Return the clause why a training learned nothing; "" for a training that learned."""
         first, last = epochs[0]["loss"], epochs[-1]["loss"]
         if len(epochs) > 1 and not last < first:
             return f"the loss did not fall, from {first:.4g} in epoch 1 to {last:.4g} in the last"
@@ -165,7 +166,7 @@ class Task:
         return ""
 
     def divide_rows(self, validation: Any = None, seed: int = 0) -> None:
-        """Decide which rows `validation` holds; the rows of a share are drawn, and leave `data`.
+        """Choose the rows to validate on; a share of the rows is drawn, and leaves `data`.
 
         Args:
             validation: a share of the rows; or other data, as `read` takes them. None: what `data`
@@ -183,34 +184,39 @@ class Task:
         count, share = row_count(self.data), USUAL_SHARE if validation is None else validation
         if not 0 <= share <= LARGEST_SHARE:
             given = argument("validation", validation)
-            raise ValueError(f"{given} must be from 0 to {LARGEST_SHARE}, or data")
+            raise ValueError(
+                f"{given} must be a share of the rows, from 0 to {LARGEST_SHARE}, or data to "
+                "validate on"
+            )
         can_draw = count is not None and _take_rows(self.data, np.arange(1)) is not None
         if not share or (validation is None and not can_draw):
             self.validation = None
             return
         if count is None or not can_draw:
             raise ValueError(
-                f"{argument('validation', share)} of data that are read while training: name "
-                "validation data instead, or 0"
+                f"{argument('validation', share)} holds out a share of the rows, which is not "
+                "possible for data that are read while training: name validation data, or 0"
             )
         if validation is None and not round(count * share):
             self.notes = [*self.notes, f"no row is held out: {share:g} of {count} rows is none"]
             return
-        kept, drawn = _draw_rows(count, share, seed, self._class_strata())
+        kept, drawn = _draw_validation_rows(count, share, seed, self._class_strata())
         if not len(kept) or not len(drawn):
             given = argument("validation", share)
-            raise ValueError(f"{given} of {count} rows leaves a part empty: use 0")
+            raise ValueError(
+                f"{given} of {count} rows leaves no row to train on, or none to validate on: use 0"
+            )
         self.held_out = drawn
         self.data, self.validation = _take_rows(self.data, kept), _take_rows(self.data, drawn)
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the class number of each row, (rows,), where a share of each class is held out."""
+        """Return each row's class index, so that each class is split alike; None: no classes."""
         return None
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for rows, as `read` takes them.
+        """Return the loss and the metrics of the model for data as in `read`.
 
         Args:
             data: files that are usual for the task.
@@ -222,11 +228,11 @@ class Task:
         return trainer.evaluate(rows, batch_size=batch_size)
 
     def finished(self, model: ModelProto) -> ModelProto:
-        """Return the trained model as users deploy it, without parts for its training only."""
+        """Return the trained model as users deploy it, without parts that only training needs."""
         return model
 
     def read(self, path: Any) -> Any:
-        """Return other rows for the same model and classes, such as those to validate on.
+        """Return other rows, such as validation data, for the same model and classes.
 
         Raises:
             ValueError: files that cannot be read, or other classes.
@@ -243,11 +249,11 @@ class Task:
         raise NotImplementedError
 
     def describe_results(self, results: Sequence[Any]) -> str:
-        """Return the number of results and their kind, as text."""
+        """Return the count and the kind of results, as text."""
         return f"{len(results)} predictions"
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
-        """Write results into a folder as people look at them, and return the files.
+        """Write results into a folder, in files that people can open, and return the paths.
 
         Args:
             inputs: as of `predict`.
@@ -269,7 +275,7 @@ class Task:
 
 @dataclass_transform(eq_default=False)
 def with_fields(task: type[T]) -> type[T]:
-    """Return the class of a task whose constructor takes its fields, as a dataclass does."""
+    """Return a task class whose constructor takes the fields as arguments, as a dataclass does."""
     made: Any = dataclass(eq=False, repr=False)(task)
     hints = made.__init__.__annotations__  # which `help` shows
     hints |= {n: re.sub(r"^InitVar\[(.*)\]$", r"\1", hint) for n, hint in hints.items() if hint}
@@ -279,7 +285,7 @@ def with_fields(task: type[T]) -> type[T]:
 
 
 def row_count(data: Any) -> int | None:
-    """Return the number of rows of data, as `Trainer.fit` takes them; None if it is unknown."""
+    """Return the count of rows of data, given as for `Trainer.fit`; None if unknown."""
     if isinstance(data, Reader):
         return data.rows
     parts = data if isinstance(data, tuple) else (data,)
@@ -288,7 +294,7 @@ def row_count(data: Any) -> int | None:
 
 
 def _take_rows(data: Any, rows: np.ndarray) -> Any:
-    """Return some rows of data; None if rows of a reader cannot be drawn."""
+    """Return the data with only these rows; None for readers whose rows cannot be selected."""
     if isinstance(data, tuple):
         return tuple(_take_rows(part, rows) for part in data)
     if isinstance(data, dict):
@@ -298,10 +304,10 @@ def _take_rows(data: Any, rows: np.ndarray) -> Any:
     return None if data is None else data[rows]
 
 
-def _draw_rows(
+def _draw_validation_rows(
     count: int, share: float, seed: int, strata: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to train on and the `share` of them to validate on, drawn by `seed`.
+    """Draw rows to validate on by `seed`; return the rows to train on and the drawn rows.
 
     With `strata`, (rows,), each number in it keeps its share, up to rounding.
     """
@@ -316,7 +322,7 @@ def _draw_rows(
 
 
 def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` of a task, with options that are not given read from the model's metadata."""
+    """Return a task's `__init__` that reads options that users omit from the model's metadata."""
     parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -327,21 +333,21 @@ def remembering(init: Callable[..., None]) -> Callable[..., None]:
         own = {name: value for name, value in own.items() if name not in given}
         if isinstance(own.get("loss"), dict) and _FUNCTION in own["loss"]:
             self._lost_loss = own.pop("loss")[_FUNCTION]
-        read = {name: _read_option(name, value) for name, value in own.items()}
+        read = {name: _option_from_json(name, value) for name, value in own.items()}
         kept = {name: value for name, value in read.items() if value is not None}
         init(self, model, *values, **{**named_values, **kept})
         if given.get("data") is not None:
             stated = self.stated({n: v for n, v in (kept | given).items() if n in self.remembered})
             if isinstance(stated.get("tokenizer"), str):
                 stated["tokenizer"] = Path(stated["tokenizer"])
-            note = json.dumps({type(self).__name__: stated}, default=_as_json)
+            note = json.dumps({type(self).__name__: stated}, default=_option_as_json)
             self.model = with_notes(self.model, {OPTIONS: note})
 
     return begin
 
 
 def _stored_options(model: Any, task: str) -> dict[str, Any]:
-    """Return the options that a model stores for a task, by the class name, as JSON values."""
+    """Return the options that a model stores for a task class, by name, as JSON values."""
     is_path = isinstance(model, (str, os.PathLike))
     proto = onnx.load(model, load_external_data=False) if is_path else model_of(model)
     return dict(json.loads(notes_of(proto).get(OPTIONS, "{}")).get(task, {}))
@@ -360,7 +366,7 @@ def fine_tuning_rate(model: ModelProto) -> dict[str, float]:
 
 
 def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[str, Any]:
-    """Return arguments of a `Trainer` by which weights of a trained model change slowly at first.
+    """Return arguments of a `Trainer` that change a trained model's weights slowly at first.
 
     The learning rate rises in the first quarter of an epoch, and in 100 steps at most; gradients
     are clipped to a norm of 10.
@@ -370,7 +376,7 @@ def gentle_start(rows: int | None, batch_size: int, rate: float = 1e-3) -> dict[
 
 
 def model_of(model: Any) -> ModelProto:
-    """Return a model as ModelProto: of a proto, a path, bytes or a trainer."""
+    """Return the ModelProto of a proto, a path, bytes or a trainer."""
     if isinstance(model, og.Trainer):
         return model.model
     if isinstance(model, bytes):
@@ -397,7 +403,7 @@ def with_notes(model: ModelProto, notes: Mapping[str, str | None]) -> ModelProto
 
 
 def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
-    """Return the lengths of each input by name, None where unknown."""
+    """Return `{input: shape}` of a model, None for unknown lengths."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {
         n: shape for n, shape in _declared_shapes(model.graph.input).items() if n not in weights
@@ -405,7 +411,7 @@ def inputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
 
 
 def outputs_of(model: ModelProto) -> dict[str, tuple[int | None, ...]]:
-    """Return the lengths of each output by name, None where unknown."""
+    """Return `{output: shape}` of a model, None for unknown lengths."""
     return _declared_shapes(model.graph.output)
 
 
@@ -416,7 +422,7 @@ def _declared_shapes(values: Any) -> dict[str, tuple[int | None, ...]]:
 
 
 def stored_classes(model: ModelProto) -> list[str]:
-    """Return the names of classes in the metadata of onnxgrad or ultralytics; [] without them."""
+    """Return the class names in a model's metadata by onnxgrad or ultralytics; else []."""
     notes = notes_of(model)
     try:
         own = CLASSES in notes
@@ -428,13 +434,13 @@ def stored_classes(model: ModelProto) -> list[str]:
 
 
 def with_classes(model: ModelProto, classes: Sequence[str]) -> ModelProto:
-    """Return a model that stores its classes, so that it needs no data to name them."""
+    """Return a model that stores class names, so that predictions need no data."""
     same = stored_classes(model) == [*classes]
     return model if same else with_notes(model, {CLASSES: json.dumps([*classes])})
 
 
 def configured_classes(model: ModelProto, home: Path | None) -> list[str]:
-    """Return the names of classes in `config.json` of transformers, beside a model with logits."""
+    """Return the class names in `config.json` of transformers, beside a model with logits."""
     path = None if home is None else home / "config.json"
     if path is None or not path.is_file() or "logits" not in outputs_of(model):
         return []
@@ -485,17 +491,20 @@ def home_of(model: Any) -> Path | None:
 
 
 def tokenizer_for(source: Any, home: Path | None) -> Any:
-    """Return the given tokenizer, or the path of its file beside the model or one folder above."""
+    """Return the tokenizer, or the path of its file beside the model or one folder above."""
     if source is None and home is not None:
         places = (home / FILE, home / VOCABULARY, home.parent / FILE)
         source = next((path for path in places if path.is_file()), None)
     if source is None:
-        raise ValueError("tokenizer=None, and no tokenizer.json or vocab.txt beside the model")
+        raise ValueError(
+            "there is no tokenizer.json or vocab.txt beside the model: pass the path of one as "
+            "tokenizer="
+        )
     return source
 
 
 def _copy_tokenizer(source: Any, folder: Path) -> str:
-    """Copy the file of a tokenizer into a folder without one, and return a sentence about it."""
+    """Copy a tokenizer's file into a folder that has none; return a sentence that says so."""
     if not isinstance(source, (str, os.PathLike)):
         return ""
     path = Path(source)
@@ -514,13 +523,13 @@ def _copy_tokenizer(source: Any, folder: Path) -> str:
 
 
 def named_loss(loss: Any) -> dict[str, str]:
-    """Return `{"function": name}` for a loss: the name by which users are asked to pass it."""
+    """Return `{"function": name}` in place of a loss function, which no file can hold."""
     name = loss if isinstance(loss, str) else getattr(loss, "name", None)
     return {_FUNCTION: str(name or getattr(loss, "__qualname__", type(loss).__name__))}
 
 
-def _as_json(value: Any) -> Any:
-    """Return an object as a value of JSON, for `json.dumps`; None if users cannot pass it again."""
+def _option_as_json(value: Any) -> Any:
+    """Return an option's value for `json.dumps`; None for objects that JSON cannot hold."""
     maker = re.sub(r"(?<!^)(?=[A-Z])", "_", type(value).__name__).lower()
     if isinstance(value, os.PathLike):
         return {"path": os.path.abspath(value)}
@@ -533,10 +542,10 @@ def _as_json(value: Any) -> Any:
     return named_loss(value) if is_named else None
 
 
-def _read_option(name: str, value: Any) -> Any:
-    """Return the value of an option from JSON; None for a path that does not exist."""
+def _option_from_json(name: str, value: Any) -> Any:
+    """Return the value of an option stored as JSON; None for a path that no longer exists."""
     if isinstance(value, list):
-        return tuple(_read_option(name, each) for each in value)
+        return tuple(_option_from_json(name, each) for each in value)
     if not isinstance(value, dict):
         return value
     if _FUNCTION in value:
@@ -548,5 +557,5 @@ def _read_option(name: str, value: Any) -> Any:
         return value["path"] if Path(value["path"]).exists() else None
     if _MAKER in value:
         maker = value[_MAKER]
-        return getattr(_MAKERS[maker], maker)(**_read_option(name, value["arguments"]))
-    return {key: _read_option(name, each) for key, each in value.items()}
+        return getattr(_MAKERS[maker], maker)(**_option_from_json(name, value["arguments"]))
+    return {key: _option_from_json(name, each) for key, each in value.items()}

@@ -36,7 +36,7 @@ _BLANKS = ("", "blank", "<blank>", "[blank]")
 
 
 class LineForm:
-    """How a model takes images of lines; without a `width`, each has its own.
+    """The shape, colors and values of the images of text lines that a model takes.
 
     Args:
         shape: the declared shape of its input.
@@ -56,15 +56,18 @@ class LineForm:
         given = {"colors": self.channels, "height": self.height, "width": self.width}
         for (name, value), declared in zip(given.items(), shape[1:], strict=True):
             if declared not in (None, value):
-                raise ValueError(f"the model takes images {shape}, which {name}= contradicts")
+                raise ValueError(
+                    f"the model takes images of shape {shape}, and {name}= is for another shape: "
+                    f"leave out {name}="
+                )
 
     @property
     def channels(self) -> int:
-        """The number of channels."""
+        """The count of channels of an image."""
         return 1 if self.colors == "L" else 3
 
     def widths(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the widths of an image of this size (width, height), resized, and of its array."""
+        """Return the width of an image of `size`, (width, height), after resizing and padding."""
         width = max(1, -(-self.height * size[0] // size[1]))
         if self.width is None:
             return width, max(width, self.height)
@@ -89,7 +92,7 @@ class LineForm:
 
 
 class Lines(Sequence[np.ndarray]):
-    """Arrays of images, which are read when they are needed.
+    """A sequence of images as arrays, where an image is read when it is indexed.
 
     Attributes:
         sources: what `og.data.open_image` takes.
@@ -111,13 +114,13 @@ class Lines(Sequence[np.ndarray]):
 
 
 def lines_of(path: str | os.PathLike) -> list[str]:
-    """Return the lines of a text file, with the spaces at their ends."""
+    """Return the lines of a text file, including spaces at the ends of lines."""
     lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 def rows_in(data: Any) -> list[tuple[Any, str]]:
-    """Return images and their texts: see `TextRecognition`.
+    """Return pairs of an image and its text, from the kinds of data that `TextRecognition` takes.
 
     Raises:
         ValueError: a file without image or text, or a text of several lines.
@@ -127,7 +130,10 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     elif (path := Path(data)).is_dir():
         files = {image: image.with_suffix(".txt") for _, image in og.data.list_images(path)}
         if bare := next((image for image, file in files.items() if not file.is_file()), None):
-            raise ValueError(f"{str(bare)!r} has no text beside it, {files[bare].name!r}")
+            raise ValueError(
+                f"the image {str(bare)!r} has no file {files[bare].name!r} beside it: write its "
+                "text there"
+            )
         rows = [(image, "\n".join(lines_of(file))) for image, file in files.items()]
         texts = {*files.values()}
         if alone := sorted({*path.glob("*.txt")} - texts):
@@ -135,9 +141,9 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
                 f"{str(alone[0])!r} has no image beside it: if it lists images, pass it as the data"
             )
     else:
-        rows = [(path.parent / name, text) for name, text in _read_list(path)]
+        rows = [(path.parent / name, text) for name, text in _read_image_list(path)]
     if not rows:
-        raise ValueError(f"{data!r} has no rows")
+        raise ValueError(f"{data!r} has no rows: pass images with their texts")
     for image, text in rows:
         if is_path(image) and not Path(image).is_file():
             raise ValueError(f"there is no file {str(image)!r}, which {str(data)!r} lists")
@@ -146,21 +152,21 @@ def rows_in(data: Any) -> list[tuple[Any, str]]:
     return rows
 
 
-def _read_list(path: Path) -> list[tuple[str, str]]:
-    """Return the names and texts of a CSV or label file."""
+def _read_image_list(path: Path) -> list[tuple[str, str]]:
+    """Return pairs (path, text) of a CSV file or a file of lines with tabs."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             if not {"file", "text"} <= {*(table.fieldnames or ())}:
                 raise ValueError(
-                    f"{str(path)!r} has the columns {table.fieldnames}, not file, text"
+                    f"{str(path)!r} must have the columns 'file' and 'text', not {table.fieldnames}"
                 )
             return [(row["file"], row["text"]) for row in table]
     rows = [
         (number, *line.partition("\t")) for number, line in enumerate(lines_of(path), 1) if line
     ]
     if wrong := [number for number, _, tab, _ in rows if not tab]:
-        raise ValueError(f"line {wrong[0]} of {str(path)!r} has no tab between path and text")
+        raise ValueError(f"line {wrong[0]} of {str(path)!r} must be path, tab, text: insert a tab")
     return [(name, text) for _, name, _, text in rows]
 
 
@@ -169,12 +175,12 @@ def characters_in(dictionary: Any, stored: dict[str, str]) -> list[str]:
     if dictionary is not None:
         return lines_of(dictionary) if is_path(dictionary) else list(dictionary)
     if "character" not in stored:
-        raise ValueError("the model has no metadata 'character': pass dictionary=, a file or list")
+        raise ValueError("the model stores no characters (metadata 'character'): pass dictionary=")
     return stored["character"].removesuffix("\n").split("\n")
 
 
 class Alphabet:
-    """The text of each class, "" for the blank, of the output of a model.
+    """The text of each class of a model's output; the blank of CTC has the text "".
 
     Blank and space are added where the dictionary lacks them.
 
@@ -190,17 +196,19 @@ class Alphabet:
         whole = count == len(characters)
         marked = [i for i, c in enumerate(classes) if c in _BLANKS]
         if blank is None and whole and not marked:
-            raise ValueError(f"none of the {count} characters is the blank: say which with blank=")
+            raise ValueError(
+                f"none of the {count} characters is the blank of CTC: pass its index as blank="
+            )
         if blank is None:
             blank = marked[0] if whole else 0
         if not -count <= blank < count:
-            raise ValueError(f"blank={blank}, and the model has {count} classes")
+            raise ValueError(f"blank={blank} must be the index of one of the {count} classes")
         classes += [" "] * (count - len(classes) - 1)
         classes[blank % count : blank % count + whole] = [""]
         self.classes, self.blank = classes, blank % count
 
     def extend(self, model: onnx.ModelProto, added: list[str], seed: int) -> onnx.ModelProto:
-        """Return a model with units for more characters, and the dictionary in its metadata."""
+        """Return a model with units for more characters, and the characters in its metadata."""
         n = len(self.classes)
         at = n - (self.classes[-1] in ("", " "))  # blank or space stays the last class
         self.classes[at:at] = added
@@ -215,13 +223,13 @@ class Alphabet:
         return with_notes(model, {"character": "\n".join(characters), "blank": blank})
 
     def text(self, labels: Iterable[int]) -> str:
-        """Return the text of classes."""
+        """Return the text of a sequence of class indices."""
         return "".join(self.classes[i] for i in labels)
 
     def read(self, prediction: np.ndarray, label: np.ndarray) -> tuple[list[str], list[str]]:
-        """Return the texts of scores, (N, T, C) or (N, C, T), and of labels, (N, 1 + S)."""
+        """Return texts of scores, (N, T, C) or (N, C, T), and texts of labels, (N, 1 + S)."""
         if not np.isfinite(prediction).all():
-            raise ValueError("the predictions are not finite")
+            raise ValueError("no text can be read: the predictions hold NaN or infinity")
         if len(prediction) != len(label):  # an output (T, N, C) without a declared shape
             prediction = np.swapaxes(prediction, 0, 1)
         scores = np.swapaxes(prediction, 1, 2) if self.classes_first else prediction
@@ -315,34 +323,37 @@ class TextRecognition(Task):
         characters = characters_in(self.dictionary, stored)
         shape = _input_shape(self.model)
         self._form = LineForm(shape, self)
-        self._output = _Output(self.model, shape, self._form, len(characters))
+        self._output = _CtcOutput(self.model, shape, self._form, len(characters))
         blank = int(stored["blank"]) if self.blank is None and "blank" in stored else self.blank
         self._alphabet = Alphabet(characters, self._output, blank)
         rows = [] if self.data is None else rows_in(self.data)
         if extend is True and not rows:
-            raise ValueError("extend=True takes the characters of data: pass it, or the characters")
+            raise ValueError(
+                "extend=True adds the characters of the texts in data: pass data=, or the "
+                "characters as extend="
+            )
         new = extend if isinstance(extend, str) else "".join(text for _, text in rows if extend)
         added = sorted({*new} - {*self._alphabet.classes})
         if added or self.dictionary is not None:
             self.model = self._alphabet.extend(self.model, added, self.seed)
-        self.data = self._read_lines(rows) if rows else None
+        self.data = self._read_line_images(rows) if rows else None
         self.loss, self.classes, read = "ctc", self._alphabet.classes, self._alphabet.read
         self.metrics = [og.metrics.TextErrorRate(read), og.metrics.TextErrorRate(read, "words")]
         options = {"blank": self._alphabet.blank, "input_lengths": True, **self._output.options}
         self.arguments = {"loss_options": options, **fine_tuning_rate(self.model)}
 
     def read(self, path: Any) -> og.data.Reader:
-        """Return other rows for the same model, such as those to validate on, as `data` has them.
+        """Return other rows, such as validation data, for the same model.
 
         Raises:
             ValueError: files that cannot be read, characters that the dictionary lacks, or a text
                 that needs more time steps than its image has: one a character, and one between two
                 that are equal.
         """
-        return self._read_lines(rows_in(path))
+        return self._read_line_images(rows_in(path))
 
     def predict(self, model: Any, inputs: Any) -> list[tuple[str, float]]:
-        """Return the text of each image and a confidence, see `ctc_decode`.
+        """Return the text of each image with a confidence, decoded by `ctc_decode`.
 
         Images of one width are read together, without padding: the results do not depend on others.
 
@@ -371,7 +382,7 @@ class TextRecognition(Task):
         return [results[i] for i in range(len(lines))]
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
-        """Write `results.txt`: `path<TAB>text<TAB>confidence`, with numbers for paths of arrays."""
+        """Write `results.txt`: `path<TAB>text<TAB>confidence`; arrays have numbers as paths."""
         file = Path(folder) / "results.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         pairs = zip(og.data.list_images(inputs), results, strict=True)
@@ -382,8 +393,8 @@ class TextRecognition(Task):
         file.write_text("".join(lines), encoding="utf-8")
         return [file]
 
-    def _read_lines(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
-        """Return a reader of images and labels: number of time steps, and classes.
+    def _read_line_images(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
+        """Return a reader of images, and labels: the count of time steps, then classes.
 
         Raises:
             ValueError: as of `read`.
@@ -423,8 +434,8 @@ def _input_shape(model: onnx.ModelProto) -> list[int | None]:
     return shape
 
 
-class _Output:
-    """The layout of the output of a model, found by running it once.
+class _CtcOutput:
+    """The axes of a model's output, found by running the model once.
 
     Attributes:
         rows: the rows of a static batch, or None.
@@ -448,8 +459,9 @@ class _Output:
         batch = [a for a in range(y.ndim) if y.shape[a] == (self.rows or 3) and a not in fits[-1:]]
         if y.ndim != 3 or not fits or not batch:
             raise ValueError(
-                f"the model returns {y.shape} for {self.rows or 3} images, and the dictionary has "
-                f"{characters} characters: no axis is as long as these, with a blank and a space"
+                f"the model returns the shape {y.shape} for {self.rows or 3} images, which "
+                f"has no axis for the {characters} characters of the dictionary, a blank and a "
+                "space: pass the model's own characters as dictionary="
             )
         at, first = fits[-1], batch[0]
         [time] = {0, 1, 2} - {at, first}

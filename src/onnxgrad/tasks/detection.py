@@ -73,7 +73,7 @@ class Detections(NamedTuple):
 
 
 class Detection(Task):
-    """Detectors on annotated pictures, as COCO and YOLO hold them.
+    """Object detection: training and prediction of boxes, with data of COCO or YOLO.
 
     `data` are read by `og.data.annotated_images`, from files of COCO or YOLO, in `image_size`.
     Where they have another number of classes than the model, it gets new layers for the classes, by
@@ -179,21 +179,23 @@ class Detection(Task):
                 )
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options, with the head of the trained model."""
+        """Return the given options, with the layout of the trained model's outputs."""
         own = {"head": asdict(self.head)} if "head" in options else {}
         return options | own
 
     @cached_property
     def _usual_metrics(self) -> Any:
-        """The metrics of a training; they need pycocotools, which predictions do not."""
+        """The metrics of a training, for which pycocotools must be installed."""
         lists = self.decoder.lists
-        return self._by_output([og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)])
+        return self._metrics_by_output(
+            [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
+        )
 
-    def _by_output(self, metrics: list[og.metrics.Metric]) -> Any:
+    def _metrics_by_output(self, metrics: list[og.metrics.Metric]) -> Any:
         return {self._only: metrics} if self._only else metrics
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` of `Trainer` win over the task's arguments."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         if "metrics" not in arguments:
             self.metrics = self.metrics or self._usual_metrics
         self._trainer = super().trainer(**arguments)
@@ -202,7 +204,7 @@ class Detection(Task):
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for pictures, as `read` takes them.
+        """Return the loss and the metrics of the model for pictures as in `read`.
 
         Args:
             data: a COCO file, a data.yaml or a folder with one.
@@ -219,7 +221,7 @@ class Detection(Task):
         self.rows = row_count(rows)
         metrics = [og.metrics.MeanAveragePrecision(lists, iou) for iou in (None, 0.5)]
         metrics.append(og.metrics.MeanAveragePrecision(lists, 0.5, per_class=count))
-        metrics = self._by_output([*metrics, og.metrics.BoxConfusion(lists, count)])
+        metrics = self._metrics_by_output([*metrics, og.metrics.BoxConfusion(lists, count)])
         found = self.trainer(device=device, metrics=metrics).evaluate(rows, batch_size=batch_size)
         for name, value in found.items():
             if name.endswith("_per_class"):
@@ -239,7 +241,7 @@ class Detection(Task):
         return og.graph.select_model_inputs_outputs(model, list(output_shapes(model)))
 
     def read(self, path: str | os.PathLike) -> og.data.Reader:
-        """Return other rows for the same model and classes, such as those to validate on.
+        """Return other rows, such as validation data, for the same model and classes.
 
         Args:
             path: as `data`; of a data.yaml the pictures of `val`, if it names them.
@@ -253,7 +255,8 @@ class Detection(Task):
         read = og.data.annotated_images(path, part=None)
         if list(read.classes) != list(self.classes):
             raise ValueError(
-                f"{os.fspath(path)!r} has the classes {read.classes}, not {list(self.classes)}"
+                f"{os.fspath(path)!r} has the classes {read.classes}, and the model "
+                f"{list(self.classes)}: pass data with the classes of the model"
             )
         return self._prepare_reader(read)
 
@@ -290,7 +293,7 @@ class Detection(Task):
         return results
 
     def describe_results(self, results: Sequence[Detections]) -> str:
-        """Return how many pictures there are, and how many boxes were found."""
+        """Return the count of pictures and the count of boxes found, as text."""
         return f"{len(results)} pictures, {sum(len(each.boxes) for each in results)} boxes"
 
     def write(
@@ -319,7 +322,10 @@ class Detection(Task):
         pictures, results, folder = self._list_pictures(inputs), list(results), Path(folder)
         image_ids = self._image_ids | coco_image_ids([picture for _, picture in pictures])
         if len(pictures) != len(results):
-            raise ValueError(f"there are {len(results)} results for {len(pictures)} pictures")
+            raise ValueError(
+                f"there are {len(results)} results for {len(pictures)} pictures: pass what predict "
+                "returns for these pictures"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         written, rows = [], []
         for (stem, picture), found in zip(pictures, results, strict=True):
@@ -345,7 +351,7 @@ class Detection(Task):
         return written
 
     def _list_pictures(self, inputs: Any) -> list[tuple[str, Any]]:
-        """Return a name and the source of each picture, also of annotated ones."""
+        """Return (name, source) of each picture in a folder, a file or annotated data."""
         if names_annotations(inputs):
             read = og.data.annotated_images(inputs, part=None)
             self._image_ids |= read.image_ids
@@ -353,21 +359,24 @@ class Detection(Task):
         return og.data.list_images(inputs)
 
     def _prepare_reader(self, reader: Any) -> og.data.Reader:
-        """Return a reader that reads images and labels as the model takes them."""
+        """Return a reader with images and labels as the model takes them."""
         reader.size, reader.pixels = self.head.size, self.pixels
         reader.late_labels = None if self.head.has_anchors else self._label_with_queries
         self._image_ids |= reader.image_ids
         return reader
 
     def _label_with_queries(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return labels with the queries that learn them, by a prediction of the trainer."""
+        """Return labels with the query that each box is matched to, by a prediction."""
         if self._trainer is None:
-            raise ValueError("rows are matched by a trainer: create it by task.trainer(...) first")
+            raise ValueError(
+                "the predictions of a trainer match boxes with queries: call task.trainer(...) "
+                "before rows are read"
+            )
         return self._match_queries(self._trainer.predict(X), y)
 
     @cached_property
     def _match_queries(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """The function that matches queries and boxes; it keeps its sessions."""
+        """The function that matches queries with boxes, created once with its sessions."""
         return matcher(self.head)
 
     def _replace_classes(self) -> None:

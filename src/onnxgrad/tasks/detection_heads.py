@@ -25,7 +25,7 @@ MOVERS = REORDERS | SELECTS
 
 
 class Layout(NamedTuple):
-    """How the output of a kind of detectors is laid out, and trained.
+    """How the output of a family of detectors, such as YOLOv8, is laid out and trained.
 
     Attributes:
         axis: the axis of boxes and classes.
@@ -98,18 +98,18 @@ class Head:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the output, by the kind.
+        """The `Layout` of the family of detectors that `kind` names.
 
         Raises:
             ValueError: there is no such kind.
         """
         if self.kind not in LAYOUTS:
-            raise ValueError(f"head={self.kind!r}: give one of {', '.join(map(repr, LAYOUTS))}")
+            raise ValueError(f"head={self.kind!r} must be one of {', '.join(map(repr, LAYOUTS))}")
         return LAYOUTS[self.kind]
 
     @property
     def has_anchors(self) -> bool:
-        """Whether predictions belong to places of the picture; otherwise they are a set."""
+        """Whether predictions belong to anchors, fixed places of a picture, and not to queries."""
         return self.layout.has_anchors
 
     @property
@@ -125,7 +125,7 @@ class Head:
         return np.concatenate([g.reshape(-1, 3) for g in grids]).astype(np.float32)
 
     def read(self, op: Any, x: ir.Value) -> dict[str, ir.Value]:
-        """Write the parts of an output, in the order (N, A, ...).
+        """Write nodes that split an output into boxes, classes and the rest, (N, A, ...) each.
 
         Returns:
             "boxes" (x1, y1, x2, y2 in pixels) and "classes"; with "yolox" also "objectness"; with
@@ -163,7 +163,7 @@ class Head:
         return parts | ({"objectness": objectness[0]} if objectness else {})
 
     def scores(self, op: Any, parts: dict[str, ir.Value], probabilities: bool) -> ir.Value:
-        """Write the probabilities of the classes (N, A, C): with objectness, the product."""
+        """Write nodes that compute the probabilities of classes, (N, A, C), times objectness."""
         if self.kind == "detr":
             return op.split(op.Softmax(parts["classes"], axis=2), [self.classes, 1], 2)[0]
         p = [parts[name] for name in ("classes", "objectness") if name in parts]
@@ -172,7 +172,7 @@ class Head:
 
 
 def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int, size: Any) -> Head:
-    """Return the layout of the output of a model.
+    """Return the `Head` that describes the output of a detector.
 
     Args:
         model: the detector.
@@ -191,7 +191,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     if len(inputs) != 1 or len(lengths) != 4 or lengths[1] != 3:
         raise ValueError(
             f"a detector has one input (N, 3, H, W), and the model has {[*inputs]} with the shape "
-            f"{lengths}"
+            f"{lengths}: see og.graph.select_model_inputs_outputs"
         )
     given = (size, size) if isinstance(size, int) else size
     # as ultralytics notes the size in a file
@@ -200,10 +200,13 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
     height, width = (own or other for own, other in zip(lengths[2:], usual, strict=True))
     if not height or not width or (given and tuple(given) != (height, width)):
         high, wide = lengths[2:]
-        raise ValueError(f"image_size={size}: pictures in {name!r} are {high} x {wide} pixels")
+        raise ValueError(
+            f"image_size={size}: the input {name!r} takes pictures of {high} x {wide} pixels: pass "
+            "image_size=, (height, width), that fits"
+        )
     graph = ir.from_proto(model).graph
     scales = scale_outputs(graph)
-    kind = kind or ("picodet" if scales else _kind_of_shapes([*outputs.values()], named, wanted))
+    kind = kind or ("picodet" if scales else _detector_family([*outputs.values()], named, wanted))
     layout = Head(kind, 1, (height, width), strides=()).layout
     if kind == "picodet":
         strides = _scale_strides(scales, height, width)
@@ -215,7 +218,8 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
         columns = named or wanted
     if columns < 1:
         raise ValueError(
-            f"head={kind!r}: the outputs are {outputs}, which say no number of classes"
+            f"head={kind!r}: the shapes of the outputs, {outputs}, leave no room for classes: pass "
+            "another head="
         )
     sigmoids = any(has_sigmoid(y) for y in graph.outputs if y.name != of_boxes)
     exponents = any(node.op_type == "Exp" for node in graph)
@@ -223,7 +227,7 @@ def head_of(model: ModelProto, kind: str | Head | None, named: int, wanted: int,
 
 
 def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
-    """Return the outputs (distances, classes) of each scale of a PicoDet; [] of other models."""
+    """Return (distances, classes), the outputs of each scale of a PicoDet; [] for others."""
     by_anchors: dict[Any, list[ir.Value]] = {}
     for y in graph.outputs:
         if y.name != JOINED:
@@ -240,20 +244,20 @@ def scale_outputs(graph: ir.Graph) -> list[tuple[Any, Any]]:
 
 
 def _scale_strides(scales: Sequence[tuple[Any, Any]], height: int, width: int) -> tuple[int, ...]:
-    """Return the pixels between anchors of each scale, by its number of anchors."""
+    """Return the stride in pixels of each scale, found by the scale's count of anchors."""
     strides = {-(-height // s) * -(-width // s): s for s in (128, 64, 32, 16, 8, 4)}
     anchors = [classes.shape[1] for _, classes in scales]
     if not scales or not {*anchors} <= {*strides}:
         raise ValueError(
-            f"head='picodet': pictures of {height} x {width} pixels have {sorted(strides)} anchors "
-            f"by scale, and the outputs {anchors}: pass a model with (N, A, 4 R) and a Sigmoid in "
-            "front of (N, A, C) for each scale"
+            f"head='picodet': at {height} x {width} pixels, a scale has one of {sorted(strides)} "
+            f"anchors, and the outputs have {anchors}: pass a model with the outputs (N, A, 4 R) "
+            "and, behind a Sigmoid, (N, A, C) for each scale"
         )
     return tuple(strides[n] for n in anchors)
 
 
-def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
-    """Return the kind of outputs of these shapes."""
+def _detector_family(shapes: list[tuple], named: int, wanted: int) -> str:
+    """Return the family of detectors whose outputs have these shapes."""
     if len(shapes) == 2 and all(len(s) == 3 for s in shapes) and any(s[2] == 4 for s in shapes):
         columns = sum(s[2] or 0 for s in shapes) - 4
         if (named or wanted) in (columns, columns - 1):
@@ -270,7 +274,7 @@ def _kind_of_shapes(shapes: list[tuple], named: int, wanted: int) -> str:
 
 
 def boxes_first(outputs: dict[str, tuple]) -> list[str]:
-    """Return the names of the two outputs of a set: boxes (N, Q, 4), then classes.
+    """Return the outputs of a detector with queries: boxes (N, Q, 4), then classes.
 
     Raises:
         ValueError: there are other outputs, or four classes and no output with "box" in its name.
@@ -280,19 +284,19 @@ def boxes_first(outputs: dict[str, tuple]) -> list[str]:
     found = fours if len(fours) == 1 else named
     if len(outputs) != 2 or len(found) != 1:
         raise ValueError(
-            f"a set has boxes (N, Q, 4) and classes, and the outputs are {outputs}: name the one "
-            "of the boxes 'boxes'"
+            f"a detector with queries has two outputs, boxes (N, Q, 4) and classes, and the "
+            f"outputs are {outputs}: rename the output of boxes to 'boxes'"
         )
     return [*found, *(name for name in outputs if name not in found)]
 
 
 def output_shapes(model: ModelProto) -> dict[str, tuple]:
-    """Return the lengths of the outputs, None if unknown; without the one that the loss reads."""
+    """Return the shape of each output, None for unknown lengths, but not the loss's output."""
     return {name: shape for name, shape in outputs_of(model).items() if name != JOINED}
 
 
 def has_sigmoid(x: ir.Value) -> bool:
-    """Return whether some elements of `x` are results of a Sigmoid, moved at most."""
+    """Return whether elements of `x` come from a Sigmoid, through nodes that only move them."""
     node = x.producer()
     if node is None or (node.op_type != "Sigmoid" and node.op_type not in MOVERS):
         return False
@@ -341,8 +345,8 @@ class Decoder:
         self._newest: tuple = (None, [])
 
     @cached_property
-    def _run(self) -> Callable[..., list]:
-        """The function of predictions, overlap and score, which keeps its sessions."""
+    def _suppress_boxes(self) -> Callable[..., list]:
+        """The function (prediction, overlap, score) -> (boxes, scores, indices of kept boxes)."""
         return compiled(self._write_suppression)
 
     def __deepcopy__(self, memo: Any) -> Decoder:
@@ -360,7 +364,7 @@ class Decoder:
         if self._newest[0] == seen:  # another metric asked before
             return self._newest[1]
         overlap = iou if self.head.has_anchors else 1.0
-        boxes, scores, chosen = self._run(prediction, [overlap], [score])
+        boxes, scores, chosen = self._suppress_boxes(prediction, [overlap], [score])
         rows, classes, at = chosen.T
         best = scores[rows, classes, at]
         found = np.column_stack([classes, best, boxes[rows, at]]).astype(np.float32)
@@ -378,7 +382,7 @@ class Decoder:
         return self(prediction, _LEAST, _OVERLAP), true
 
     def _write_suppression(self, op: Any, x: ir.Value, iou: ir.Value, score: ir.Value) -> Sequence:
-        """Write boxes, scores by class, and (row, class, place) of the boxes that are kept."""
+        """Write non-maximum suppression: boxes, scores, and (row, class, box index)."""
         parts = self.head.read(op, x)
         scores = self.head.scores(op, parts, self.head.probabilities)
         best = op.GreaterOrEqual(scores, op.ReduceMax(scores, [2], keepdims=1))
@@ -388,7 +392,7 @@ class Decoder:
 
 
 def compiled(function: Callable[..., Sequence]) -> Callable[..., list]:
-    """Return a function of float32 arrays that runs what `function(op, *values)` writes."""
+    """Return a function of float32 arrays that runs the nodes that `function` writes."""
 
     @cache
     def predictor(*shapes: tuple[int | None, ...]) -> Predictor:

@@ -1,4 +1,4 @@
-"""Losses of object detection, in the graph."""
+"""Losses of object detection, written as nodes of the graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def detection_loss(
     alpha: float = 0.5,
     beta: float = 6.0,
 ) -> og.losses.LossSpec:
-    """Return sum_k gain_k L_k: of boxes, classes, and, by head, distances, objectness or L1.
+    """Return the loss sum_k gain_k L_k of a detector: of boxes, classes, and others by head.
 
     Labels are boxes, float32 (N, M, 5): class, x1, y1, x2, y2 in pixels; class -1 fills rows up.
 
@@ -60,13 +60,16 @@ def detection_loss(
     """
     if box not in ("ciou", "giou") or classes not in ("bce", "varifocal", "focal"):
         raise ValueError(
-            f"box={box!r}, classes={classes!r}: box is 'ciou' or 'giou', classes 'bce', "
+            f"box={box!r} must be 'ciou' or 'giou', and classes={classes!r} must be 'bce', "
             "'varifocal' or 'focal'"
         )
     usual = head.layout.gains
     if other := set(gains or ()) - set(usual):
-        raise ValueError(f"gains of {head.kind!r} are {list(usual)}, and have no {other.pop()!r}")
-    rule = _Rule(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
+        raise ValueError(
+            f"gains has the key {other.pop()!r}, and the losses of head={head.kind!r} are "
+            f"{list(usual)}: use one of these"
+        )
+    rule = _DetectionLoss(head, box, classes, {**usual, **(gains or {})}, topk, alpha, beta)
     columns = 5 if head.has_anchors else 6
     kind = og.losses.LabelKind(
         ir.DataType.FLOAT,
@@ -79,7 +82,7 @@ def detection_loss(
 
 
 def _center_and_size(op: Any, boxes: ir.Value, head: Head) -> ir.Value:
-    """Write centers and sizes of boxes in pixels, (..., 4), as shares of the picture."""
+    """Write nodes that turn corners in pixels into centers and sizes, as shares of a side."""
     height, width = head.size
     near, far = op.split(boxes / np.array([width, height] * 2, np.float32), 2, 2)
     return op.Concat((near + far) / 2.0, far - near, axis=2)
@@ -89,8 +92,8 @@ _binary_cross_entropy = partial(og.losses.LOSSES["binary_cross_entropy"].formula
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """The loss of a head with the arguments of `detection_loss`, as a formula."""
+class _DetectionLoss:
+    """The formula of a detection loss: a head, and the arguments of `detection_loss`."""
 
     head: Head
     box: str
@@ -101,15 +104,15 @@ class _Rule:
     beta: float
 
     def write(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write one loss for each picture, whose mean is the loss of the batch."""
+        """Write nodes that compute one loss for each picture; the mean is the batch's loss."""
         head = self.head
         parts = head.read(op, prediction)
         if head.probabilities:
             logits = _without_sigmoid(op, prediction)
             if logits is prediction:
                 raise ValueError(
-                    f"no Sigmoid computes the classes in {prediction.name!r}: name the output in "
-                    "front of what does, or say probabilities=False"
+                    f"no Sigmoid computes the classes in {prediction.name!r}: name the output of "
+                    "the node before their activation, or pass probabilities=False"
                 )
             own = head.read(op, logits)
             parts |= {name: own[name] for name in ("classes", "objectness") if name in own}
@@ -118,7 +121,7 @@ class _Rule:
             op.Equal(number, np.arange(head.classes, dtype=np.float32)), to=ir.DataType.FLOAT
         )
         if query:
-            return self._of_queries(op, parts, one_hot, truth, query[0])
+            return self._query_losses(op, parts, one_hot, truth, query[0])
         hidden = [parts[name] for name in ("classes", "objectness") if name in parts]
         log_p = [-op.Softplus(-x) for x in hidden]  # of small p, Sigmoid has few digits
         scores = op.detached(log_p[0] + log_p[1] if hidden[1:] else log_p[0])
@@ -151,7 +154,7 @@ class _Rule:
         return self._sum_losses(op, losses, op.Max(op.ReduceSum(weight, keepdims=0), 1.0), label)
 
     def _sum_losses(self, op: Any, losses: dict, count: ir.Value, label: ir.Value) -> ir.Value:
-        """Write N / count sum_k gain_k sum over anchors, (N,)."""
+        """Write the loss of each picture, (N,): N / count times the weighted sum over anchors."""
         rows = op.Cast(op.Shape(label, start=0, end=1), to=ir.DataType.FLOAT)
         total = None
         for name, (values, weight) in losses.items():
@@ -168,8 +171,8 @@ class _Rule:
             return og.losses.LOSSES["focal"].formula(op, logits, hit)
         return _binary_cross_entropy(op, logits, target)
 
-    def _of_queries(self, op, parts, one_hot, truth, query):
-        """Write the losses of a set: the queries are matched before."""
+    def _query_losses(self, op, parts, one_hot, truth, query):
+        """Write the losses of a detector whose labels say which query learns each box."""
         raw = parts["raw"]
         places = op.Unsqueeze(op.Cast(op.arange(op.dim(raw, 1)), to=ir.DataType.FLOAT), [0, 2])
         turned = op.Transpose(query, perm=[0, 2, 1])  # (N, 1, M)
@@ -201,7 +204,7 @@ class _Rule:
 
 
 def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence) -> tuple:
-    """Write which box each anchor learns (N, A, M), 0 or 1; its share and its IoU (N, A, 1)."""
+    """Write which box each anchor learns, (N, A, M) of 0 or 1, with its weight and IoU."""
     (boxes, scores, centers), (truth, one_hot), (most, alpha, beta) = predicted, true, how
     corners = op.Unsqueeze(truth, [2])  # (N, M, 1, 4)
     near, far = op.split(corners, 2, 3)
@@ -232,7 +235,7 @@ def _assign_anchors(op: Any, predicted: Sequence, true: Sequence, how: Sequence)
 
 
 def _without_sigmoid(op: Any, x: ir.Value) -> ir.Value:
-    """Write `x` without the Sigmoids that compute some of it; `x` itself if there are none."""
+    """Write `x` without the Sigmoids before it; return `x` if no Sigmoid is found."""
     node = x.producer()
     if node is None or node.domain:
         return x
@@ -271,7 +274,7 @@ def _distance_logits(op: Any, prediction: ir.Value, anchors: int) -> ir.Value | 
 
 
 def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Return a function of predictions and labels (N, M, 5) that adds the query of each box, -1.
+    """Return a function that appends the matched query's index, or -1, to labels (N, M, 5).
 
     The queries of a picture have the least sum of 5 L1 - 2 GIoU - p (equation 1 and section A.2 of
     Carion et al. 2020), which the Hungarian method finds.
@@ -304,8 +307,8 @@ def matcher(head: Head) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
             real = np.flatnonzero(label[row, :, 0] >= 0)
             if len(real) > cost.shape[1]:
                 raise ValueError(
-                    f"a picture has {len(real)} boxes, and the model {cost.shape[1]} queries: "
-                    "leave such pictures out"
+                    f"a picture has {len(real)} boxes, more than the {cost.shape[1]} queries of "
+                    "the model: leave such pictures out"
                 )
             boxes, queries = linear_sum_assignment(cost[real])
             query[row, real[boxes], 0] = queries

@@ -40,7 +40,7 @@ _BATCH, _CHUNK, _NEIGHBORS = 64, 1024, 5
 
 
 class Embeddings(Task):
-    """Embeddings: rows that belong together shall be near, by the cosine of their embeddings.
+    """Embeddings: training and prediction of vectors, near for rows that belong together.
 
     `data` are texts, as `og.language.paired_texts` reads them: the other rows of a batch are
     negatives, so that a positive should not fit their anchors. Or images or arrays of classes.
@@ -112,11 +112,14 @@ class Embeddings(Task):
         name = loss or default
         if (name == "cosine_similarity") != (self._kind == "scores"):
             raise ValueError(
-                f"loss={name!r}: scores of pairs need 'cosine_similarity', and only they"
+                f"loss={name!r}: pairs with scores need 'cosine_similarity', and other data "
+                "another loss"
             )
         if name in _MARGINS:
             if self._kind != "classes" or self.data is None:
-                raise ValueError(f"loss={name!r} needs data with classes, for their centers")
+                raise ValueError(
+                    f"loss={name!r} learns a center for each class: pass data with classes"
+                )
             reader: Any = self.data
             count = int(reader.labels.max()) + 1
             self.classes = getattr(reader.data, "classes", [str(c) for c in range(count)])
@@ -133,7 +136,7 @@ class Embeddings(Task):
             self.arguments |= fine_tuning_rate(self.model)
 
     def stated(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the given options, with the output of the task's model."""
+        """Return the given options, with the name of the output that holds the embeddings."""
         return options | ({"output": self.output} if "output" in options else {})
 
     def _add_layers(
@@ -144,10 +147,12 @@ class Embeddings(Task):
         if output is None:
             found = [n for n, count in axes.items() if count == 2] or [*axes]
             if len(found) != 1:
-                raise ValueError(f"embeddings may be {found}: name one by output=")
+                raise ValueError(
+                    f"the embeddings may be any of the outputs {found}: name one with output="
+                )
             output = found[0]
         elif output not in axes:
-            raise ValueError(f"output={output!r} is no float output: there are {[*axes]}")
+            raise ValueError(f"output={output!r} must be a float output, one of {[*axes]}")
         pool = pool or _POOLS.get(axes[output])
         if pool is not None or projection is not None:
             inputs = {x.name for x in self.model.graph.input}
@@ -159,7 +164,7 @@ class Embeddings(Task):
         self.output = output
 
     def _read_rows(self, data: Any) -> tuple[str, Any]:
-        """Return the kind of data, a key of `_DEFAULTS`, and their reader, or the arrays."""
+        """Return the kind of data, a key of `_DEFAULTS`, and the reader or the arrays."""
         if isinstance(data, tuple):
             return "classes", data
         if Path(data).is_dir():
@@ -202,7 +207,7 @@ class Embeddings(Task):
         return results
 
     def read(self, path: Any) -> Any:
-        """Return other rows to evaluate on, from files as `data`; arrays stay arrays.
+        """Return other rows to evaluate on; files are read as `data`, arrays are kept.
 
         Raises:
             ValueError: as for `data`; rows of another kind; or other classes than the centers are
@@ -210,14 +215,19 @@ class Embeddings(Task):
         """
         kind, reader = self._read_rows(path)
         if self.data is not None and kind != self._kind:
-            raise ValueError(f"these are rows of {kind}, and those to train on of {self._kind}")
+            raise ValueError(
+                f"rows to evaluate on must be {self._kind}, as the rows to train on, not {kind}"
+            )
         classes = getattr(reader, "classes", None)
         if self.classes and classes is not None and classes != self.classes:
-            raise ValueError(f"{str(path)!r} has the classes {classes}, not {self.classes}")
+            raise ValueError(
+                f"{str(path)!r} has the classes {classes}, and the model {self.classes}: pass rows "
+                "with the classes of the model"
+            )
         return reader
 
     def finished(self, model: Any) -> onnx.ModelProto:
-        """Return a trained model as people use it: without the centers of classes.
+        """Return a trained model as users deploy it: without the centers of classes.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -236,7 +246,7 @@ class Embeddings(Task):
         return Path(inputs).read_text(encoding="utf-8").splitlines()
 
     def predict(self, model: Any, inputs: Any) -> Any:
-        """Return the embeddings of length 1, (N, D).
+        """Return the embeddings of the inputs, (N, D), each of length 1.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -252,7 +262,7 @@ class Embeddings(Task):
         return z / np.maximum(np.linalg.norm(z, axis=1, keepdims=True), 1e-12)
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
-        """Write `embeddings.npy`, and `neighbors.csv` with the five nearest others of each row.
+        """Write `embeddings.npy`, and `neighbors.csv` with the five nearest rows of each row.
 
         Rows of the table are number, id, rank, the number and id of the neighbor, and the cosine;
         ids are texts, paths of images, or else numbers.
@@ -269,7 +279,7 @@ class Embeddings(Task):
 
 
 def _neighbor_rows(z: np.ndarray, names: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the cells of the nearest other rows of each row, the nearest first."""
+    """Yield CSV cells for each row of embeddings and its nearest other rows, nearest first."""
     for start in range(0, len(z), _CHUNK):
         cosines = z[start : start + _CHUNK] @ z.T
         for i, row in enumerate(cosines, start):
@@ -291,6 +301,6 @@ def _input_batches(predictor: Predictor, inputs: Any) -> Iterator[Any]:
 
 
 def _float_outputs(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the number of axes of each float output."""
+    """Return `{name: count of axes}` of a model's float outputs."""
     found = {y.name: y.type.tensor_type for y in model.graph.output}
     return {n: len(t.shape.dim) for n, t in found.items() if t.elem_type in _FLOATS}

@@ -22,7 +22,7 @@ _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of values from 0 to 
 
 
 def as_image_size(size: Any) -> tuple[int, int] | None:
-    """Return (height, width) of a number for both, of two numbers, or of a text such as "48x320".
+    """Return (height, width) of one number, of two numbers, or of a text such as "48x320".
 
     Raises:
         ValueError: it is neither a number of pixels nor two of them.
@@ -80,7 +80,7 @@ def as_normalization(normalize: Any, scale: float = 1.0) -> Normalize | None:
 
 @dataclass(frozen=True)
 class ScaledChannels:
-    """Values of 0 to 1 times `scale`, with the channels of RGB in another order."""
+    """A transform that scales values of 0 to 1 and reorders the channels of RGB."""
 
     scale: float
     order: tuple[int, ...]
@@ -98,7 +98,7 @@ PIXELS = {
 
 
 def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function from RGB of 0 to 1 to the values of a model; None if these are the same.
+    """Return a function from RGB of 0 to 1 to a model's input values; None if both are equal.
 
     Args:
         pixels: the function; "bgr", "bgr255" or "rgb255"; or as of `as_normalization`.
@@ -121,7 +121,7 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return `scale` and `normalize` as one normalization of values from 0 to 1; None without."""
+    """Return `scale` and `normalize` as one normalization of 0 to 1; None if unchanged."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)
@@ -137,7 +137,7 @@ _BYTES = 64.0  # a constant that divides or is subtracted, of values up to 255
 
 
 def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFolder) -> str:
-    """Return a clause that says why the model was trained on another range of values, or "".
+    """Return the warning that a model was trained on another range of values, or "".
 
     Its file may say so: by a division or subtraction in front, the range of a QuantizeLinear, or
     the statistics of a BatchNormalization behind the first convolutions. Empty if it does not, or
@@ -152,24 +152,24 @@ def range_warning(proto: ModelProto, name: str, dtype: np.dtype, reader: ImageFo
     batch = reader.take(np.unique(rows), None)
     images = (batch if isinstance(batch, np.ndarray) else batch[0]).astype(dtype)
     constants = {ref.graph_name: ref for ref in constant_refs(proto)}
-    for node in _nodes_up_to_statistics(proto, name):
+    for node in _nodes_up_to_batch_norm(proto, name):
         known = [constants[n].array() for n in node.input if n in constants]
         reason = ""
         if node.op_type in ("Div", "Mul", "Sub") and len(known) == 1:
-            reason = _reason_by_arithmetic(node, known[0], images)
+            reason = _arithmetic_warning(node, known[0], images)
         elif node.op_type == "QuantizeLinear" and len(known) == 2 and known[0].size == 1:
-            reason = _reason_by_quantization(known[0], known[1], images)
+            reason = _quantization_warning(known[0], known[1], images)
         elif node.op_type == "BatchNormalization" and len(known) == 4:
             predictor = Predictor(select_model_inputs_outputs(proto, node.input[:1], inputs=[name]))
             value = predictor.predict({name: images})[node.input[0]].astype(np.float64)
             channels = np.moveaxis(value, 1, 0).reshape(value.shape[1], -1)
-            reason = _reason_by_statistics(known[3], channels.var(axis=1))
+            reason = _statistics_warning(known[3], channels.var(axis=1))
         if reason:
             return reason
     return ""
 
 
-def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
+def _arithmetic_warning(node: NodeProto, operand: np.ndarray, images: np.ndarray) -> str:
     """Return the warning if the model divides by, or subtracts, a number as large as bytes."""
     size = float(np.abs(operand).max())
     size = 1 / size if node.op_type == "Mul" and size else size
@@ -179,8 +179,8 @@ def _reason_by_arithmetic(node: NodeProto, operand: np.ndarray, images: np.ndarr
     return f"the model first {verb} {size:g}, as for values from 0 to 255"
 
 
-def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
-    """Return the warning if the largest value is far from the range of the quantization."""
+def _quantization_warning(scale: np.ndarray, zero: np.ndarray, images: np.ndarray) -> str:
+    """Return the warning if an image's largest value is far from the quantized range."""
     step, middle, bounds = float(scale.ravel()[0]), int(zero.ravel()[0]), np.iinfo(zero.dtype)
     low, high = (bounds.min - middle) * step, (bounds.max - middle) * step
     largest = float(np.abs(images).max())
@@ -189,8 +189,8 @@ def _reason_by_quantization(scale: np.ndarray, zero: np.ndarray, images: np.ndar
     return f"the model quantizes values from {low:.4g} to {high:.4g}"
 
 
-def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
-    """Return the warning if the variances of channels are far from the stored ones."""
+def _statistics_warning(stored: np.ndarray, measured: np.ndarray) -> str:
+    """Return the warning if the variances of channels are far from a BatchNorm's."""
     ratio = max(float(np.median(measured / stored.astype(np.float64))), 1e-12)
     if 1 / _FACTOR < ratio < _FACTOR:
         return ""
@@ -198,7 +198,7 @@ def _reason_by_statistics(stored: np.ndarray, measured: np.ndarray) -> str:
     return f"behind the first layer, variances are {factor} than those of the model's training"
 
 
-def _nodes_up_to_statistics(proto: ModelProto, name: str) -> Iterator[NodeProto]:
+def _nodes_up_to_batch_norm(proto: ModelProto, name: str) -> Iterator[NodeProto]:
     """Yield the nodes that read an input, up to the first BatchNormalization.
 
     The input may be moved, resized or scaled, and go through convolutions, in between.

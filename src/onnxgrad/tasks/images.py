@@ -125,21 +125,21 @@ class Images(RowsTask):
         self._size = as_image_size(self.image_size)
         super().__post_init__()
 
-    def _begin_training(self, data: Any, validation: Any) -> None:
-        """Read the images to train on; of a folder with train/, also those to validate on."""
+    def _read_training_data(self, data: Any, validation: Any) -> None:
+        """Read the images to train on, and from a folder with train/ the validation images."""
         parts = data_set_folders(Path(data)) if Path(data).is_dir() else {}
         if parts and validation is None:
             validation = parts.get("validation")
         self._transforms = as_transforms(self.augment)
-        super()._begin_training(self._own_part(Path(data), "train"), validation)
+        super()._read_training_data(self._part_folder(Path(data), "train"), validation)
         self._transforms = ()
         self.notes[:0] = [f"{part} images: {folder}" for part, folder in parts.items()]
         if slow := fine_tuning_rate(self.model):
             self.arguments |= slow
             self.batch_size = 8
 
-    def _own_part(self, folder: Path, part: str) -> Path:
-        """Return the folder train/ or test/ in `folder`, or `folder` if it holds no such parts.
+    def _part_folder(self, folder: Path, part: str) -> Path:
+        """Return the folder train/ or test/ in `folder`, or `folder` if it has no such parts.
 
         Raises:
             DataError: the folder has other parts only.
@@ -153,7 +153,7 @@ class Images(RowsTask):
         return parts.get(part, folder)
 
     def _scale_and_normalize(self, path: Path, kept: Mapping[str, Any]) -> tuple[float, Any]:
-        """Return the value of white, and the normalization behind it, by default as `kept` says.
+        """Return the value of white, and the normalization; by default of the last training.
 
         Raises:
             DataError: the model was trained on images whose values nothing tells.
@@ -177,7 +177,7 @@ class Images(RowsTask):
     def _image_reader(
         self, path: Path, name: str, shape: Any, dtype: np.dtype, labels: bool = True
     ) -> ImageFolder:
-        """Return the reader of images for an input of this shape.
+        """Return the reader of images that fit a model's input of this shape and dtype.
 
         It warns if the file says that its model was trained on values of another range.
         """
@@ -229,10 +229,10 @@ class Images(RowsTask):
         reason = "each folder is a class"
         self._choose_loss(ONE_SCORE if one else CROSS_ENTROPY, reason)
 
-    def _map_rows(self, source: Path) -> tuple[Dataset, Names]:
-        """Return a reader of images, for a model with one label, and the names of classes."""
+    def _rows_for_model(self, source: Path) -> tuple[Dataset, Names]:
+        """Return a reader of images, and the names of classes, for a model with one label."""
         classes = self._known_classes()
-        objective = self._describe_labels(classes=classes or [])
+        objective = self._label_objective(classes=classes or [])
         with begin_errors(str(source)):
             feature = only_features(str(source), objective)[0]
             assert feature.dtype is not None
@@ -259,13 +259,13 @@ class Images(RowsTask):
         Raises:
             ValueError: a folder without images, or with other classes.
         """
-        return super().read(self._own_part(Path(path), "test"))
+        return super().read(self._part_folder(Path(path), "test"))
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model for images, as `read` takes them."""
-        part = self._own_part(Path(data), "test")
+        """Return the loss and the metrics of the model for images as in `read`."""
+        part = self._part_folder(Path(data), "test")
         if part != Path(data):
             self.notes.append(f"the images are in {part}")
         return super().evaluate(part, batch_size=batch_size, device=device)
@@ -274,7 +274,10 @@ class Images(RowsTask):
         self, source: Path, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
         if len(fields) != 1:
-            raise DataError(f"images are for one input, and the model has {len(fields)}")
+            raise DataError(
+                f"images are for a model with one input, and this model has {len(fields)}: pass "
+                "arrays by input to a Trainer"
+            )
         field = fields[0]
         reader = self._image_reader(source, field.name, field.shape, field.dtype, labels=False)
         start = 0
@@ -284,7 +287,7 @@ class Images(RowsTask):
             yield {field.name: images}, len(images), {"file": np.array(files)}
 
     def _class_strata(self) -> np.ndarray | None:
-        """Return the class number of each image."""
+        """Return the class index of each image."""
         return getattr(self.data, "labels", None)
 
 
@@ -303,7 +306,4 @@ def holds_images(path: Path) -> bool:
             return True
         if suffix in (*STREAMED, *PARQUET):
             return False
-    raise DataError(
-        f"{str(path)!r} is a folder without Parquet files, and without images in a folder for "
-        "each class"
-    )
+    raise DataError(f"{str(path)!r} must hold Parquet files, or a folder of images for each class")

@@ -40,7 +40,7 @@ def check_ending(output: str) -> None:
 
 @contextmanager
 def column_writer(output: str | Path | None) -> Iterator[Write]:
-    """Yield a function that writes the columns of some rows; the file is complete or not there.
+    """Yield a function that writes rows of columns; the file is complete or not written.
 
     Without an output, they are written to standard output, as CSV.
     """
@@ -59,7 +59,7 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
         opened: list[Any] = []
 
         def write(columns: Columns) -> None:
-            table = _table_of(columns, binary=suffix in _PARQUET)
+            table = _arrow_table(columns, binary=suffix in _PARQUET)
             if not opened:  # the first one decides the columns
                 opened.append(stack.enter_context(_table_writer(target, suffix, table.schema)))
             opened[0].write_table(table)
@@ -69,8 +69,8 @@ def column_writer(output: str | Path | None) -> Iterator[Write]:
             sys.stdout.buffer.flush()
 
 
-def _table_of(columns: Columns, binary: bool) -> Any:
-    """Return a table of pyarrow with a column for each number of a row: name, or name_0, name_1.
+def _arrow_table(columns: Columns, binary: bool) -> Any:
+    """Return a pyarrow table; an array with several numbers a row becomes name_0, name_1, ...
 
     Unless it goes to a `binary` file, it holds no formulas.
     """
@@ -107,7 +107,7 @@ def _table_writer(target: Any, suffix: str, schema: Any) -> Any:
 def output_columns(
     results: Mapping[str, Any], outputs: Collection[str], chosen: Collection[str], notes: list[str]
 ) -> Columns:
-    """Return the columns of outputs that have a row each: arrays, or lists of maps.
+    """Return `{column: array}` of the outputs that have a row for each row of data.
 
     Args:
         results: the outputs of a call that have a row for each row of the data.
@@ -133,7 +133,9 @@ def output_columns(
         elif (text := f"output {printable(name)} has no rows, and is left out") not in notes:
             notes.append(text)
     if not columns:
-        raise DataError("no output has a row for each row of the data")
+        raise DataError(
+            "nothing to write: no output of the model has a row for each row of the data"
+        )
     return columns
 
 
@@ -151,7 +153,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, proto: ModelProto, outputs: Collection[str]) -> ClassLabels | None:
-        """Return the classes of an output; None if no output has as many scores, or labels exist.
+        """Return the model's classes and the output that scores them; None if there is none.
 
         Nor has a model that was trained by a loss of other scores, such as of labels that do not
         exclude each other.
@@ -163,7 +165,7 @@ class ClassLabels:
         infer(model)
         known = [y for y in model.graph.outputs if y.name in outputs]
         fitting = [y for y in known if _class_count(y) == len(classes)]
-        if len(fitting) != 1 or not _has_shares(noted_loss_name(proto), fitting[0]):
+        if len(fitting) != 1 or not _gives_probabilities(noted_loss_name(proto), fitting[0]):
             return None
         return cls(str(fitting[0].name), classes, is_probability(fitting[0]))
 
@@ -180,37 +182,37 @@ class ClassLabels:
         return {"label": labels, "probability": shares.max(axis=1).astype(np.float32)}
 
 
-def _is_single(output: Any) -> bool:
+def _has_single_score(output: Any) -> bool:
     """Return whether an output has one score for each row."""
     return rank(output) == 1 or (rank(output) == 2 and output.shape[-1] == 1)
 
 
 def _class_count(output: Any) -> Any:
-    """Return the number of classes that an output scores: 2 for one score a row."""
-    if _is_single(output):
+    """Return the count of classes that an output scores: 2 for one score a row."""
+    if _has_single_score(output):
         return 2
     return output.shape[-1] if rank(output) == 2 else None
 
 
-def _has_shares(loss: str | None, output: Any) -> bool:
-    """Return whether scores of an output become probabilities, by the loss of its training."""
+def _gives_probabilities(loss: str | None, output: Any) -> bool:
+    """Return whether the loss of the training makes scores of an output probabilities."""
     if loss not in LOSSES:
         return True
     spec = LOSSES[loss]
     logits = "from_logits" in spec.all_options
-    if _is_single(output):
+    if _has_single_score(output):
         return logits and spec.threshold is not None
     return spec.threshold is None and (logits or spec.label_kind.dtype is not None)
 
 
 def noted_loss(proto: ModelProto) -> dict[str, Any]:
-    """Return the loss of an earlier training as arguments of a `Trainer`; empty without a note."""
+    """Return the loss of an earlier training as arguments of a `Trainer`; {} if unknown."""
     note = read_note(proto, LOSS)
     return dict(note[0]) if note else {}
 
 
 def noted_loss_name(proto: ModelProto) -> str | None:
-    """Return the name of the only loss of an earlier training; None if it is not known."""
+    """Return the name of the only loss of an earlier training; None if unknown."""
     loss = noted_loss(proto).get("loss")
     names: list[Any] = list(loss.values()) if isinstance(loss, Mapping) else [loss]
     return ALIASES.get(names[0], names[0]) if len(names) == 1 else None

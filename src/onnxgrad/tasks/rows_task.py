@@ -50,7 +50,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
-    """Return the model without further outputs that could be mistaken for its loss.
+    """Return the model without outputs that could be mistaken for the loss.
 
     `output` names the loss that the model computes where `loss` is None.
     """
@@ -73,12 +73,12 @@ def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
         chosen = ""
     if chosen == output:
         return proto
-    scalars = (o for o in proto.graph.output if o.name != output and _is_single(o))
+    scalars = (o for o in proto.graph.output if o.name != output and _has_single_score(o))
     dropped = {o.name for o in scalars}
     return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
 
 
-def _is_single(output: Any) -> bool:
+def _has_single_score(output: Any) -> bool:
     shape = output.type.tensor_type.shape
     return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)
 
@@ -133,7 +133,7 @@ class RowsTask(Task):
         self._labels: list[Any] = []  # descriptions of the labels of the loss, once rows were read
         data, validation, self.data, self.validation = self.data, self.validation, None, None
         if data is not None:
-            self._begin_training(data, validation)
+            self._read_training_data(data, validation)
 
     # -- methods of subclasses ------------------------------------------------------------------
 
@@ -142,33 +142,33 @@ class RowsTask(Task):
         raise NotImplementedError
 
     def _decide_loss(self, source: Any) -> None:
-        """Choose a loss and a head if data and model allow one choice only, and note them."""
+        """Choose a loss, and maybe a new head, if data and model allow only one choice."""
 
-    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
-        """Return rows with labels in the form of the model's inputs, and names for its file.
+    def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
+        """Return rows with labels as the model's inputs take them, and the names to store.
 
-        It calls `_describe_labels`, and notes messages.
+        It calls `_label_objective`, and notes messages.
         """
         raise NotImplementedError
 
     def _input_batches(
         self, source: Any, fields: Sequence[Field], size: int
     ) -> Iterator[tuple[Columns, int, Columns]]:
-        """Yield arrays by input, the number of rows, and columns to write beside predictions."""
+        """Yield (arrays by input, count of rows, columns to write beside predictions)."""
         raise NotImplementedError
 
     # -- training --------------------------------------------------------------------------------
 
-    def _begin_training(self, data: Any, validation: Any) -> None:
+    def _read_training_data(self, data: Any, validation: Any) -> None:
         """Read the rows to train on, and hold out the rows to validate on."""
         self._may_change_model = True
         rows, self.names = self._read_rows(data)
-        self.data = _as_passed(rows)
+        self.data = _as_fit_argument(rows)
         self.classes = [*(self._known_classes() or self.names.classes)]
         self.divide_rows(validation, self.seed)
 
     def _read_rows(self, data: Any) -> tuple[Dataset, Names]:
-        """Return rows and names; the first call also chooses loss and metrics that are None."""
+        """Return rows and names to store; the first call chooses a missing loss and metrics."""
         source = self._open_rows(data)
         if self._job is None:
             self.notes += [self._noted_loss] * bool(self._noted_loss)
@@ -179,13 +179,13 @@ class RowsTask(Task):
             trained = with_loss(self.model, self.loss, self.loss_output)
             self._job = Job(trained, loss=self.loss, **self.arguments)
             self._trained = read_names(trained)
-        rows, names = self._map_rows(source)
+        rows, names = self._rows_for_model(source)
         self._check_classes()
         if self.metrics is None:
             self.metrics = self._usual_metrics()
         for name in ("columns", "target", "weight"):  # by which later data are read
             setattr(self._trained, name, getattr(names, name))
-        self.rows = row_count(_as_passed(rows))
+        self.rows = row_count(_as_fit_argument(rows))
         return rows, names
 
     @property
@@ -195,12 +195,12 @@ class RowsTask(Task):
 
     @property
     def class_count(self) -> int:
-        """The number of classes of the output that the loss reads, at least 2."""
+        """The count of classes of the output that the loss reads, at least 2."""
         counts = [info.classes for info in self._labels if isinstance(info.classes, int)]
         return next(iter(counts), max(2, len(self.classes)))
 
     def trainer(self, **arguments: Any) -> Trainer:
-        """Return a trainer of the model; `arguments`, named as for `Trainer`, win."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         pruned = self.model if self._job is None else self._job.proto
         usual = self.usual_arguments(arguments)
         own = {"loss": self.loss, "metrics": self.metrics or (), **usual}
@@ -211,7 +211,7 @@ class RowsTask(Task):
         return trainer
 
     def finished(self, model: ModelProto) -> ModelProto:
-        """Return a trained model with the outputs that its training left out."""
+        """Return a trained model with the outputs that its training had removed."""
         outputs = [output.name for output in self.model.graph.output]
         if outputs == [output.name for output in model.graph.output]:
             return model
@@ -227,20 +227,20 @@ class RowsTask(Task):
         Raises:
             ValueError: files that cannot be read, other columns, or a label that is no class.
         """
-        return _as_passed(self._read_rows(path)[0])
+        return _as_fit_argument(self._read_rows(path)[0])
 
     def evaluate(
         self, data: Any, *, batch_size: int | None = None, device: str = "cpu"
     ) -> dict[str, Any]:
-        """Return the loss and the metrics of the model, which need not have a gradient."""
+        """Return the loss and the metrics of the model, also if operators have no gradient."""
         rows, _ = self._read_rows(data)
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
         job = replace(self._job, metrics=metrics, device=place)
         recipe = Recipe.of(job, TrainState(), rows)
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
-    def _describe_labels(self, y: Any = None, classes: Labels | None = None) -> Objective:
-        """Return the inputs and the labels, for labels `y` whose shape may decide the loss.
+    def _label_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
+        """Return the `Objective`: inputs and labels; the shape of `y` may decide the loss.
 
         Args:
             y: the labels; None: they are not read yet.
@@ -254,8 +254,8 @@ class RowsTask(Task):
         return objective
 
     def _numeric_loss(self) -> str | None:
-        """Return the name of the loss if its labels are numbers; None if they are classes."""
-        infos, loss = self._describe_labels().labels.values(), self._job.loss
+        """Return the name of the loss if labels are numbers; None if labels are classes."""
+        infos, loss = self._label_objective().labels.values(), self._job.loss
         if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
             return None
         return loss if isinstance(loss, str) else "of the model"
@@ -266,7 +266,7 @@ class RowsTask(Task):
         return ["accuracy"] if len(self._labels) == len(classes) == 1 else []
 
     def _check_classes(self) -> None:
-        """Raise `ValueError` if more or fewer classes are named than the model has."""
+        """Raise `ValueError` if `classes` names more or fewer classes than the model has."""
         if self.named_classes is None:
             return
         every = self._labels
@@ -286,11 +286,11 @@ class RowsTask(Task):
             )
 
     def _known_classes(self) -> Labels | None:
-        """Return the labels of the classes, in order: the argument, or as the model stores them."""
+        """Return the classes, in order: the task's argument, or the model's stored classes."""
         return self.named_classes or class_names(self.model)
 
     def _choose_head(self, names: Sequence[str], count: int | None) -> None:
-        """Give the model a new last layer if its scores cannot be of these classes, and note it.
+        """Give the model a new last layer if its scores do not fit the classes; tell users.
 
         They cannot if there are more classes than scores, or if the model stores none of the names.
         Fewer classes may be those of its classes that occur in the data.
@@ -313,7 +313,7 @@ class RowsTask(Task):
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
-        """Take a loss, where neither the user nor the model has one, and note the reason."""
+        """Set the loss if neither user nor model names one, and tell users the reason."""
         if self.loss is None and not self._computes_loss:
             self.loss = loss
             self.notes.append(f"loss {loss}: {reason}")
@@ -343,7 +343,7 @@ class RowsTask(Task):
         batch_size: int | None = None,
         device: str = "cpu",
     ) -> Iterator[Columns]:
-        """Yield the predictions of some rows at a time, as arrays by the name of a column.
+        """Yield predictions, some rows at a time, as `{column: array}`.
 
         Args:
             model: as of `predict`.
@@ -372,7 +372,7 @@ class RowsTask(Task):
             yield {**extra, **own, **others}
 
     def write_beside(self, folder: str | os.PathLike) -> str:
-        """Return "": rows need no tokenizer, and folders of texts are written as a whole."""
+        """Return "": tasks of rows copy no tokenizer beside the model."""
         return ""
 
     def write(self, inputs: Any, results: Iterable[Any], folder: str | os.PathLike) -> list[Path]:
@@ -403,14 +403,17 @@ def begin_errors(name: str) -> Iterator[None]:
 
 
 def only_features(name: str, objective: Objective) -> list[ir.Value]:
-    """Return the inputs that are no labels; raise `DataError` unless there is one label."""
+    """Return the inputs that are no labels; raise `DataError` unless one input is a label."""
     features = [x for x in objective.data if x.name not in objective.labels]
     if len(features) != len(objective.data) - 1:
-        raise DataError(f"{name!r} is read while training, for models with one label input")
+        raise DataError(
+            f"{name!r} is read while training, which needs a model with one label input: load the "
+            "data first, and pass the arrays"
+        )
     return features
 
 
-def _as_passed(data: Dataset) -> Any:
+def _as_fit_argument(data: Dataset) -> Any:
     """Return a dataset as one argument of `Trainer.fit`: X, (X, y) or (X, y, sample_weight)."""
     if data.y is None and data.sample_weight is None:
         return data.X

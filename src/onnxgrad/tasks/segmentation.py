@@ -134,13 +134,16 @@ class Segmentation(Task):
         if not names and classes is None and (number or 0) <= len(stored):
             names = stored
         if (number or 0) > 255:
-            raise ValueError(f"{number} classes: masks of 8 bits have 255 at most")
+            raise ValueError(
+                f"{number} classes are too many: masks of 8 bits a pixel have at most 255"
+            )
         had = max(2, form.scores)  # one score tells two classes apart
         number = len(names) or number or had
         if number != had:
             if data is None:
                 raise ValueError(
-                    f"the model has scores of {had} classes, not {number}: give it data"
+                    f"the model has scores of {had} classes, not {number}: pass data=, on which a "
+                    "new last layer can train"
                 )
             message = "the model has scores of %d classes: a new last layer has scores of %d"
             _logger.warning(message, had, number)
@@ -159,7 +162,7 @@ class Segmentation(Task):
             self.validation = self.read(held) if held else None
 
     def _read_masks(self, path: Any, classes: Any, augment: Any = (), images: Any = None) -> Any:
-        """Return the pictures and masks of files, for the model."""
+        """Return the reader of pictures and masks in files, with the model's sizes."""
         form, images = self._form, images or self.images
         return og.data.masked_images(
             path, form.size, augment, form.front, mask_size=form.grid, classes=classes or None,
@@ -167,7 +170,7 @@ class Segmentation(Task):
         )  # fmt: skip
 
     def _relabel_single_score(self, rows: Any) -> og.data.Reader:
-        """Return a reader whose labels are numbers where the model has one score a pixel."""
+        """Return the rows with float labels if the model has one score for each pixel."""
         axis = self._form.axes[1]
         if self._form.scores == 1:
             rows.relabel = lambda X, y: np.float32(np.expand_dims(np.where(y < 0, np.nan, y), axis))
@@ -176,7 +179,7 @@ class Segmentation(Task):
     def read(
         self, path: str | os.PathLike, images: str | os.PathLike | None = None
     ) -> og.data.Reader:
-        """Return other pictures with masks of the same classes; nothing augments them.
+        """Return other pictures with masks of the same classes, without augmentation.
 
         Args:
             path: as `data`.
@@ -188,7 +191,7 @@ class Segmentation(Task):
         return self._relabel_single_score(self._read_masks(path, [*self.classes], images=images))
 
     def predict(self, model: Any, inputs: Any) -> list[np.ndarray]:
-        """Return the mask of each picture: class numbers, uint8, (height, width) of the picture.
+        """Return the mask of each picture: class indices, uint8, (height, width).
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -218,7 +221,10 @@ class Segmentation(Task):
 
         named, written = og.data.list_images(inputs), []
         if len({name for name, _ in named}) < len(named):
-            raise ValueError(f"pictures of the same name: {[name for name, _ in named]}")
+            raise ValueError(
+                f"two pictures have the same name, and so would their masks: rename one of "
+                f"{[name for name, _ in named]}"
+            )
         for part in ("masks", "overlays"):
             (Path(folder) / part).mkdir(parents=True, exist_ok=True)
         for (name, source), result in zip(named, results, strict=True):
@@ -233,14 +239,20 @@ class Segmentation(Task):
 
 
 def _combine_losses(loss: Any, options: Mapping[str, Mapping[str, Any]], form: Form) -> Any:
-    """Return the sum of losses by name, for the scores of a model; other losses unchanged."""
+    """Return the weighted sum of losses that are given by name; return others unchanged."""
     if not isinstance(loss, (str, Mapping)):
         if options:
-            raise ValueError("loss_options are of losses by name: give the loss its own options")
+            raise ValueError(
+                "loss_options= is for losses that loss= names: give other losses their options "
+                "directly"
+            )
         return loss
     names = [n.strip() for n in loss.split("+")] if isinstance(loss, str) else [*loss]
     if not {*names, *options} <= {*_LOSSES} or len({*names}) < len(names):
-        raise ValueError(f"loss={loss!r}, options of {[*options]}: add some of {[*_LOSSES]}")
+        raise ValueError(
+            f"loss={loss!r} and loss_options of {[*options]} must name losses among {[*_LOSSES]}, "
+            "each once"
+        )
     factors = dict.fromkeys(names, 1.0) if isinstance(loss, str) else loss
     own = {n: both[form.scores > 1] for n, both in _LOSSES.items()}
     by_name = {own[n]: given for n, given in options.items()}
@@ -257,7 +269,7 @@ def palette() -> bytes:
 
 
 class Form:
-    """What a model takes and returns: pictures of `size` and scores on `grid`, (H, W) each.
+    """The input of a segmentation model, pictures of `size`, and its scores on `grid`, (H, W).
 
     It runs the model on a black picture.
 
@@ -280,24 +292,33 @@ class Form:
         floats = [name for name, dtype in predictor.dtypes.items() if dtype.kind == "f"]
         if others or x.name not in floats or len(x.shape) != 4:
             found = [(i.name, i.type, i.shape) for i in (x, *others)]
-            raise ValueError(f"inputs {found}: needs one of pictures, floats with 4 axes")
-        axis, self.size = _axis_and_size(x, as_image_size(options.image_size), options.layout)
+            raise ValueError(
+                f"segmentation takes a model with one input, pictures of floats with 4 axes, and "
+                f"the model has {found}: see og.graph.select_model_inputs_outputs"
+            )
+        axis, self.size = _channel_axis_and_size(
+            x, as_image_size(options.image_size), options.layout
+        )
         self.channels = x.shape[axis] if x.shape[axis] in _MODES else 3
         shape = [x.shape[0] if isinstance(x.shape[0], int) else 1, *self.size]
         shape.insert(axis, self.channels)
         outputs = [y for y in predictor.outputs if y in floats]
         if output not in outputs and (output or len(outputs) != 1):
-            raise ValueError(f"output={output!r}: name the output of scores, one of {outputs}")
+            raise ValueError(
+                f"output={output!r}: pass the name of the output of scores, one of {outputs}"
+            )
         self.output = output or outputs[0]
         try:
             scores = predictor.run(np.zeros(shape), [self.output])[0].shape
         except Exception as e:
             raise ValueError(
-                f"pictures of {self.size} do not run, pass another image_size: {e}"
+                f"the model fails on pictures of {self.size}, (height, width): pass another "
+                f"image_size=: {e}"
             ) from e
         if len(scores) != 4:
             raise ValueError(
-                f"output {self.output!r} of shape {scores}: needs 4 axes, one of classes"
+                f"the output {self.output!r} has the shape {scores}, and scores have 4 axes, "
+                "one of them for classes: name another output with output="
             )
         one = next((a for a in (1, 3) if scores[a] == 1), None)
         loss = "cross_entropy" if one is None else "binary_cross_entropy"
@@ -311,17 +332,17 @@ class Form:
         self.dtype, self.several = predictor.dtypes[x.name], len(predictor.outputs) > 1
 
     def front(self, array: np.ndarray) -> np.ndarray:
-        """Return (height, width, channels) of 0 to 1 as the model takes it, in a row."""
+        """Return an image (height, width, channels) of 0 to 1 in the model's layout and values."""
         array = array if self.normalize is None else self.normalize(array, None)
         return np.moveaxis(array, -1, self.axes[0] - 1).astype(self.dtype)
 
     def array(self, picture: Any) -> np.ndarray:
-        """Return a picture as the model takes it, in a row."""
+        """Return a picture as an array with the model's size, layout and values."""
         resized = np.asarray(og.data.resize(self.size)(picture, None), np.float32) / np.float32(255)
         return self.front(resized.reshape(*self.size, self.channels))
 
     def classes(self, scores: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """Return the class of each pixel of (width, height), by scores that are resized to it."""
+        """Return the class index of each pixel, from scores resized to (width, height)."""
         from PIL import Image
 
         planes = np.moveaxis(scores.astype(np.float32), self.axes[1] - 1, 0)
@@ -336,7 +357,7 @@ class Form:
         return classes
 
 
-def _axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
+def _channel_axis_and_size(x: Any, size: Any, layout: str | None) -> tuple[int, tuple[int, int]]:
     """Return the axis of the channels of an input, and (height, width)."""
     name, known = f"input {x.name!r} of shape {x.shape}", {"NCHW": [1], "NHWC": [3]}
     axes = known.get(str(layout), []) if layout else [a for a in (1, 3) if x.shape[a] in _MODES]

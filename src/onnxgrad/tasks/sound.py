@@ -21,7 +21,7 @@ __all__ = ["Heard", "Sound"]
 
 @dataclass(frozen=True, eq=False)
 class Heard:
-    """What a model hears in a file.
+    """The events and the scores that a model finds in a sound file.
 
     Attributes:
         times: second at which each window begins, (windows,).
@@ -45,7 +45,7 @@ class Heard:
 
 @with_fields
 class Sound(Task):
-    """Sounds: one wake word, exclusive classes, or events in streams.
+    """Sounds: training and prediction of a wake word, of classes, or of events in streams.
 
     `data` are read by `og.data.sound_folder`: a folder of folders, one a class, or a list. A row
     is a clip, in the length of the model. With `carry`, a row is a window of a file, and states
@@ -124,14 +124,17 @@ class Sound(Task):
         self.form = form = SoundModel(self.model, self)
         if self.data is not None:
             changes = {name: getattr(self, name) for name in ("shift", "gain", "noise", "snr")}
-            folder = self._open_folder(self.data, **changes)
+            folder = self._open_sound_folder(self.data, **changes)
         stored = stored_classes(self.model)
         if self.word is None and classes is None and form.units == len(stored) == 1:
             self.word = stored[0]
-        self.classes = self._named_classes(classes, [] if folder is None else folder.classes)
+        self.classes = self._names_of_classes(classes, [] if folder is None else folder.classes)
         if form.units != len(self.classes):
             if folder is None:
-                raise ValueError(f"{form.units} units, and the classes {self.classes}")
+                raise ValueError(
+                    f"the output {form.output!r} has {form.units} units, and the classes are "
+                    f"{self.classes}: name as many classes, or pass data="
+                )
             self.model = og.replace_head(self.model, self.classes, output=form.output)
             self.form = form = SoundModel(self.model, self)
         one = len(self.classes) == 1
@@ -145,19 +148,19 @@ class Sound(Task):
             self.arguments["batch_axes"] = dict.fromkeys(form.carry)
         if folder is not None:
             self.model = with_classes(self.model, self.classes)
-            self.data = self._label_clips(folder)
+            self.data = self._labeled_reader(folder)
         self.validation = None if self.validation is None else self.read(self.validation)
 
-    def _open_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
+    def _open_sound_folder(self, path: str | os.PathLike, **changes: Any) -> Any:
         form = self.form
         seconds = form.samples / form.rate
         return og.data.sound_folder(path, form.rate, seconds, form.inputs, **changes)
 
-    def _named_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
-        """Return the names of classes: the word, the argument, or as in the data or the model."""
+    def _names_of_classes(self, given: Sequence[str] | None, found: Sequence[str]) -> list[str]:
+        """Return the names of classes: the wake word, the argument, or of data or model."""
         if self.word is not None:
             if found and self.word not in found:
-                raise ValueError(f"word={self.word!r} is the label of no clip")
+                raise ValueError(f"word={self.word!r} is the label of no clip: pass one of {found}")
             return [self.word]
         if given is not None:
             return list(given)
@@ -166,13 +169,16 @@ class Sound(Task):
             if self.form.carry:
                 found = [self.background, *(c for c in found if c != self.background)]
             if len(found) < 2:
-                raise ValueError(f"the only class is {found}: of one, pass its name as word=")
+                raise ValueError(
+                    f"the clips have the only class {found}: add clips of another class, or pass "
+                    "the name of the class as word="
+                )
             return found
         units = self.form.units if isinstance(self.form.units, int) else 0
         return stored_classes(self.model) or [str(i) for i in range(units)]
 
     def trainer(self, **arguments: Any) -> og.Trainer:
-        """Return a trainer of the model; `arguments` of `Trainer` win over the task's."""
+        """Return a trainer of the model; `arguments` of a `Trainer` override the task's."""
         weights, output = arguments.get("class_weight"), self.form.output
         by_output = isinstance(weights, Mapping) and output in weights
         if weights is not None and not self.form.single and not by_output:
@@ -180,19 +186,20 @@ class Sound(Task):
         return super().trainer(**arguments)
 
     def read(self, path: str | os.PathLike) -> og.data.Reader:
-        """Return the clips or streams of another folder or list; nothing is random about them.
+        """Return the clips or streams of another folder or list, without random changes.
 
         Raises:
             ValueError: files that cannot be read, or a class that the model does not have.
         """
-        return self._label_clips(self._open_folder(path))
+        return self._labeled_reader(self._open_sound_folder(path))
 
-    def _label_clips(self, folder: Any) -> og.data.Reader:
-        """Return the reader of clips, or of streams where states go from window to window."""
+    def _labeled_reader(self, folder: Any) -> og.data.Reader:
+        """Return the reader of clips; for a model with states, the reader of streams."""
         for clip in folder.clips:
             if self.word is None and (clip.label or self.background) not in self.classes:
                 raise ValueError(
-                    f"{str(clip.file)!r} has the label {clip.label!r}, not of {self.classes}"
+                    f"{str(clip.file)!r} has the label {clip.label!r}, which is none of the "
+                    f"classes {self.classes}: correct it, or leave the clip out"
                 )
         if self.form.carry:
             return Streams(folder, partial(self._read_windows, folder.augment), self)
@@ -200,7 +207,7 @@ class Sound(Task):
         return folder
 
     def _class_labels(self, names: Sequence[str]) -> np.ndarray:
-        """Return labels in the form of the loss, for names of classes."""
+        """Return the labels that the loss takes, for names of classes."""
         if self.word is not None:
             numbers = np.array([name == self.word for name in names], np.int64)
         else:
@@ -212,7 +219,7 @@ class Sound(Task):
     def _read_windows(
         self, augment: Callable[..., np.ndarray], clips: list, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the windows of a file, and their labels."""
+        """Return the windows of a file, and the label of each window."""
         form = self.form
         x = augment(og.data.read_wave(clips[0].file, form.rate), rng)
         windows, first = form.windows(x, form.samples)
@@ -249,14 +256,18 @@ class Sound(Task):
         """
         form = self.form
         if hop is not None and form.carry:
-            raise ValueError(f"hop={hop}: the windows of a model with states follow each other")
+            raise ValueError(
+                f"hop={hop}: the windows of a model with states follow each other: leave out hop="
+            )
         step = form.samples if hop is None else max(1, round(hop * form.rate))
         predictor, results = Predictor(model_of(model)), []
         for name, given in og.data.list_sounds(inputs):
             path = isinstance(given, Path)
             x = og.data.read_wave(given, form.rate) if path else np.asarray(given, np.float32)
             if x.ndim != 1 or not len(x):
-                raise ValueError(f"{name!r} has the shape {x.shape}: a waveform is (samples,)")
+                raise ValueError(
+                    f"the waveform {name!r} must have the shape (samples,), not {x.shape}"
+                )
             if not form.carry and (missing := form.samples - len(x)) > 0:
                 x = np.pad(x, (-(-missing // 2), missing // 2))
             windows, starts = form.windows(x, step)
@@ -282,7 +293,7 @@ class Sound(Task):
         return Heard(starts, scores, sorted(events), label)
 
     def describe_results(self, results: Sequence[Heard]) -> str:
-        """Return how many files there are, and how many events were heard."""
+        """Return the count of files and the count of events heard, as text."""
         return f"{len(results)} files, {sum(len(each.events) for each in results)} events"
 
     def write(self, inputs: Any, results: Iterable[Heard], folder: str | os.PathLike) -> list[Path]:

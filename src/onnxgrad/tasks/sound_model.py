@@ -1,4 +1,4 @@
-"""Models of sounds: their inputs, states and windows; streams of files where states go on."""
+"""Models of sounds: inputs, states and windows; streams of files that carry states on."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ class SoundModel:
         outputs = _dtypes_and_shapes(y for y in proto.graph.output if y.name not in states)
         for name in carry:
             if name not in inputs:
-                raise ValueError(f"carry: the model has no input {name!r}, but {list(inputs)}")
+                raise ValueError(
+                    f"carry= names {name!r}, which is no input of the model: name inputs of "
+                    f"{list(inputs)}"
+                )
         others = {n: v for n, v in inputs.items() if n not in carry and n not in constants}
-        self.input = _select_one("input of sounds", others, None)
-        self.output = _select_one("output", outputs, options.output)
+        self.input = _select_float_value("input of sounds", others, None)
+        self.output = _select_float_value("output", outputs, options.output)
         self.single = len(proto.graph.output) == 1
         self.shape, self.out = inputs[self.input][1], outputs[self.output][1]
         self.states = {name: inputs[name] for name in carry}
@@ -57,7 +60,9 @@ class SoundModel:
             if n in constants or (shape == () and n == "sr")
         }
         if unknown := set(inputs) - {self.input, *carry, *self.constants}:
-            raise ValueError(f"the model has the inputs {sorted(unknown)}, too: pass constants=")
+            raise ValueError(
+                f"the inputs {sorted(unknown)} of the model have no values: pass them as constants="
+            )
         self.units = self.out[-1] if len(self.out) > 1 else 1
         self.samples = self._window_length(options.seconds)
         self.rows = self.shape[0] if isinstance(self.shape[0], int) else None
@@ -70,29 +75,31 @@ class SoundModel:
             if asked not in (None, stated - self.context):
                 raise ValueError(
                     f"seconds={seconds} are {asked} samples, and the input {self.input!r} takes "
-                    f"{stated}, of which {self.context} are context"
+                    f"{stated}, of which {self.context} are context: leave out seconds="
                 )
             asked = stated - self.context
         if asked is None or asked < 1:
-            raise ValueError(f"how long is a window? The input {self.input!r} has the shape "
-                             f"{self.shape}: pass seconds=")  # fmt: skip
+            raise ValueError(
+                f"the input {self.input!r} has the shape {self.shape}, which does not say how long "
+                "a window is: pass seconds="
+            )
         return asked
 
     @property
     def along(self) -> bool:
-        """Whether the rows of a batch are consecutive windows of a file, as states have no rows."""
+        """Whether a batch holds consecutive windows of one file, as the states have no row axis."""
         own = [shape for _, shape in self.states.values()]
         return bool(own) and self.rows is None and not any(self.shape[0] in s for s in own)
 
     def zeros(self, rows: int) -> dict[str, np.ndarray]:
-        """Return the states at the beginning of `rows` files."""
+        """Return zeros as the states at the beginning of `rows` files."""
         return {
             name: np.zeros([d if isinstance(d, int) else rows for d in shape], dtype)
             for name, (dtype, shape) in self.states.items()
         }
 
     def inputs(self, waves: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the inputs for windows (N, samples), with the states of the beginning.
+        """Return the model's inputs for windows (N, samples), with zeros as states.
 
         Raises:
             ValueError: the features do not have the shape of the input.
@@ -107,12 +114,13 @@ class SoundModel:
             ):
                 return {self.input: y, **self.constants, **self.zeros(len(y))}
         raise ValueError(
-            f"the input {self.input!r} has the shape {self.shape}, and "
-            f"{'windows' if self.front is None else 'what front returns'} {x.shape}"
+            f"{'windows have' if self.front is None else 'front returns'} the shape {x.shape}, "
+            f"which does not fit the shape {self.shape} of the input {self.input!r}: pass front= "
+            "that returns this shape"
         )
 
     def windows(self, x: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a waveform in windows (count, context + samples), and the sample of their start.
+        """Return windows (count, context + samples) of a waveform, and their start samples.
 
         The last one ends with the waveform, or of a model with states, in zeros.
         """
@@ -125,7 +133,7 @@ class SoundModel:
         return np.lib.stride_tricks.sliding_window_view(padded, size)[starts], starts
 
     def scores(self, predictor: Predictor, windows: np.ndarray, activation: Any) -> np.ndarray:
-        """Return probabilities (windows, classes); states go from window to window."""
+        """Return probabilities (windows, classes); each window starts with the last states."""
         size = 1 if self.carry and not self.along else self.rows or 64
         state, found = self.zeros(self.rows or 1), []
         for at in range(0, len(windows), size):
@@ -143,23 +151,30 @@ class SoundModel:
         if activation == "softmax":
             return softmax(y)
         if y.min() < 0 or y.max() > 1.0001:
-            raise ValueError(f"{self.output!r} holds {y.min()} to {y.max()}, no probabilities: "
-                             "pass activation=")  # fmt: skip
+            raise ValueError(
+                f"the output {self.output!r} holds {y.min()} to {y.max()}, which are no "
+                "probabilities: pass activation='sigmoid' or 'softmax'"
+            )
         return y
 
 
-def _select_one(what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None) -> str:
-    """Return the name of the only value of floats, or the chosen one."""
+def _select_float_value(
+    what: str, found: Mapping[str, tuple[np.dtype, Shape]], chosen: str | None
+) -> str:
+    """Return `chosen`, or else the name of the only float input or output."""
     names = [n for n, (dtype, shape) in found.items() if dtype.kind == "f" and shape]
     if chosen in names:
         return str(chosen)
     if chosen is not None or len(names) != 1:
-        raise ValueError(f"{what}: the model has {names}: choose one, carry= or constants= others")
+        raise ValueError(
+            f"{what}: the model has {names}, and one is needed: choose an output with output=, and "
+            "take states and settings out of the inputs with carry= and constants="
+        )
     return names[0]
 
 
 class Streams(og.data.Reader):
-    """Files in consecutive windows, several side by side as the rows of a batch.
+    """Files cut into consecutive windows; a batch has windows of several files side by side.
 
     Files of similar length share their batches; shorter ones end in windows of weight zero. A seed
     changes the order of such groups. A group begins with the states in its data.
@@ -198,7 +213,7 @@ class Streams(og.data.Reader):
         return -(-longest // self.width) if self.along else longest
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; `size` is not read."""
+        """Yield the batches of one pass; the batch size is fixed, and `size` has no effect."""
         order = np.arange(len(self.groups))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
@@ -234,6 +249,6 @@ class Streams(og.data.Reader):
             yield self.inputs(x), y, np.asarray(weight, np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of batches and a digest of parts, sizes and times of files."""
+        """Return the count of batches and a digest of clips, sizes and times of files."""
         digest = self.folder.describe()["digest"]
         return {"kind": "streams", "count": self.count, "width": self.width, "digest": digest}

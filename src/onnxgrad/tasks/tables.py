@@ -40,7 +40,7 @@ InputColumns = Sequence[str] | Mapping[str, Sequence[str]] | None
 
 @dataclass(frozen=True)
 class Targets:
-    """The columns of labels, by the output that the loss compares with them; None: one loss."""
+    """The label columns by model output; the output is None if there is one loss."""
 
     columns: dict[str | None, list[str]]
 
@@ -53,7 +53,7 @@ class Targets:
         outputs: Sequence[str] = (),
         weight: str | None = None,
     ) -> Targets:
-        """Return the columns of the labels, by default as in an earlier training.
+        """Return the label columns that users name, or else the columns of an earlier training.
 
         Args:
             target: a column, several, or one or several by output; None: none is named.
@@ -72,7 +72,7 @@ class Targets:
         }
         if outputs and (wrong := [out for out in columns if out not in outputs]):
             own = columns[wrong[0]] if wrong[0] is None else wrong
-            raise _needs_outputs(outputs, f", not {own[0]!r}")
+            raise _target_outputs_error(outputs, f", not {own[0]!r}")
         if not columns and trained.target and set(trained.target) <= set(names):
             columns[None] = list(trained.target)
         own_targets = cls(columns)
@@ -81,7 +81,7 @@ class Targets:
                 raise unknown("column", name, names)
         if len(set(own_targets.names)) < len(own_targets.names):
             twice = ", ".join(map(repr, own_targets.names))
-            raise DataError(f"a target is named twice: {twice}")
+            raise DataError(f"{argument('target')} must name each column once, not {twice}")
         if weight in own_targets.names:
             raise DataError(
                 f"{argument('sample_weight', weight)} is the target: name the column of the "
@@ -97,7 +97,7 @@ class Targets:
         return [name for each in self.columns.values() for name in each]
 
     def by_label(self, objective: Objective) -> Columns:
-        """Return the columns of each label input."""
+        """Return the label columns of each label input of the training."""
         inputs = [str(x.name) for x in objective.data]
         infos = {name: info for name, info in objective.labels.items() if name in inputs}
         names = list(infos)
@@ -117,13 +117,13 @@ class Targets:
             return dict.fromkeys(names, self.names)
         outputs = {str(info.prediction): name for name, info in infos.items()}
         if any(output not in outputs for output in self.columns):
-            raise _needs_outputs(outputs)
+            raise _target_outputs_error(outputs)
         if missing := next((o for o in outputs if o not in self.columns), None):
-            raise _needs_outputs(outputs, f": {missing!r} has none")
+            raise _target_outputs_error(outputs, f": {missing!r} has none")
         return {name: self.columns[output] for output, name in outputs.items()}
 
 
-def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
+def _target_outputs_error(outputs: Iterable[str], more: str = "") -> ValueError:
     return ValueError(
         f"the losses are of several outputs: write {named('target={output: column}')} for each of "
         f"{', '.join(map(printable, outputs))}{more}"
@@ -133,7 +133,7 @@ def _needs_outputs(outputs: Iterable[str], more: str = "") -> ValueError:
 def choose_columns(
     columns: InputColumns, names: list[str], inputs: Sequence[str], trained: Names
 ) -> tuple[list[str], Names]:
-    """Return the columns to read, and a copy of `trained` with the chosen columns of inputs.
+    """Return the columns to read, and a copy of `trained` with each input's chosen columns.
 
     Args:
         columns: the columns of the only input in their order, or of each input; None: all.
@@ -173,7 +173,7 @@ def choose_columns(
 
 
 def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> list[str]:
-    """Return messages about columns whose order in the data is not the order of training."""
+    """Return messages about columns that the data have in another order than the training."""
     messages = []
     for name, group in columns.items():
         order = [column for column in names if column in group]
@@ -188,7 +188,7 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
 def ignored_columns(
     names: Iterable[str], columns: Columns, others: Collection[str | None] = ()
 ) -> list[str]:
-    """Return a message about columns of no input that are not in `others`; [] without such."""
+    """Return a message about columns that no input takes, beside `others`; [] for none."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
     return [f"ignored columns: {first_names(left)}"] if left else []
@@ -201,7 +201,7 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 @dataclass(frozen=True)
 class ArrowColumns:
-    """Parquet or Arrow files; `types` are the types of the columns."""
+    """Parquet or Arrow files that are read while training; `types` are the columns' types."""
 
     name: str
     types: dict[str, str]
@@ -226,7 +226,7 @@ class ArrowColumns:
             )
 
     def tables(self, columns: Mapping[str, list[str]], size: int) -> Iterator[FileTable]:
-        """Yield tables of `size` rows with the columns of the inputs."""
+        """Yield tables of `size` rows with the columns that the inputs take."""
         start = 0
         for (arrays,) in arrow_dataset(self.name, columns=columns).batches(size, None, 0):
             values = {n: arrays[name][n] for name, group in columns.items() for n in group}
@@ -236,7 +236,7 @@ class ArrowColumns:
 
 @with_fields
 class Table(RowsTask):
-    """Rows of a table: columns of numbers in, columns of numbers or classes out.
+    """Rows of a table: some columns are the inputs, others the labels, numbers or classes.
 
     One input takes all columns that are no target, in their order, reshaped to its shape; several
     inputs take the columns of their names. Columns may hold lists. The trained model stores the
@@ -353,14 +353,14 @@ class Table(RowsTask):
             self._choose_loss(CROSS_ENTROPY, f"column {column!r} holds names of classes")
 
     def _count_scores(self) -> int | None:
-        """Return the number of scores of the only float output (rows, scores); None without one."""
+        """Return the count of scores of the only float output (rows, scores); None otherwise."""
         outputs = [y for y in self.model.graph.output if y.type.HasField("tensor_type")]
         floats = [y for y in outputs if y.type.tensor_type.elem_type in (1, 10, 11, 16)]
         shapes = [y.type.tensor_type.shape.dim for y in floats]
         return shapes[0][1].dim_value or None if len(shapes) == 1 and len(shapes[0]) == 2 else None
 
-    def _map_rows(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
-        """Return the rows, in memory or as a reader, and the names of columns."""
+    def _rows_for_model(self, source: FileTable | ArrowColumns) -> tuple[Dataset, Names]:
+        """Return the rows, in memory or as a reader, and the column names to store."""
         classes, trained, weight = self._known_classes(), self._trained, self.sample_weight
         loss = self._job.loss
         by_output = loss if isinstance(loss, Mapping) else {}
@@ -376,7 +376,7 @@ class Table(RowsTask):
                     for output, each in targets.columns.items()
                 }
             known = [] if in_memory else classes or []  # labels are numbers in memory
-            objective = self._describe_labels(y.get(None, y) if y else None, known)
+            objective = self._label_objective(y.get(None, y) if y else None, known)
             if not in_memory:
                 only_features(source.name, objective)
             labels = targets.by_label(objective)
@@ -402,14 +402,14 @@ class Table(RowsTask):
         return rows, names
 
     def _with_class_numbers(self, table: FileTable, targets: Targets, classes: Any) -> FileTable:
-        """Return the table with numbers of classes in the columns of labels that are classes.
+        """Return the table with class indices in the label columns of classes.
 
         Several columns of one class index a row are shares of classes, and columns of several
         scores have a class each: these are numbers already.
         """
         known: dict[str, tuple[bool, int | None]] = {}
         if classes is not None:
-            objective = self._describe_labels()
+            objective = self._label_objective()
             fields = Fields(objective)
             for label, columns in targets.by_label(objective).items():
                 field = fields.fields[label]
@@ -428,7 +428,7 @@ class Table(RowsTask):
         trained: Names,
         others: Collection[str | None] = (),
     ) -> dict[str, list[str]]:
-        """Return the columns of each input, without `others` and the labels of training."""
+        """Return each input's columns, without `others` and the label columns."""
         used = {name for group in trained.columns.values() for name in group}
         others = {*others} | ({*trained.target, *trained.weight} - used)
         rest = [name for name in source.columns if name not in others]
@@ -438,7 +438,7 @@ class Table(RowsTask):
     def _read_table(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
-        """Return a table as arrays by input, with labels and weights."""
+        """Return a table in memory as arrays by input, with labels and weights."""
         parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
@@ -450,7 +450,7 @@ class Table(RowsTask):
     def _read_arrow(
         self, source: ArrowColumns, objective: Objective, columns: Columns, labels: Columns
     ) -> Dataset:
-        """Return a reader of columns, for a model with one label."""
+        """Return a reader of Arrow or Parquet columns, for a model with one label."""
         targets = [name for group in labels.values() for name in group]
         numbers = [name for group in columns.values() for name in group]
         source.check_numbers(numbers if objective.names.classes else [*numbers, *targets])
@@ -485,7 +485,7 @@ class Table(RowsTask):
                 counts = {name: len(array) for name, array in arrays.items()}
                 rows = max(counts.values())
                 if rows > min(counts.values()):
-                    raise DataError(f"the arrays differ in their number of rows: {counts}")
+                    raise DataError(f"all arrays must have the same number of rows, not {counts}")
                 for start in range(0, rows, size):
                     count = min(size, rows - start)
                     # users find rows by number where others were left out

@@ -29,7 +29,7 @@ _UNNAMED = re.compile(r"LABEL_\d+")  # names by transformers for classes without
 
 
 class TextClasses(Task):
-    """A task on texts whose model has scores of classes on the last axis of its output.
+    """A task on texts whose model scores classes on the last axis of the output.
 
     Subclasses say how rows are read.
     """
@@ -37,7 +37,7 @@ class TextClasses(Task):
     _score_axes: ClassVar[int]  # number of axes of the scores: 2 for texts, 3 for tokens
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
-        """Return the reader of texts for any model; `known` classes are taken if they suffice."""
+        """Return a reader of texts with labels; it may take over the model's classes."""
         raise NotImplementedError
 
     def _open_model(
@@ -55,20 +55,20 @@ class TextClasses(Task):
         self.classes = self.classes if rows is None else list(rows.classes)
         if not self.classes:
             raise ValueError("neither the data nor the model names the classes: pass classes=")
-        self.model = self._with_head(proto, known, **head)
+        self.model = self._with_class_head(proto, known, **head)
         if rows is not None:
             self.model = with_classes(self.model, self.classes)
             self.data = rows.for_inputs(inputs_of(self.model))
 
     def read(self, path: Any) -> og.data.Reader:
-        """Return other rows for the same classes, from what `data` may be.
+        """Return other rows with the same classes, from any form of `data`.
 
         Raises:
             ValueError: as for `data`, or a label that is no class.
         """
         return self._read_texts(path, self.classes).for_inputs(inputs_of(self.model))
 
-    def _with_head(
+    def _with_class_head(
         self,
         proto: onnx.ModelProto,
         known: Sequence[str],
@@ -76,7 +76,7 @@ class TextClasses(Task):
         seed: int,
         pool: str | None = None,
     ) -> onnx.ModelProto:
-        """Return the model with one output, the scores of the classes."""
+        """Return the model with scores of the classes as its only output."""
         if pool not in (None, *_POOLS):
             raise unknown("pool", pool, [*_POOLS, "None"])
         outputs, of_texts = outputs_of(proto), self._score_axes == 2
@@ -85,12 +85,13 @@ class TextClasses(Task):
             shape = outputs[name]
             if pool is not None:
                 raise ValueError(
-                    f"pool={pool!r}: the model has scores, {name!r}; name features by at="
+                    f"pool={pool!r} is for features, and the output {name!r} has scores: leave out "
+                    "pool=, or name an output of features with at="
                 )
             if of_texts and len(shape) != 2:
                 raise ValueError(
-                    f"{name!r} has the shape {list(shape)}, and scores of texts have (rows, "
-                    "classes): name the features of an encoder by at="
+                    f"the output {name!r} has the shape {list(shape)}, and scores of texts have "
+                    "(rows, classes): name an output of features with at="
                 )
             if len(outputs) > 1:
                 proto = og.graph.select_model_inputs_outputs(proto, [name])
@@ -112,7 +113,7 @@ class TextClasses(Task):
         )
 
     def _feature_output(self, outputs: Mapping[str, tuple[int | None, ...]]) -> str:
-        """Return the output with the features of an encoder.
+        """Return the name of the output that holds the features of an encoder.
 
         Raises:
             ValueError: several may be.
@@ -122,5 +123,7 @@ class TextClasses(Task):
         by_axes = {axes: [n for n, d in outputs.items() if len(d) == axes] for axes in (3, 2)}
         found = by_axes[3] or by_axes[2] * (self._score_axes == 2)
         if len(found) != 1:
-            raise ValueError(f"at=None: of the outputs {[*outputs]}, name the features of texts")
+            raise ValueError(
+                f"the features of texts may be any of the outputs {[*outputs]}: name one with at="
+            )
         return found[0]

@@ -107,7 +107,7 @@ class TextLabels(TextClasses):
         return {"tokenizer": self._tokenizer} | options
 
     def _read_texts(self, source: Any, classes: Sequence[str] | None, **options: Any) -> Any:
-        """Return the reader of texts for any model."""
+        """Return a reader of texts, or of pairs of texts, with labels."""
         width = (*inputs_of(self.model).get("input_ids", ()), None, None)[1]
         most: Any = self._columns["max_length"] or width
         length = most if width is None else min(most, width)
@@ -115,7 +115,7 @@ class TextLabels(TextClasses):
         return classified_texts(source, self._tokenizer, classes, **how)
 
     def predict(self, model: Any, inputs: Any) -> list[dict[str, Any]]:
-        """Return for each text, or pair, its `label`, `probability`, and `probabilities` by class.
+        """Return `label`, `probability` and `probabilities` by class of each text or pair.
 
         Args:
             model: a trained model, a path, or a `Trainer`.
@@ -141,7 +141,7 @@ class TextLabels(TextClasses):
     def write(
         self, inputs: Any, results: Iterable[dict[str, Any]], folder: str | os.PathLike
     ) -> list[Path]:
-        """Write `labels.csv`: the texts, their label, and the probability of each class.
+        """Write `labels.csv`: texts, labels, and the probability of each class.
 
         `read` takes the file, and `data` may be it.
         """

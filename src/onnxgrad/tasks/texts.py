@@ -1,4 +1,4 @@
-"""Texts for language models."""
+"""`Texts`: the task of language models, to continue texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Texts"]
 
 @with_fields
 class Texts(RowsTask):
-    """Texts, from which a language model learns to predict each token from the ones before.
+    """Texts from which a language model learns to predict each token from the tokens before it.
 
     `data` are records in JSON lines, Parquet or plain text, as `og.language.texts` reads them.
     `predict` goes on with prompts. A fifth of the texts is held out for `validation`, unless it is
@@ -80,7 +80,7 @@ class Texts(RowsTask):
         super().__post_init__()
 
     def _open_rows(self, data: Any) -> Any:
-        """Return the reader of texts."""
+        """Return the reader of texts for a language model."""
         if self._tokenizer is None:
             raise DataError(
                 f"{data!r} holds texts: {named('model')} must be the folder of a language model, "
@@ -99,8 +99,8 @@ class Texts(RowsTask):
     def _decide_loss(self, source: Any) -> None:
         self._choose_loss("causal_lm", "each token follows from the ones before")
 
-    def _map_rows(self, source: Any) -> tuple[Dataset, Names]:
-        self._describe_labels()
+    def _rows_for_model(self, source: Any) -> tuple[Dataset, Names]:
+        self._label_objective()
         if isinstance(source, TextRows):  # a stream has no number of texts
             tokens = f"{source.tokens} tokens, of which {source.learned} are learned"
             self.notes += [f"{source.rows} texts of {tokens}", *source.notes]
@@ -138,7 +138,7 @@ class Texts(RowsTask):
 
 
 def language_folder(model: Any) -> ModelFolder | None:
-    """Return the folder of a language model, from its path or the path of a file in it."""
+    """Return the folder of a language model, from this path or the path of a file in it."""
     if isinstance(model, ModelFolder):
         return model
     if not isinstance(model, (str, os.PathLike)):

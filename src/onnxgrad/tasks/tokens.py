@@ -20,7 +20,7 @@ __all__ = ["Tokens"]
 
 
 class Tokens(TextClasses):
-    """Labels of words, by a model with an output (rows, tokens, classes) of scores.
+    """Labels of words, such as names, by a model with scores (rows, tokens, classes).
 
     `data` are read by `og.language.labeled_texts`: a text of more than `max_length` tokens becomes
     several rows, which overlap, and a text with entities by characters is cut into words with BIO
@@ -99,7 +99,7 @@ class Tokens(TextClasses):
         return [self._join_entities(*pair) for pair in zip(rows.texts, of_words, strict=True)]
 
     def _join_entities(self, text: Any, shares: np.ndarray) -> list[dict[str, Any]]:
-        """Return the entities of a text, from the probabilities of the classes of its words."""
+        """Return the entities of a text, from the class probabilities of its words."""
         found: list[dict[str, Any]] = []
         last = ""  # the kind of the entity of the word before
         for (start, end), share in zip(text.words, shares, strict=True):
@@ -114,13 +114,13 @@ class Tokens(TextClasses):
         return [entity | {"score": float(np.mean(entity["score"]))} for entity in found]
 
     def describe_results(self, results: Sequence[Sequence[dict]]) -> str:
-        """Return how many texts there are, and how many entities were found."""
+        """Return the count of texts and the count of entities found, as text."""
         return f"{len(results)} texts, {sum(map(len, results))} entities"
 
     def write(
         self, inputs: Any, results: Iterable[Sequence[dict]], folder: str | os.PathLike
     ) -> list[Path]:
-        """Write `entities.jsonl` and `entities.conll`, which `data` may be, and `entities.html`."""
+        """Write `entities.jsonl` and `entities.conll` for training, `entities.html` for reading."""
         files: dict[str, list[str]] = {"jsonl": [], "conll": [], "html": ["<meta charset=utf-8>"]}
         texts = self._read_texts(inputs, self.classes, labels=False).texts
         for text, found in zip(texts, results, strict=True):
