@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     for entry, match in (
         ({"peft_type": "LOHA"}, "'LOHA'"),
         ({"peft_type": "IA3"}, naming("'IA3'", "merge_and_unload", "add_lora")),
-        ({"use_dora": True}, "contradict"),
+        ({"use_dora": True}, "use_dora does not fit"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):
         path.write_text(json.dumps(config | entry))

@@ -559,7 +559,7 @@ def test_the_command_merges_a_folder(tmp_path):
     ("change", "message"),
     [
         (lambda state: state.pop("w1"), "no 'w1'"),
-        (lambda state: state.update(other=state["w1"]), r"no \['other'\]"),
+        (lambda state: state.update(other=state["w1"]), r"no tensors \['other'\]"),
         (lambda state: state.update(w1=state["w2"]), r"its 'w1' is float32 \(8, 3\), not"),
         (lambda state: state.update(b1=state["b1"].astype("float64")), "its 'b1' is float64"),
         (lambda state: state.update(b1=state["b1"] * np.nan), "'b1' holds NaN"),
@@ -646,7 +646,7 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
         ({"learning_rate": -1.0}, "learning_rate.*-1.0"),
         ({"class_weight": "balanced"}, "needs labels"),
         ({"opset": 17}, "opset 18"),
-        ({"ir_version": 8}, "ir_version=8: the opsets .* need 9"),
+        ({"ir_version": 8}, "ir_version=8: the opsets .* need IR version 9"),
         ({"batch_norm": "on"}, "batch_norm"),
         ({"acumulate": 2}, "generate_artifacts 'acumulate'"),
         ({"learning_rates": 2}, "'learning_rate'"),

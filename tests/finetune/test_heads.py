@@ -551,8 +551,8 @@ def test_heads_that_are_refused(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"units": 0}, "one unit"),
-        ({"units": True}, "one unit"),
+        ({"units": 0}, "1 unit or more"),
+        ({"units": True}, "1 unit or more"),
         ({"units": "cat"}, "list of classes"),
         ({"units": []}, "one class"),
         ({"units": ["a", 1]}, "all strings or all ints"),
@@ -766,7 +766,7 @@ def test_units_that_cannot_be_kept():
     model = head_case(CASES["gemm"][0])
     for keep, named in (
         ([0, 1], ["keep=", "2 entries", "4 units"]),
-        ([0, 1, 3, None], ["keep=", "has 3", "Gemm", "0 to 2"]),
+        ([0, 1, 3, None], ["keep=", "unit 3", "Gemm", "0 to 2"]),
     ):
         with pytest.raises(ValueError, match=naming(*named)):
             og.replace_head(model, 4, keep=keep)

@@ -223,7 +223,7 @@ REFUSED = {
     "no name": ("(float[N,3] s, float[N,3] t) => (float[N,3] y)", None, "pass mapping"),
     "unknown value": ("(float[N,3] h) => (float[N,3] y)", {"g": "h"}, "Unknown output .*'g'"),
     "unknown input": ("(float[N,3] h) => (float[N,3] y)", {"h": "g"}, "Unknown input .*'g'"),
-    "an input twice": ("(float[N,3] h) => (float[N,3] y)", {"h": "h", "a": "h"}, "fed twice"),
+    "an input twice": ("(float[N,3] h) => (float[N,3] y)", {"h": "h", "a": "h"}, "twice"),
     "inputs that differ": ("(float[N,3] h, int64[N] x) => (float[N,3] y)", None, "input 'x'"),
 }  # fmt: skip
 
@@ -328,7 +328,7 @@ def test_add_head_refuses():
     body = parse_model("f (float[B,T,4] x) => (float[B,T,4] y) { y = Tanh(x) }")
     for arguments, message in (
         ({"units": None}, "units=None.*pool"),
-        ({"units": None, "pool": "mean", "cosine": True}, "no other option"),
+        ({"units": None, "pool": "mean", "cosine": True}, "alone"),
         ({"units": None, "pool": "mean", "activation": "softmax"}, "units=None.*activation"),
         ({"units": 3, "cosine": True, "activation": "softmax"}, "cosine=True.*activation"),
     ):

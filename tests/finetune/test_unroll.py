@@ -98,12 +98,12 @@ def test_what_cannot_be_unrolled():
         (cell(), {"h": "new", "x": "new"}, "name each state"),
         (cell(), {"hh": "new"}, "Unknown input in carry 'hh'"),
         (cell(), {"h": "news"}, "Unknown output in carry 'news'"),
-        (cell(), {"scale": "new"}, "the output 'new', FLOAT .* cannot become the input 'scale'"),
+        (cell(), {"scale": "new"}, "the output 'new', FLOAT .* cannot be fed to the input 'scale'"),
         (parse_model(other), {"h": "y", "x": "y"}, "name each state"),
         (
             parse_model("g (float[N,4] h) => (float[N,4] y) { y = Tanh(h) }"),
             {"h": "y"},
-            "no input with steps beside the states",
+            "all inputs are in carry=",
         ),
     ):
         with pytest.raises(ValueError, match=message):

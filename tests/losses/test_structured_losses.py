@@ -417,7 +417,7 @@ def test_cosine_similarity(dims):
 def test_triplet_refuses():
     with pytest.raises(ValueError, match="mining"):
         loss_by_name("triplet", POINTS, OF_POINTS, mining="hardest")
-    with pytest.raises(ValueError, match="give 1 or 2"):
+    with pytest.raises(ValueError, match="is p=1 or p=2"):
         loss_by_name("triplet", POINTS, OF_POINTS, p=3)
 
 

@@ -509,7 +509,7 @@ def test_outputs():
         (3, {}, ["loss", "3"]),
         ("mse", {"class_weight": [1, 2]}, ["class_weight", "'squared_error'"]),
         ("mse", {"loss_weights": {"y": 2}}, ["loss_weights", "{output: loss}"]),
-        ({}, {}, ["loss", "no output"]),
+        ({}, {}, ["loss", "empty"]),
         ({"y": "mse"}, {"loss_weights": {"z": 2}}, ["output", "loss_weights", "'z'"]),
         ({"y": "mse"}, {"loss_weights": {"y": np.inf}}, ["finite", "inf"]),
         ({"y": "ce"}, {"class_weight": [1, 2]}, ["class_weight", "{output: ...}"]),

@@ -495,7 +495,7 @@ def test_wrong_classes():
     three, two = PredictionInfo(classes=3), PredictionInfo(threshold=0.0)
     scores, column = np.zeros((2, 3)), np.zeros(2)
     for info, prediction, label, message in (
-        (three, scores, scores - 1, r"shares.*from 0 to 1"),
+        (three, scores, scores - 1, r"soft labels.*from 0 to 1"),
         *((three, scores, label, r"indices.*from 0 to 2") for label in ([0, 3], [0, -1], [0, 0.5])),
         *((three, wrong, column, r"3 classes.*axis 1") for wrong in (np.zeros((2, 4)), column)),
         *((two, column, label, "two classes") for label in ([1, 2], [0, -1], [1, 1.5])),

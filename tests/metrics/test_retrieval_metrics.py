@@ -105,7 +105,7 @@ def test_refuses():
         (lambda: Retrieval(1, queries="last"), "Unknown queries"),
         (lambda: select("recall_at_0"), "Unknown metric"),
         (refuse(Retrieval(1), z, y[:, None]), r"labels \(rows,\)"),
-        (refuse(Retrieval(1), z * np.nan, y), "not finite"),
+        (refuse(Retrieval(1), z * np.nan, y), "NaN or infinity"),
         (refuse(Retrieval(1), z, np.arange(len(z))), "class.* two rows"),
         (refuse(CosineSpearman(), z[:5], np.zeros(5)), "both rows"),
         (refuse(CosineSpearman(), z[:4], np.arange(4.0)), "both rows"),

@@ -338,7 +338,7 @@ def test_the_first_pattern_counts():
     optimizer = of.param_groups({"norm*": of.sgd(), "*": of.adam()})
     assert optimizer.for_weight("norm.weight", (7,)) == of.sgd()
     assert optimizer.for_weight("Norm.weight", (7,)) == of.adam()
-    with pytest.raises(ValueError, match=naming("before", "'norm*'")):
+    with pytest.raises(ValueError, match=naming("earlier", "'norm*'")):
         build_update(KINDS, of.param_groups({"*": of.adam(), "norm*": of.sgd()}))
     with pytest.raises(ValueError, match=naming("param_groups", "scale", "default")):
         build_update(KINDS, of.param_groups({"norm*": of.sgd()}))
@@ -351,7 +351,7 @@ WRONG = [  # an optimizer, and what the message must name
         lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))),
         ["ClipByGlobalNorm", "first in the chain"],
     ),
-    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["averages", "after it"]),
+    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["averages", "behind it"]),
     (lambda: of.ema(of.swa(of.adam(), 1)), ["Swa", "averages"]),
     (lambda: of.lookahead(of.schedule_free()), ["ScheduleFree", "averages"]),
     (lambda: of.ema("adam"), ["adam()", "'adam'"]),

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the weights of a model, and their files.
+"""Low-rank adapters (LoRA, DoRA) beside the weights of a model, and adapter files.
 
 `lora.py` chooses weights by patterns, `uses.py` finds the nodes that read them, `insertion.py`
 writes an adapter beside each (`graph.py`, `dora.py`). `merge.py` adds adapters to their weights,

@@ -1,4 +1,4 @@
-"""The settings of adapters: as a model notes them, and in `adapter_config.json` of PEFT."""
+"""The settings of adapters, in the metadata of a model and in PEFT's `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def adapter_options(
     use_rslora: bool = False,
     use_dora: bool = False,
 ) -> dict[str, Any]:
-    """Return the settings of an adapter, as its note in the model has them.
+    """Return the settings of an adapter (rank, alpha, dropout, ...) for the metadata of a model.
 
     Without `alpha`, `scaling` is the factor of A B, and alpha follows from it.
     """
@@ -50,7 +50,10 @@ def adapter_options(
 def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
     """Return the settings of adapters as a `LoraConfig` of PEFT, for `adapter_config.json`."""
     if len({note["use_dora"] for note in notes}) > 1:
-        raise ValueError("adapters with and without use_dora cannot be in one file")
+        raise ValueError(
+            "adapters with and without use_dora cannot be in one file: save a model in which all "
+            "or none have it"
+        )
     rank, alpha, dropout = (
         Counter(note[name] for note in notes).most_common(1)[0][0]
         for name in ("rank", "alpha", "dropout")
@@ -70,7 +73,7 @@ def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) 
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": _int_if_whole(alpha),
+        "lora_alpha": _whole_number_as_int(alpha),
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "use_dora": notes[0]["use_dora"],
@@ -83,13 +86,15 @@ def peft_config(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) 
             f"^{re.escape(n['module'])}": n["rank"] for n in notes if n["rank"] != rank
         },
         "alpha_pattern": {
-            f"^{re.escape(module)}": _int_if_whole(a) for module, a in alphas.items() if a != alpha
+            f"^{re.escape(module)}": _whole_number_as_int(a)
+            for module, a in alphas.items()
+            if a != alpha
         },
     }
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the settings of the adapters in a folder, or in the metadata of a `.safetensors` file.
+    """Return the `LoraConfig` of adapters, from a folder or a `.safetensors` file's metadata.
 
     Raises:
         FileNotFoundError: the folder or the metadata has no `adapter_config.json`.
@@ -104,9 +109,12 @@ def read_config(source: Path) -> dict[str, Any]:
                 text = (file.metadata() or {})[CONFIG]
         config = json.loads(text)
     except (FileNotFoundError, KeyError):
-        raise FileNotFoundError(f"{source} holds no adapter: it has no {CONFIG}") from None
+        raise FileNotFoundError(
+            f"{source} holds no adapter, as it has no {CONFIG}: name a folder "
+            "that save_adapter or PEFT wrote"
+        ) from None
     except (ValueError, SafetensorError) as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+        raise ValueError(f"{path} is damaged: {e}. Save the adapter again") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise ValueError(
@@ -122,7 +130,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def options_of_module(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
-    """Return the settings of the adapter of one module, whose tensors have this rank.
+    """Return the settings of one module's adapter of the given rank, from a `LoraConfig` of PEFT.
 
     Alpha is the value of the first entry of alpha_pattern that matches the module, or the end of
     its path.
@@ -138,5 +146,5 @@ def options_of_module(config: Mapping[str, Any], module: str, rank: int) -> dict
     )
 
 
-def _int_if_whole(number: float) -> float | int:
+def _whole_number_as_int(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number

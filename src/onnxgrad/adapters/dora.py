@@ -1,4 +1,4 @@
-"""DoRA: the columns of an adapted weight have trained lengths."""
+"""DoRA: adapters that also train the lengths (2-norms) of the columns of a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxgrad.adapters.uses import LINEAR, Target, Use, attribute_values
 
 
 def reason_without_dora(target: Target) -> str:
-    """Return why a weight that can have an adapter cannot have one with `use_dora`; or ""."""
+    """Return the reason why a weight cannot have a DoRA adapter, or "" if it can."""
     uses = target.uses
     plain = all(use.form == LINEAR and len(use.shape) == 2 and not use.node.domain for use in uses)
     if target.quantized or not plain or any(use.perm != uses[0].perm for use in uses):
@@ -32,7 +32,7 @@ def write_layer(
     data: tuple[ir.Value, bool],
     factors: tuple[ir.Value, ir.Value, ir.Value],
 ) -> tuple[ir.Value, str]:
-    """Return y = x m / n (W + P Q) + b, and the name of n.
+    """Write a layer with DoRA, y = x (W + P Q) m / n + b; return y and the name of the norms n.
 
     n are the 2-norms of the columns of W + P Q (Liu et al. 2024, "DoRA: Weight-Decomposed
     Low-Rank Adaptation", equation 5).
@@ -57,7 +57,7 @@ def write_layer(
     norm.name = writer.free_name(f"{use.node.output[0]}.norm")
     ratio = writer.emit("Div", magnitude, norm)
     if not dropped:
-        plain = _without_bias(writer, use, writer.cast(base, dtype), options)
+        plain = _subtract_bias(writer, use, writer.cast(base, dtype), options)
     else:
         plain = writer.emit("MatMul", x, weight)
         if use.factor != 1:
@@ -68,10 +68,10 @@ def write_layer(
     return writer.emit("Add", base, added), str(norm.name)
 
 
-def _without_bias(
+def _subtract_bias(
     writer: AdapterWriter, use: Use, y: ir.Value, options: dict[str, Any]
 ) -> ir.Value:
-    """Return the output `y` of a layer, less the bias that a Gemm adds in it."""
+    """Return the output `y` of a layer minus the bias, if the layer is a Gemm with a bias."""
     if use.node.op_type != "Gemm" or len(use.node.input) < 3 or not use.node.input[2]:
         return y
     assert y.dtype is not None

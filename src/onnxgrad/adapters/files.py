@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def save_adapter(
     model: ModelLike | Trainer, path: str | os.PathLike, weights: str | Iterable[str] = ()
 ) -> None:
-    """Write the adapters of `model`, and its new head, to a folder, or to one file.
+    """Save the adapters of `model`, and the weights of its new head, to a folder or a file.
 
     A folder is in the form of PEFT: `adapter_model.safetensors` with the keys and shapes of PEFT,
     `base_model.model.<module>.lora_A.weight`, and `adapter_config.json`. PEFT loads it into the
@@ -59,7 +59,7 @@ def save_adapter(
         True
     """
     target = Path(path)
-    proto, notes, others = _trained_tensors(model, weights)
+    proto, notes, others = _adapters_and_tensors_to_save(model, weights)
     if target.suffix == session_files.SUFFIX and not target.is_dir():
         return session_files.write_file(proto, notes, others, target)
     if not notes:
@@ -67,10 +67,10 @@ def save_adapter(
     peft_files.write_adapters(proto, notes, others, target)
 
 
-def _trained_tensors(
+def _adapters_and_tensors_to_save(
     model: ModelLike | Trainer, weights: str | Iterable[str]
 ) -> tuple[ModelProto, list[dict[str, Any]], list[str]]:
-    """Return the model, the notes about its adapters, and the names of other tensors to save."""
+    """Return the model, the records of its adapters, and the names of other tensors to save."""
     from onnxgrad.training.trainer import Trainer
 
     trained = model.trained if isinstance(model, Trainer) else []
@@ -85,7 +85,7 @@ def _trained_tensors(
 
 @escaping()
 def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
-    """Return `model` with the adapters in a folder or file that `save_adapter` or PEFT wrote.
+    """Return `model` with adapters loaded from a folder or file that `save_adapter` or PEFT wrote.
 
     Adapters of `model` get the values of the file; a model without any gets adapters beside the
     weights of the modules that the file names. The tensors of a new head, which the file has as

@@ -1,4 +1,4 @@
-"""The nodes of adapters beside the nodes of a model: written, and removed again.
+"""Write the nodes of adapters beside the layers of a model, and remove these nodes again.
 
 All other nodes of the file stay. The output of the node with the weight gets a new
 name, and a sum takes over the old one.
@@ -30,12 +30,12 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def adapter_dtype(use: Use) -> ir.DataType:
-    """Return the dtype of an adapter: the dtype of the product, but float32 for 16 bits."""
+    """Return the dtype of an adapter: the dtype of its layer's output, or float32 for 16 bits."""
     return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
 
 
 def factor_shapes(use: Use, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the factors P and Q of an adapter, matrices or kernels of Conv."""
+    """Return the shapes of the two factors P and Q of an adapter, matrices or Conv kernels."""
     shape = use.shape
     if use.form == CONV:
         return (rank, *shape[1:]), (shape[0], rank // use.group, *(1 for _ in shape[2:]))
@@ -43,7 +43,7 @@ def factor_shapes(use: Use, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def tensor_names(form: str, use_dora: bool) -> tuple[str, ...]:
-    """Return PEFT's names of the tensors of an adapter: A, which reads the data, B, and lengths."""
+    """Return PEFT's names of an adapter's tensors: A (which reads data), B, and lengths."""
     pair = ("lora_A.weight", "lora_B.weight")
     if form == EMBEDDING:
         pair = ("lora_embedding_A", "lora_embedding_B")
@@ -63,14 +63,14 @@ class AdapterWriter:
 
     @cached_property
     def ranks(self) -> dict[str, int | None]:
-        """The ranks of the values of the main graph, before nodes are written."""
+        """The tensor rank (axis count) of each value of the main graph, before adapters."""
         model = to_ir(external.without_data(self.model))
         infer(model)
         values = [*model.graph.inputs, *(y for node in model.graph for y in node.outputs)]
         return {str(value.name): rank(value) for value in values}
 
     def free_name(self, wanted: str) -> str:
-        """Return `wanted`, with a numeric suffix if the model has that name, and reserve it."""
+        """Return and reserve a new name: `wanted`, with a numeric suffix if it is taken."""
         name = self.op.name(wanted)
         self.taken.add(name)
         return name
@@ -83,7 +83,7 @@ class AdapterWriter:
         return ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape)
 
     def write_beside(self, use: Use, write: Callable[[ir.Value], ir.Value]) -> str:
-        """Put nodes behind `use.node`; return the new name of the output of `use.node`.
+        """Write nodes behind the layer `use.node`; return the new name of the layer's own output.
 
         `write` writes the nodes: it gets that output, and returns the value that takes its name.
         """
@@ -102,7 +102,7 @@ class AdapterWriter:
         return base
 
     def use_behind_bias(self, use: Use) -> Use:
-        """Return the use whose node is the Add of a bias behind `use`, if the product is a matrix.
+        """Return `use` moved to the Add of a bias behind its product, if the product is a matrix.
 
         An adapter behind the bias lets a session make one Gemm of MatMul and Add, as in the model
         without adapter, so that both compute the same bits. If the product has another rank, `use`
@@ -121,21 +121,21 @@ class AdapterWriter:
         return replace(use, node=readers[0])
 
     def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
-        """Return the output of a new node, also if an equal node exists."""
+        """Write a new node, even if an equal node exists; return its output."""
         return self.op.emit(op_type, inputs, dict(options), fresh=True)
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return `x` in the dtype `dtype`, behind a Cast if it has another one."""
+        """Return `x` in the dtype `dtype`, with a Cast if `x` has another dtype."""
         return x if x.dtype == dtype else self.emit("Cast", x, to=dtype)
 
     def scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
-        """Return the output of a Constant node; an initializer would be taken for a weight."""
+        """Write a scalar as a Constant node, as an initializer would be taken for a weight."""
         y = self.emit("Constant", value=ir.tensor(np.asarray(value, dtype.numpy())))
         y.type, y.shape = ir.TensorType(dtype), ir.Shape([])
         return y
 
     def adapter_data(self, use: Use, dropout: bool) -> tuple[ir.Value, str]:
-        """Return the data that an adapter reads, and the name of the output of its Dropout."""
+        """Return the data that an adapter multiplies, and the name of its Dropout's output."""
         dtype = adapter_dtype(use)
         if use.form == EMBEDDING:
             return ir.val(use.x, ir.DataType.INT64), ""
@@ -171,7 +171,7 @@ def scale_factor_b(
 def write_product(
     writer: AdapterWriter, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value]
 ) -> ir.Value:
-    """Return the product of the data and the factors P and Q of an adapter.
+    """Write the product x P Q of the data and the factors of an adapter.
 
     P Q has the axes of the weight as `use` reads it; for Conv, P and Q are two kernels.
     """
@@ -227,7 +227,8 @@ def remove_adapters(model: ModelProto, bases: Iterable[str], tensors: Iterable[s
             dead += [producers[name] for name in free if name in producers]
         if not dead or reads[base]:
             raise ModelError(
-                f"the nodes of the adapter beside {base!r} have changed: a tool modified the "
+                f"the nodes of the adapter beside {base!r} are not as they were written: a tool "
+                "modified the "
                 "file. Merge adapters (merge_lora) before other tools modify the file"
             )
         holder, node = producers[output] = producers[base]

@@ -1,4 +1,4 @@
-"""`adapter_inputs`: a base whose adapters are optional inputs."""
+"""`adapter_inputs`: a base model for inference whose adapters are optional inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxgrad.training.parameters.choice import matching_weights
 
 @escaping()
 def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> ModelProto:
-    """Return the base of `model`, with its adapters as optional inputs of any rank.
+    """Return the base model of `model`, which takes adapters of any rank as optional inputs.
 
     The two tensors of each adapter are inputs of their names with a default of rank 0, so that the
     base returns the results of the model without adapters. A session takes other values by an
@@ -61,7 +61,7 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
     proto, places = adopt_adapters(model)
     notes = read_adapters(proto)
     if places and not notes:
-        proto = _with_defaults(model, find_targets(proto), places)
+        proto = _add_zero_defaults(model, find_targets(proto), places)
         _make_inputs(proto, _tensors_to_feed(proto, weights))
         return proto
     tensors = [name for note in notes for name in note["tensors"]]
@@ -72,29 +72,29 @@ def adapter_inputs(model: ModelLike, weights: str | Iterable[str] = ()) -> Model
         refuse_dora(note)
         if "inputs" in note:
             raise ValueError(
-                f"{note['tensors'][0]!r} was an input of the file that was adapted: use that file "
-                "as the base"
+                f"{note['tensors'][0]!r} is an input of the file to which the adapter was added: "
+                "use that file as the base"
             )
     remove_adapters(proto, [use["base"] for note in notes for use in note["uses"]], tensors)
     write_note(proto, ADAPTERS, [])
     targets, writer = find_targets(proto), AdapterWriter(proto)
-    inputs = [_insert_as_inputs(writer, note, targets[note["weight"]]) for note in notes]
+    inputs = [_insert_adapter_inputs(writer, note, targets[note["weight"]]) for note in notes]
     write_note(proto, INPUTS, inputs)
     _make_inputs(proto, chosen)
     return proto
 
 
 def _tensors_to_feed(proto: ModelProto, weights: str | Iterable[str]) -> list[str]:
-    """Return the tensors of a new head, and the tensors that the patterns `weights` name."""
+    """Return the names of a new head's tensors, and of tensors that match `weights`."""
     kind = "weight for an input (weights=)"
     matched = matching_weights(proto, weights, kind) if weights else ()
     return list(dict.fromkeys([*read_note(proto, HEAD), *matched]))
 
 
-def _with_defaults(
+def _add_zero_defaults(
     model: ModelLike, targets: Mapping[str, Target], places: Mapping[str, AdapterPlace]
 ) -> ModelProto:
-    """Return a copy of a base in which all inputs for adapters have zeros as default.
+    """Return a copy of a base model in which zeros are the default of all inputs for adapters.
 
     Zeros have rank 0 where the declared shape of the input leaves the rank open.
     """
@@ -116,10 +116,10 @@ def _with_defaults(
     return proto
 
 
-def _insert_as_inputs(
+def _insert_adapter_inputs(
     writer: AdapterWriter, note: dict[str, Any], target: Target
 ) -> dict[str, Any]:
-    """Write the adapter of a note with its tensors as inputs; return the note about the inputs."""
+    """Write a recorded adapter with its tensors as inputs; return the record of these inputs."""
     use = target.uses[0]
     # onnxruntime 1.31 computes other numbers where an empty product is on the left
     rank = use.group if use.form == CONV else int(use.form == LEFT)
@@ -140,7 +140,7 @@ def _insert_as_inputs(
 
 
 def _make_inputs(proto: ModelProto, names: Iterable[str]) -> None:
-    """Turn constants of a model into inputs with these constants as defaults, in place."""
+    """Turn constants of a model into optional inputs, with the constants as defaults, in place."""
     wanted = set(names)
     refs = [ref for ref in constant_refs(proto) if ref.name in wanted]
     moved = [r for r in refs if r.node is not None or r.graph is not proto.graph or r.sparse]

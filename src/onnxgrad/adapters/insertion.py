@@ -1,4 +1,4 @@
-"""Adapters written beside all uses of a weight, with a note about each in the model."""
+"""Write adapters beside all layers that read a weight, and record them in the model's metadata."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _FAMILY = "onnxgrad.genai_family"  # a list of one name
 
 
 def copy_inlined(model: ModelLike) -> ModelProto:
-    """Return a copy of `model` without local functions."""
+    """Return a copy of `model` with its local functions inlined."""
     proto = read(model)
     return inlined(proto) if proto.functions else deepcopy(proto)
 
 
 def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace]]:
-    """Return a copy of `model` without inputs for adapters, and their places by weight.
+    """Return a copy of `model` without adapter inputs, and `{weight: AdapterPlace}` of the inputs.
 
     Adapters of another tool that have values in the file are written as adapters of this package.
     """
     proto = copy_inlined(model)
     places = take_places(proto)
-    _note_genai_family(proto, model)
+    _record_genai_family(proto, model)
     held = {name: place for name, place in places.items() if place.values}
     if not held:
         return proto, places
@@ -62,8 +62,8 @@ def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace
     return proto, places
 
 
-def _note_genai_family(proto: ModelProto, model: ModelLike) -> None:
-    """Note the family of the network in `proto`, if its modules are called unlike Llama's.
+def _record_genai_family(proto: ModelProto, model: ModelLike) -> None:
+    """Record the network family ("phi3") in `proto`'s metadata, if it names modules unlike Llama.
 
     `genai_config.json` in the folder of a path `model` states the family, which the file does not.
     """
@@ -79,7 +79,7 @@ def _note_genai_family(proto: ModelProto, model: ModelLike) -> None:
 
 
 def read_genai_family(proto: ModelProto) -> str:
-    """Return the family of the network that `_note_genai_family` noted, or ""."""
+    """Return the network family, such as "phi3", from the model's metadata; "" without it."""
     return next(iter(read_note(proto, _FAMILY)), "")
 
 
@@ -92,7 +92,7 @@ def insert_adapter(
     options: Mapping[str, Any],
     place: AdapterPlace | None = None,
 ) -> dict[str, Any]:
-    """Write the adapter of one weight beside all its uses; return the note about the adapter.
+    """Write an adapter beside all layers that read one weight; return the record for the metadata.
 
     Args:
         writer: writes into the model.
@@ -125,18 +125,18 @@ def insert_adapter(
     if place is not None and place.inputs and place.layout:
         note["inputs"] = place.layout
     factors = tuple(values[i] for i in range(len(arrays)))
-    note["uses"] = [_write_use(writer, use, first, factors, options) for use in uses]
+    note["uses"] = [_write_adapter_at_layer(writer, use, first, factors, options) for use in uses]
     return note
 
 
-def _write_use(
+def _write_adapter_at_layer(
     writer: AdapterWriter,
     use: Use,
     first: Use,
     factors: tuple[ir.Value, ...],
     options: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Write the adapter beside one use; return names of values that merging and training need.
+    """Write an adapter beside one layer; return names of the values that merging and training need.
 
     "base" is the output without adapter, "dropout" the output of a Dropout, "norm" the lengths of
     the columns in DoRA.

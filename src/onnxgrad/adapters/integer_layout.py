@@ -1,4 +1,4 @@
-"""The layout of the integers of a quantized weight, and the groups that share a scale."""
+"""The layout of the integers of a quantized weight: packing, and groups that share a scale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def bits(self) -> int:
-        """The number of bits of an integer."""
+        """The count of bits of one integer."""
         return (self.high - self.low).bit_length()
 
     @property
@@ -43,7 +43,7 @@ class Layout:
         return 0 if self.low < 0 else 1 << (self.bits - 1)
 
     def split(self, array: np.ndarray) -> np.ndarray:
-        """Return an array of the shape of the weight as a matrix (groups, elements)."""
+        """Reshape an array of the weight's shape to (groups, elements), a row for each scale."""
         if self.axis is None:
             return array.reshape(1, -1)
         if not self.block:
@@ -53,7 +53,7 @@ class Layout:
         return np.pad(last, pad).reshape(-1, self.block)
 
     def join(self, groups: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a matrix (groups, elements) as an array of the shape of the weight."""
+        """Reshape a matrix (groups, elements) to the shape of the weight; inverse of `split`."""
         if self.axis is None:
             return groups.reshape(shape)
         moved = np.moveaxis(np.empty(shape, bool), self.axis, -1 if self.block else 0).shape
@@ -63,7 +63,7 @@ class Layout:
         return np.moveaxis(rows, -1, self.axis)
 
     def per_group(self, values: np.ndarray) -> np.ndarray:
-        """Return scales or zero points as a matrix (groups, 1)."""
+        """Reshape scales or zero points to a column (groups, 1)."""
         blocked = self.block and not self.packed
         values = np.moveaxis(values, self.axis or 0, -1) if blocked else values
         return values.astype(np.float64).reshape(-1, 1)
@@ -76,7 +76,7 @@ class Layout:
         return np.moveaxis(values.reshape(moved), -1, self.axis or 0)
 
     def unpack(self, array: np.ndarray) -> np.ndarray:
-        """Return stored integers as floats."""
+        """Return the stored integers, unpacked from bytes, as floats."""
         if not self.packed:
             return array.astype(np.float64)
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
@@ -84,7 +84,7 @@ class Layout:
         return values.reshape(self.shape[0], -1).astype(np.float64)
 
     def pack(self, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Return integers in the packing, shape and dtype of the stored tensor `like`."""
+        """Pack integers in bytes, in the shape and dtype of the stored tensor `like`."""
         if not self.packed:
             return values.astype(like.dtype)
         count = 8 // self.bits
@@ -95,7 +95,7 @@ class Layout:
 
 
 def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
-    """Return the layout of a quantized weight that `node` reads.
+    """Return the integer layout of the quantized weight `ref` that `node` reads.
 
     Raises:
         ValueError: the integers have a dtype that is not covered.
@@ -109,7 +109,9 @@ def layout_of(node: NodeProto, ref: ConstantRef, scales: ConstantRef) -> Layout:
     ends = {"int4": (-8, 7), "uint4": (0, 15)}.get(q.dtype.name)
     if ends is None and q.dtype.kind not in "iu":
         raise ValueError(
-            f"{printable(ref.name)!r} holds {q.dtype.name}: only integers are quantized anew"
+            f"the weight {printable(ref.name)!r} holds {q.dtype.name}, and only integers can be "
+            "quantized "
+            "anew: merge the adapter into the float model"
         )
     low, high = ends or (int(np.iinfo(q.dtype).min), int(np.iinfo(q.dtype).max))
     if scale.size == 1:
@@ -130,7 +132,7 @@ def quantize_groups(
     zero: np.ndarray,
     layout: Layout,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return new integers, scales and zero points of a weight; symmetric if they were before.
+    """Return integers, scales and zero points of a weight, symmetric if its old integers are.
 
     Args:
         exact: the new weight (groups, elements).

@@ -44,7 +44,7 @@ def add_lora(
     use_dora: bool = False,
     seed: int = 0,
 ) -> ModelProto:
-    """Return `model` with low-rank adapters beside the weights that the patterns name.
+    """Return `model` with low-rank adapters beside the weights that the patterns match.
 
     Instead of `x W` it computes `x W + (alpha / rank) dropout(x) A B`, where A has `rank` columns
     (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"); A B of a convolution are
@@ -92,7 +92,7 @@ def add_lora(
     proto, places = adopt_adapters(model)
     separated = copy_inlined(separate_merged(proto))
     targets = find_targets(separated)
-    chosen = _chosen_targets(separated, targets, patterns, options)
+    chosen = _matching_constants(separated, targets, patterns, options)
     if trains_merged(proto, separated, chosen):
         proto = separated  # an exporter had merged equal weights, which are separate here
     else:
@@ -110,7 +110,7 @@ def add_lora(
 
 
 def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: str) -> Arrays:
-    """Return the initial tensors of an adapter: factors whose product is 0; for DoRA, lengths."""
+    """Return an adapter's initial tensors: two factors with product 0, and lengths for DoRA."""
     generator = np.random.default_rng([seed, crc32(name.encode())])
     use = target.uses[0]
     dtype = adapter_dtype(use).numpy()
@@ -130,13 +130,13 @@ def _initial_tensors(target: Target, options: dict[str, Any], seed: int, name: s
     return tuple(array.astype(dtype) for array in arrays)
 
 
-def _chosen_targets(
+def _matching_constants(
     proto: ModelProto,
     targets: dict[str, Target],
     patterns: str | Iterable[str],
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Return the constants that the patterns match and that can have an adapter, in graph order.
+    """Return the names of constants that match patterns and can have an adapter, in graph order.
 
     Raises:
         ValueError: a pattern matches nothing, or nothing that can have an adapter.
@@ -159,7 +159,7 @@ def _chosen_targets(
                 f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
             ]
             raise ValueError(
-                f"nothing that {pattern!r} matches can have an adapter: "
+                f"no weight that {pattern!r} matches can have an adapter: "
                 f"{'; '.join(told[:_LISTED]) or 'it matches adapters, or no factors of products'}"
                 f"{more(told, _LISTED)}"
             )
@@ -174,12 +174,12 @@ def _chosen_targets(
                 stacklevel=frames_inside() + 1,
             )
     if not chosen:
-        raise ValueError("no patterns: name the weights that get an adapter")
+        raise ValueError("no patterns: name the weights that shall get an adapter")
     return [name for name in targets if name in chosen]
 
 
 def _matches_any(pattern: str, *names: str) -> bool:
-    """Return whether a pattern matches one of these names, or its form before quantization."""
+    """Return whether a pattern matches a name, or the name as it was before quantization."""
     names = (*names, *map(name_of_floats, names))
     return any(n == pattern or fnmatchcase(n, pattern) for n in names if n)
 
@@ -187,7 +187,7 @@ def _matches_any(pattern: str, *names: str) -> bool:
 def _reasons_without_adapter(
     proto: ModelProto, targets: dict[str, Target], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the reasons why constants cannot have an adapter, by name of the constant."""
+    """Return `{name: reason}` for the constants that cannot have an adapter."""
     reasons = {name: target.reason for name, target in targets.items() if target.reason}
     for name, target in targets.items():
         group = target.uses[0].group if target.uses else 1

@@ -1,4 +1,4 @@
-"""`merge_lora`: adapters are added to the weights beside which they are."""
+"""`merge_lora`: add adapters to the weights of their layers, and remove their nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from onnxgrad.model.weights import constant_refs
 
 @escaping()
 def merge_lora(model: ModelLike, *, requantize: bool = False) -> ModelProto:
-    """Return the plain model that computes what `model` with its adapters does.
+    """Return `model` without adapter nodes: each adapter is added to its weight.
 
     Each adapter is added to its weight, in float64 and then rounded to the dtype of the weight. The
     result has the nodes of the model before its adapters, and no metadata about fine-tuning.
@@ -86,7 +86,7 @@ def _add_to_weights(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list
             )
         ref = refs[note["weight"]]
         tensors = [refs[name].array().astype(np.float64) for name in note["tensors"]]
-        update = partial(_merged_weight, note, tensors)
+        update = partial(_sum_of_weight_and_adapter, note, tensors)
         if note["quantized"]:
             operands = operands or ConstantOperands(merged, refs.values())
             errors.append(quantize_anew(operands, note, ref, update))
@@ -99,10 +99,10 @@ def _add_to_weights(merged: ModelProto, notes: Sequence[dict[str, Any]]) -> list
     return errors
 
 
-def _merged_weight(
+def _sum_of_weight_and_adapter(
     note: dict[str, Any], tensors: Sequence[np.ndarray], weight: np.ndarray
 ) -> np.ndarray:
-    """Return the sum of a weight and its adapter, with the axes that the node reads.
+    """Return the sum of a weight and its adapter, in the axis order that the layer reads.
 
     W + s A B, or s B A where the weight is on the left; for Conv, the product of the two kernels,
     group by group; with DoRA, each column gets its trained length.

@@ -1,4 +1,4 @@
-"""The folder of adapters that PEFT reads and writes, and its tensors and settings in one file."""
+"""Folders of adapters as PEFT reads and writes them, and the same content in one file."""
 
 from __future__ import annotations
 
@@ -51,19 +51,21 @@ _KEY = re.compile(
 def write_adapters(
     proto: ModelProto, notes: list[dict[str, Any]], others: list[str], target: Path
 ) -> None:
-    """Write adapters, and other tensors as modules_to_save, to a folder or a file."""
+    """Write adapters, and other tensors as PEFT's modules_to_save, to a folder or a file."""
     refs = {ref.name: ref for ref in constant_refs(proto)}
     targets = find_targets(proto)
     modules = {m: targets[name] for m, name in _weights_by_module(proto, targets, notes).items()}
     entries = separate_entries(_peft_entries(proto, notes), tied_paths(modules))
     columns, family = packed_columns(proto, modules), read_genai_family(proto)
     entries = to_torch(entries, modules, columns, family)
-    head = _keys_in_torch(proto, others)
+    head = _torch_keys_of_tensors(proto, others)
     saved = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     settings = [{**entry.options, "module": path} for path, entry in entries.items()]
     config = json.dumps(peft_config(settings, list(saved)), indent=2) + "\n"
     arrays = {f"{path}.{n}": x for path, entry in entries.items() for n, x in entry.tensors.items()}
-    arrays |= {key: _swap_axes(form, refs[name].array()) for key, (name, form) in head.items()}
+    arrays |= {
+        key: _swap_axes_for_peft(form, refs[name].array()) for key, (name, form) in head.items()
+    }
     held = {}
     for key, array in arrays.items():
         array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
@@ -86,10 +88,13 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
         FileNotFoundError: the folder or file holds no adapters.
         ValueError: the adapters do not fit the model.
     """
-    config, arrays = read_config(source), _read_arrays(source)
+    config, arrays = read_config(source), _read_safetensors(source)
     adapters = {m.group(0): m for key in arrays if (m := _KEY.fullmatch(key))}
     if not adapters:
-        raise ValueError(f"{source} holds no adapter: its keys are {list(arrays)}")
+        raise ValueError(
+            f"{source} holds no adapter, only the keys {list(arrays)}: name a file or folder "
+            "that save_adapter or PEFT wrote"
+        )
     found: dict[str, Arrays] = {m.group(1): {} for m in adapters.values()}
     for key, match in adapters.items():
         found[match.group(1)][match.group(2)] = arrays[key]
@@ -106,65 +111,70 @@ def load_adapters(model: ModelLike, source: Path) -> ModelProto:
     joined = join_tensors(found, tied_paths(weights), forms)
     entries = to_model(joined, config, weights, packed_columns(proto, weights))
     if not notes:
-        _insert_adapters(proto, places, entries, targets, names)
+        _insert_zero_adapters(proto, places, entries, targets, names)
     elif others := [module for module in entries if module not in own]:
         raise unknown("module of the adapter", others[0], sorted(own))
     notes = read_adapters(proto)
     if lacking := [note["module"] for note in notes if note["module"] not in entries]:
-        raise ValueError(f"{source} lacks the adapters {lacking} of the model")
+        raise ValueError(
+            f"{source} lacks the adapters {lacking} of the model: load it into the model without "
+            "adapters"
+        )
     values: dict[str, FileTensor] = {}
     for note in notes:
-        values |= _adapter_values(note, entries[note["module"]])
+        values |= _adapter_tensors_of_file(note, entries[note["module"]])
     rest = []
     for key in arrays:
         module, frozen, _ = key.removeprefix(_PREFIX).partition(".base_layer.")
         if key not in adapters and not (frozen and module in found):  # a weight that PEFT saved too
             rest.append(key)
     if rest:
-        values |= _other_values(proto, rest, arrays)
+        values |= _other_tensors_of_file(proto, rest, arrays)
     shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
     for name, (key, form, array) in values.items():
-        needed = _swap_axes(form, np.broadcast_to(0, shapes[name])).shape
+        needed = _swap_axes_for_peft(form, np.broadcast_to(0, shapes[name])).shape
         if array.shape != needed:
             raise ValueError(
                 f"{key} has the shape {list(array.shape)}, and {name!r} of the model needs the "
-                f"shape {list(needed)} in the file"
+                f"shape {list(needed)} in the file: load the adapter of this model"
             )
-    return replace(proto, {name: _swap_axes(form, x) for name, (_, form, x) in values.items()})
+    return replace(
+        proto, {name: _swap_axes_for_peft(form, x) for name, (_, form, x) in values.items()}
+    )
 
 
 def _weights_by_module(
     proto: ModelProto, targets: Mapping[str, Target], notes: list[dict[str, Any]]
 ) -> dict[str, str]:
-    """Return the weights of a model by the paths of their modules; notes of adapters state some."""
+    """Return `{module path: weight name}` of a model, also from the records of its adapters."""
     own = {name for note in notes for name in (note["weight"], *note["tensors"])}
     names = {m: name for name, m in module_names(proto, targets).items() if name not in own}
     return names | {note["module"]: note["weight"] for note in notes}
 
 
-def _swap_axes(form: str, array: np.ndarray) -> np.ndarray:
-    """Return a factor of an adapter with its axes swapped, if PEFT and the model differ in them."""
+def _swap_axes_for_peft(form: str, array: np.ndarray) -> np.ndarray:
+    """Return an adapter's factor, with the last two axes swapped if PEFT stores it so."""
     if form in (LINEAR, EMBEDDING) and array.ndim > 1:
         return np.swapaxes(array, -1, -2)
     return array
 
 
 def _peft_entries(proto: ModelProto, notes: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Return the adapters of a model in the layout of PEFT, by their modules."""
+    """Return `{module path: adapter in PEFT's layout}` of a model."""
     refs = {ref.name: ref for ref in constant_refs(proto)}
     entries = {}
     for note in notes:
         names = tensor_names(note["form"], note["use_dora"])
         tensors = {
-            part: _swap_axes(note["form"], refs[name].array())
+            part: _swap_axes_for_peft(note["form"], refs[name].array())
             for part, name in zip(names, note["tensors"], strict=True)
         }
         entries[note["module"]] = Entry(tensors, note, note.get("path", ""))
     return entries
 
 
-def _keys_in_torch(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the name and the form of tensors of the model, by their keys in PyTorch."""
+def _torch_keys_of_tensors(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return `{key in PyTorch: (tensor name in the model, layout)}` for tensors of the model."""
     targets = find_targets(proto)
     modules = module_names(proto, targets)
     keys = {}
@@ -185,8 +195,8 @@ def _keys_in_torch(proto: ModelProto, names: Iterable[str]) -> dict[str, tuple[s
 # -- loading -------------------------------------------------------------------------------------
 
 
-def _read_arrays(source: Path) -> Arrays:
-    """Return the tensors of a folder or file, by their keys."""
+def _read_safetensors(source: Path) -> Arrays:
+    """Return `{key: tensor}` read from a folder or a `.safetensors` file."""
     path = source if source.is_file() else source / WEIGHTS
     if not path.is_file():
         other = " PEFT wrote it as .bin: save it with safe_serialization=True"
@@ -198,14 +208,14 @@ def _read_arrays(source: Path) -> Arrays:
         raise ValueError(f"{path} is damaged, or holds a dtype that numpy lacks: {e}") from None
 
 
-def _insert_adapters(
+def _insert_zero_adapters(
     proto: ModelProto,
     places: Mapping[str, AdapterPlace],
     entries: Mapping[str, Entry],
     targets: Mapping[str, Target],
     modules: Mapping[str, str],
 ) -> None:
-    """Write zero adapters beside the weights of `modules`, of the ranks in a file, in place."""
+    """Write adapters of zeros, of the ranks in a file, beside the weights of modules, in place."""
     order = {name: i for i, name in enumerate(targets)}
     writer, notes = AdapterWriter(proto), read_adapters(proto)
     for module in sorted(entries, key=lambda module: order[modules[module]]):
@@ -215,7 +225,9 @@ def _insert_adapters(
         if options["use_dora"] and (reason := reason_without_dora(target)):
             raise ValueError(f"{name!r} cannot have the adapter of {entry.path!r}: {reason}")
         if options["use_dora"] != (tensor_names(use.form, True)[-1] in entry.tensors):
-            raise ValueError(f"use_dora and the tensors of {entry.path!r} in the file contradict")
+            raise ValueError(
+                f"the file is damaged: its use_dora does not fit the tensors of {entry.path!r}"
+            )
         shapes = [*factor_shapes(use, options["rank"]), use.shape[-1:]]
         zeros = [np.zeros(shape, adapter_dtype(use).numpy()) for shape in shapes]
         arrays = tuple(zeros if options["use_dora"] else zeros[:2])
@@ -226,8 +238,8 @@ def _insert_adapters(
     write_note(proto, ADAPTERS, notes)
 
 
-def _adapter_values(note: Mapping[str, Any], entry: Entry) -> dict[str, FileTensor]:
-    """Return the tensors in a file of one adapter, by their names in the model.
+def _adapter_tensors_of_file(note: Mapping[str, Any], entry: Entry) -> dict[str, FileTensor]:
+    """Return the tensors of one adapter in a file, by the tensors' names in the model.
 
     Raises:
         ValueError: the file has other tensors for the module, or another scaling.
@@ -236,7 +248,9 @@ def _adapter_values(note: Mapping[str, Any], entry: Entry) -> dict[str, FileTens
     if {*names} != {*entry.tensors}:
         raise ValueError(
             f"the adapter of {entry.path or note['module']!r} has the tensors "
-            f"{sorted(entry.tensors)} in the file, and {list(names)} in the model"
+            f"{sorted(entry.tensors)} in the file, and {list(names)} in the model: load it into "
+            "the "
+            "model without adapters"
         )
     keys = {n: f"{_PREFIX}{entry.path or note['module']}.{n}" for n in names}
     scaling = entry.options["scaling"]
@@ -252,14 +266,16 @@ def _adapter_values(note: Mapping[str, Any], entry: Entry) -> dict[str, FileTens
     }
 
 
-def _other_values(proto: ModelProto, rest: list[str], arrays: Arrays) -> dict[str, FileTensor]:
-    """Return tensors of a file that are no adapters, by their names in the model.
+def _other_tensors_of_file(
+    proto: ModelProto, rest: list[str], arrays: Arrays
+) -> dict[str, FileTensor]:
+    """Return the tensors of a file that belong to no adapter, by the tensors' names in the model.
 
     A note in `proto` says that they train.
     """
     names = [ref.name for ref in constant_refs(proto)]
-    keys = _keys_in_torch(proto, names) | {name: (name, LEFT) for name in names}
-    keys |= _keys_in_torch(proto, read_note(proto, HEAD))
+    keys = _torch_keys_of_tensors(proto, names) | {name: (name, LEFT) for name in names}
+    keys |= _torch_keys_of_tensors(proto, read_note(proto, HEAD))
     wanted = [key.removeprefix(_PREFIX) for key in rest]
     if missing := [key for key in wanted if key not in keys]:
         raise ValueError(

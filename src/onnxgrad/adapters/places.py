@@ -1,4 +1,4 @@
-"""Places of adapters in a file: inputs that `adapter_inputs` noted, or adapters of other tools.
+"""Find adapters in a model file: inputs that `adapter_inputs` made, or adapters of other tools.
 
 Other tools (Olive, the builder of onnxruntime-genai) write `y = x W + x A B`, where A and B are
 inputs, with or without a default, or tensors called lora_A and lora_B.
@@ -28,7 +28,7 @@ _COPIES = (ELEMENTWISE & REORDERS) | {"Dropout"}  # operators that keep or cast 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Where a file has, or takes, the adapter of one weight.
+    """The names of the adapter of one weight in a model file: its tensors, base and sum.
 
     Attributes:
         tensors: names of A and B.
@@ -48,7 +48,7 @@ class AdapterPlace:
     values: tuple[np.ndarray, np.ndarray] | None = None
 
     def target_at_sum(self, target: Target) -> Target:
-        """Return `target` with its use at the node that computes `output`, behind a bias too."""
+        """Return `target` with the adapter's place at the node that computes the sum `output`."""
         if not self.output:
             return target
         use = target.uses[0]
@@ -59,20 +59,20 @@ class AdapterPlace:
 def transpose_pair(
     pair: Iterable[np.ndarray], layout: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return A and B, each transposed if the layout of a file says so."""
+    """Return the factors A and B, each transposed if the layout of a file says so."""
     a, b = pair
     flip_a, flip_b = layout.get("transposed", (False, False))
     return a.T if flip_a else a, b.T if flip_b else b
 
 
 def take_places(proto: ModelProto) -> dict[str, AdapterPlace]:
-    """Remove inputs for adapters, and adapters of other tools, in place; return them by weight."""
+    """Remove adapter inputs and foreign adapters, in place; return `{weight: AdapterPlace}`."""
     noted = read_note(proto, INPUTS)
     if noted:
         bases = [use["base"] for note in noted for use in note["uses"]]
         places = {n["weight"]: AdapterPlace((n["tensors"][0], n["tensors"][1])) for n in noted}
     else:
-        places = _find_places(proto)
+        places = _find_foreign_adapters(proto)
         bases = [place.base for place in places.values()]
     if places:
         remove_adapters(proto, bases, [name for place in places.values() for name in place.tensors])
@@ -80,8 +80,8 @@ def take_places(proto: ModelProto) -> dict[str, AdapterPlace]:
     return places
 
 
-def _find_places(proto: ModelProto) -> dict[str, AdapterPlace]:
-    """Return the adapters that another tool wrote, as inputs or constants, by weight.
+def _find_foreign_adapters(proto: ModelProto) -> dict[str, AdapterPlace]:
+    """Return `{weight: AdapterPlace}` of adapters that another tool wrote, inputs or constants.
 
     A weight with several uses is left out: each use may have another adapter.
     """
@@ -100,7 +100,7 @@ def _find_places(proto: ModelProto) -> dict[str, AdapterPlace]:
 
 
 class _AdapterSearch:
-    """Search for sums of a value and x A B in a model without local functions.
+    """Search for adapters, sums of a value and x A B, in a model without local functions.
 
     Attributes:
         factors: {name: dtype} of values that can be A or B: float inputs, and constants whose
@@ -129,9 +129,9 @@ class _AdapterSearch:
             self.factors.pop(name, None)
 
     def sums(self) -> Iterator[tuple[str, AdapterPlace]]:
-        """Yield the data x and the place of each x A B that is added to a value."""
+        """Yield (name of data x, AdapterPlace) for each product x A B that is added to a value."""
         for node in all_nodes(self.proto.graph.node):
-            for i in range(2) if _is_standard(node, "Add") else ():
+            for i in range(2) if _is_standard_operator(node, "Add") else ():
                 base, second = node.input[1 - i], self.scaled_product(node.input[i])
                 first = second and self.scaled_product(second[0])
                 if not (first and second and self.reads[base] == 1 and base in self.nodes):
@@ -152,16 +152,16 @@ class _AdapterSearch:
                 yield x, AdapterPlace((a, b), base, node.output[0], layout, inputs, values)
 
     def scaled_product(self, name: str) -> tuple[str, str, bool, float] | None:
-        """Return x, A, whether A is transposed, and a number c, if `name` is c x A."""
+        """Return (x, A, A is transposed, c) if `name` is c x A for a number c, else None."""
         scale = 1.0
         while (node := self.nodes.get(name)) is not None and self.reads[name] == 1:
             options = attribute_values(node)
-            if _is_standard(node, *_COPIES):
+            if _is_standard_operator(node, *_COPIES):
                 name = node.input[0]
-            elif _is_standard(node, "Mul") and (scaled := self.scaled_operand(node)):
+            elif _is_standard_operator(node, "Mul") and (scaled := self.scaled_operand(node)):
                 name, scale = scaled[0], scale * scaled[1]
-            elif _is_standard(node, "MatMul") or (
-                _is_standard(node, "Gemm") and len(node.input) < 3
+            elif _is_standard_operator(node, "MatMul") or (
+                _is_standard_operator(node, "Gemm") and len(node.input) < 3
             ):
                 factor = self.factor(node.input[1])
                 if factor is None or options.get("transA"):
@@ -173,37 +173,41 @@ class _AdapterSearch:
         return None
 
     def factor(self, name: str) -> tuple[str, bool] | None:
-        """Return the input that reaches a product as `name`, and whether it is transposed."""
+        """Return the input that becomes the operand `name`, and whether it is transposed."""
         flips = False
         while name not in self.factors:
             node = self.nodes.get(name)
-            if node is None or not _is_standard(node, "Transpose", "Cast", "Identity"):
+            if node is None or not _is_standard_operator(node, "Transpose", "Cast", "Identity"):
                 return None
             flips ^= node.op_type == "Transpose"
             name = node.input[0]
         return name, flips
 
     def scaled_operand(self, node: NodeProto) -> tuple[str, float] | None:
-        """Return an operand of a Mul and the number it is multiplied by; None without a number."""
+        """Return (operand, number) of a Mul by a constant number; None for another Mul."""
         for i, name in enumerate(node.input):
             if name in self.refs and math.prod(self.refs[name].read().dims) == 1:
                 return node.input[1 - i], float(self.refs[name].array().reshape(()))
         return None
 
     def source(self, name: str) -> str:
-        """Return the value that nodes copied, or cast, to `name`."""
-        while (node := self.nodes.get(name)) is not None and _is_standard(node, *_COPIES):
+        """Return the name of the value from which `name` is computed by copies and casts."""
+        while (node := self.nodes.get(name)) is not None and _is_standard_operator(node, *_COPIES):
             name = node.input[0]
         return name
 
     def bias_sum(self, name: str) -> str:
-        """Return the sum of `name` and a constant, or "" if other nodes read `name`, too."""
+        """Return the name of the sum of `name` and a bias, or "" if other nodes read `name`."""
         for node in all_nodes(self.proto.graph.node) if self.reads[name] == 1 else ():
-            if _is_standard(node, "Add") and name in node.input and {*node.input} & {*self.refs}:
+            if (
+                _is_standard_operator(node, "Add")
+                and name in node.input
+                and {*node.input} & {*self.refs}
+            ):
                 return str(node.output[0])
         return ""
 
 
-def _is_standard(node: NodeProto, *op_types: str) -> bool:
-    """Return whether `node` is an operator of ONNX with one of these names."""
+def _is_standard_operator(node: NodeProto, *op_types: str) -> bool:
+    """Return whether `node` is a standard ONNX operator with one of the names `op_types`."""
     return node.op_type in op_types and standard(node.domain) == ""

@@ -1,4 +1,4 @@
-"""Quantized weights with their adapters added: new integers and scales in the old layout."""
+"""Add adapters to quantized weights: new integers and scales in the old layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Operand = tuple[NodeProto, int]  # a node and the index of one of its operands
 
 
 class ConstantOperands:
-    """The constants that nodes of a model read, in subgraphs too: found by operand, and written.
+    """An index of the constants that nodes of a model read, in subgraphs too, by operand.
 
     Args:
         proto: the model, without local functions. Its nodes must stay.
@@ -48,31 +48,34 @@ class ConstantOperands:
         self._taken = set(names(proto.graph))
 
     def readers(self, ref: ConstantRef) -> list[Operand]:
-        """Return the operands of nodes that read a constant."""
+        """Return the operands (node, index) that read the constant `ref`."""
         found = self._readers.get((id(ref.graph), ref.graph_name), ())
         return [(node, index) for node, index in found if node is not None]
 
     def only_reader(self, node: NodeProto) -> Operand | None:
-        """Return the only operand that reads the first result of `node`; None if several do."""
+        """Return the operand that reads the first result of `node`; None if several operands do."""
         found = self._readers.get(self._results[id(node)], ())
         reader, index = found[0] if len(found) == 1 else (None, 0)
         return None if reader is None else (reader, index)
 
     def producer(self, operand: Operand) -> NodeProto | None:
-        """Return the node that computes an operand."""
-        return self._producers.get(self._value_key(operand))
+        """Return the node that computes an operand (node, index), or None for a constant."""
+        return self._producers.get(self._key_of_operand_value(operand))
 
     def common_constant(self, operands: Sequence[Operand]) -> ConstantRef | None:
-        """Return the constant that all of these operands read; None if they read several values."""
-        keys = {self._value_key(operand) for operand in operands}
+        """Return the constant that all given operands read; None if they read different values."""
+        keys = {self._key_of_operand_value(operand) for operand in operands}
         return self._constants.get(keys.pop()) if len(keys) == 1 else None
 
     def write(self, operands: Sequence[Operand], array: np.ndarray) -> None:
-        """Write another value of the constant that these operands read, in place.
+        """Replace the value of the constant that the given operands read, in place.
 
         If other operands read it too, these operands get a constant for themselves.
         """
-        key, mine = self._value_key(operands[0]), {(id(node), index) for node, index in operands}
+        key, mine = (
+            self._key_of_operand_value(operands[0]),
+            {(id(node), index) for node, index in operands},
+        )
         ref, found = self._constants[key], self._readers[key]
         others = [(node, index) for node, index in found if (id(node), index) not in mine]
         if others:
@@ -88,7 +91,7 @@ class ConstantOperands:
                 self._keys[id(node), index] = new
         ref.write(array.astype(ref.array().dtype))
 
-    def _value_key(self, operand: Operand) -> Key:
+    def _key_of_operand_value(self, operand: Operand) -> Key:
         return self._keys.get((id(operand[0]), operand[1]), (0, ""))
 
 
@@ -123,7 +126,7 @@ def requantize(
     Raises:
         ValueError: the weight is stored in a form that is not covered.
     """
-    scale_places, zero_places = _scale_operands(operands, ref)
+    scale_places, zero_places = _scale_and_zero_point_operands(operands, ref)
     nodes = [node for node, _ in operands.readers(ref)]
     scales, zeros = operands.common_constant(scale_places), operands.common_constant(zero_places)
     assert scales is not None
@@ -137,12 +140,14 @@ def requantize(
             stored = stored[:, : layout.shape[1] // layout.block]
         zero = layout.per_group(stored)
     if len({len(groups), len(scale), len(zero)}) > 1:
-        raise _not_covered(ref, nodes[0], "whose scales or zero points have another shape")
+        raise _unsupported_storage_error(
+            ref, nodes[0], "whose scales or zero points do not fit its integers"
+        )
     before = layout.join((groups - zero) * scale, layout.shape)
     if layout.packed:
         updated = update(before[:, : attribute_values(nodes[0])["K"]].T).T
     elif len(note["perm"]) != before.ndim:
-        raise _not_covered(ref, nodes[0], "whose integers are reshaped")
+        raise _unsupported_storage_error(ref, nodes[0], "whose integers are reshaped")
     else:
         updated = update(before.transpose(note["perm"])).transpose(np.argsort(note["perm"]))
     exact = layout.split(updated)
@@ -150,7 +155,9 @@ def requantize(
     new_scale = new_scale.astype(scales.array().dtype).astype(np.float64)
     changed = bool(np.any(new_zero != zero))
     if zeros is None and changed:
-        raise _not_covered(ref, nodes[0], "whose integers have no sign and no zero point")
+        raise _unsupported_storage_error(
+            ref, nodes[0], "whose integers have no sign and no zero point"
+        )
     difference = layout.join(np.abs((new - new_zero) * new_scale - exact), updated.shape)
     ref.write(layout.pack(layout.join(new, layout.shape), ref.array()))
     operands.write(scale_places, layout.as_stored(new_scale, scales.array()))
@@ -163,10 +170,10 @@ def requantize(
     return RoundingErrors(ref.name, float(difference.max()), float(difference.mean()), float(size))
 
 
-def _scale_operands(
+def _scale_and_zero_point_operands(
     operands: ConstantOperands, ref: ConstantRef
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return the operands with the scales, and with the zero points, of a quantized weight.
+    """Return the operands (node, index) with scales and zero points of a quantized weight.
 
     All operands with scales are one constant, and so are all with zero points, if there are any.
 
@@ -175,25 +182,31 @@ def _scale_operands(
     """
     readers = operands.readers(ref)
     node = readers[0][0]
-    found = [_operands_beside(operands, reader) for reader in readers]
+    found = [_scale_operands_of_reader(operands, reader) for reader in readers]
     scales, zeros = ([places[i] for places in found if places] for i in (0, 1))
     zeros = [(reader, i) for reader, i in zeros if any(reader.input[i : i + 1])]
     given = [places for places in (scales, zeros) if places]
     constants = [ref for ref in map(operands.common_constant, given) if ref is not None]
     if None in found or len(constants) < len(given) or len(zeros) not in (0, len(found)):
-        raise _not_covered(ref, node, "and has no constant scales")
+        raise _unsupported_storage_error(ref, node, "and has no constant scales")
     rows = any(reader.op_type == "Gather" for reader, _ in readers)
     if rows and constants[0].array().size > 1:
-        raise _not_covered(ref, node, "whose scales have another axis than its table")
+        raise _unsupported_storage_error(
+            ref, node, "which looks up rows of a table with several scales"
+        )
     if node.op_type == "MatMulNBits" and (
         any(node.input[4:5]) or (constants[1:] and constants[1].array().dtype != np.uint8)
     ):
-        raise _not_covered(ref, node, "with an order of its groups, or zero points of floats")
+        raise _unsupported_storage_error(
+            ref, node, "which has the input g_idx, or zero points that are floats"
+        )
     return scales, zeros
 
 
-def _operands_beside(operands: ConstantOperands, reader: Operand) -> tuple[Operand, Operand] | None:
-    """Return the operands with scale and zero point that belong to the integers in `reader`."""
+def _scale_operands_of_reader(
+    operands: ConstantOperands, reader: Operand
+) -> tuple[Operand, Operand] | None:
+    """Return the operands with scale and zero point of the integers that `reader` reads."""
     node, index = reader
     kind = standard(node.domain), node.op_type
     for integers, scale, zero in operator_of(node).scaled_operands:
@@ -201,15 +214,15 @@ def _operands_beside(operands: ConstantOperands, reader: Operand) -> tuple[Opera
             return (node, scale), (node, zero)
     after = operands.only_reader(node)
     if kind == ("", "Gather") and index == 0 and after and after[0].op_type == "DequantizeLinear":
-        return _operands_beside(operands, after)
+        return _scale_operands_of_reader(operands, after)
     if kind == ("", "MatMulInteger") and index == 1:
-        scale_place = _scale_of_product(operands, node)
+        scale_place = _scale_behind_integer_product(operands, node)
         return scale_place and (scale_place, (node, 3))
     return None
 
 
-def _scale_of_product(operands: ConstantOperands, node: NodeProto) -> Operand | None:
-    """Return the scale of the weight of a MatMulInteger: float(product) * (data scale * scale)."""
+def _scale_behind_integer_product(operands: ConstantOperands, node: NodeProto) -> Operand | None:
+    """Return the operand with the weight's scale, which a Mul applies behind a MatMulInteger."""
     cast = operands.only_reader(node)
     product = operands.only_reader(cast[0]) if cast and cast[0].op_type == "Cast" else None
     if product is None or product[0].op_type != "Mul":
@@ -221,8 +234,8 @@ def _scale_of_product(operands: ConstantOperands, node: NodeProto) -> Operand | 
     return (both, constants[0]) if len(constants) == 1 else None
 
 
-def _not_covered(ref: ConstantRef, node: NodeProto, why: str) -> ValueError:
-    """Return the error that a weight is stored in a form that is not covered."""
+def _unsupported_storage_error(ref: ConstantRef, node: NodeProto, why: str) -> ValueError:
+    """Return the error for a quantized weight whose storage format is not supported."""
     return ValueError(
         f"{printable(ref.name)!r} is read by {node.op_type} {printable(node.name)!r}, {why}: its "
         "adapter cannot be merged by quantizing anew. Keep it in the model, or merge it into the "
@@ -247,7 +260,7 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
 
 
 def _rescale_biases(operands: ConstantOperands, node: NodeProto, ratio: np.ndarray) -> None:
-    """Rescale the integers of the bias beside a quantized weight.
+    """Rescale the integers of the biases that are added to products with a quantized weight.
 
     onnxruntime adds product and bias as integers: the scale of a bias is the scale of the data
     times the scale of the weight.

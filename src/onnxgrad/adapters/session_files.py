@@ -1,4 +1,4 @@
-"""`.onnx_adapter`: the file of adapters that sessions of onnxruntime read."""
+"""Files `.onnx_adapter`, which sessions of onnxruntime read as adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 def write_file(
     proto: ModelProto, notes: Iterable[dict[str, Any]], others: list[str], to: Path
 ) -> None:
-    """Write adapters and other tensors as the inputs of their base take them."""
+    """Write adapters and other tensors to an `.onnx_adapter` file, as inputs of a base model."""
     arrays = {ref.name: ref.array() for ref in constant_refs(proto)}
     values: Arrays = {}
     for note in notes:
@@ -61,23 +61,23 @@ def write_file(
 
 
 def refuse_dora(note: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an adapter with `use_dora`, which cannot be the input of a base."""
+    """Raise `ValueError` for a DoRA adapter, which cannot be an input of a base model."""
     if note["use_dora"]:
         raise ValueError(
             f"the adapter of {note['weight']!r} has use_dora: it needs the lengths of the columns "
-            "of the weight, so that it cannot be the input of a base. Merge it (merge_lora)"
+            "of the weight, so that it cannot be an input of the base model. Merge it (merge_lora)"
         )
 
 
 def read_arrays(source: Path) -> Arrays:
-    """Return the tensors of a file of adapters, by name.
+    """Return `{name: tensor}` of an `.onnx_adapter` file.
 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is damaged.
     """
     if not source.is_file():
-        raise FileNotFoundError(f"{source} holds no adapter: there is no such file")
+        raise FileNotFoundError(f"{source} does not exist: name an .onnx_adapter file")
     try:
         parameters = ort.AdapterFormat.read_adapter(str(source)).get_parameters()
         return {name: np.array(value.numpy()) for name, value in sorted(parameters.items())}
@@ -86,7 +86,7 @@ def read_arrays(source: Path) -> Arrays:
 
 
 def load_file(model: ModelLike, source: Path) -> ModelProto:
-    """Return `model` with the adapters, and the other tensors, of a file.
+    """Return `model` with the adapters and other tensors of an `.onnx_adapter` file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -95,7 +95,7 @@ def load_file(model: ModelLike, source: Path) -> ModelProto:
     arrays = read_arrays(source)
     proto, places = adopt_adapters(model)
     if not read_adapters(proto):
-        _insert_adapters(proto, places, arrays, source)
+        _insert_zero_adapters(proto, places, arrays, source)
     notes = read_adapters(proto)
     values: Arrays = {}
     for note in notes:
@@ -110,10 +110,10 @@ def load_file(model: ModelLike, source: Path) -> ModelProto:
     return replace(proto, values | {name: arrays[name] for name in rest})
 
 
-def _insert_adapters(
+def _insert_zero_adapters(
     proto: ModelProto, places: Mapping[str, AdapterPlace], arrays: Arrays, source: Path
 ) -> None:
-    """Write zero adapters beside the weights that the file names, of the file's ranks, in place."""
+    """Write adapters of zeros, of the ranks in a file, beside the weights it names, in place."""
     targets = find_targets(proto)
     modules, writer = module_names(proto, targets), AdapterWriter(proto)
     notes: list[dict[str, Any]] = []
@@ -142,13 +142,16 @@ def _insert_adapters(
 
 
 def _factor_values(note: Mapping[str, Any], arrays: Arrays, source: Path) -> Arrays:
-    """Return the values of the two tensors of an adapter, by name.
+    """Return `{name: value}` of the two factors of an adapter, from the tensors of a file.
 
     Raises:
         ValueError: the file lacks one of them.
     """
     if missing := [name for name in note["tensors"] if name not in arrays]:
-        raise ValueError(f"{source} lacks the adapter {missing[0]!r} of the model")
+        raise ValueError(
+            f"{source} lacks the adapter {missing[0]!r} of the model: load it into the model "
+            "without adapters"
+        )
     layout = note.get("inputs", {"scale": 1.0})
     a, b = transpose_pair((arrays[name] for name in note["tensors"]), layout)
     factor = b.dtype.type(layout["scale"] / note["scaling"])

@@ -1,4 +1,4 @@
-"""Adapters by the modules of PyTorch, where a tool renamed, packed or tied these in the model.
+"""Map adapters between PyTorch modules and weights of a model that renames, joins or ties them.
 
 The builder of onnxruntime-genai calls `model.layers.0.self_attn.q_proj` of transformers
 `model.layers.0.attn.q_proj.MatMul`, and joins the weights of q, k and v to `attn.qkv_proj.MatMul`.
@@ -48,7 +48,7 @@ _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 
 @dataclass
 class Entry:
-    """The adapter of one module in the layout of PEFT, its settings, and its path in PyTorch."""
+    """The adapter of one module: tensors in PEFT's layout, settings, and module path in PyTorch."""
 
     tensors: Tensors
     options: dict[str, Any]
@@ -56,7 +56,7 @@ class Entry:
 
 
 def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, str]:
-    """Return the path of the module of each weight, such as "encoder.layer.0.query".
+    """Return the module path of each weight, such as "encoder.layer.0.query".
 
     The path is the name of the weight, or its alias if an exporter numbered it, without ".weight";
     for integers, the name of the floats before quantization. Weights of one module keep their
@@ -76,7 +76,7 @@ def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, 
 
 
 def torch_path(module: str, family: str = "") -> str:
-    """Return the path in PyTorch of a module of the model; `module`, if genai's builder named none.
+    """Return the PyTorch path of a module that onnxruntime-genai's builder named, else `module`.
 
     The path has the names of the network of a `family`, such as "phi3", or else of Llama. Parts
     that the builder split have the path of the module of which they are a part.
@@ -90,13 +90,13 @@ def torch_path(module: str, family: str = "") -> str:
     if not match:
         return module
     path = re.sub(r"(layers\.\d+)\.attn\.", r"\1.self_attn.", match[1])
-    last = _last_name(path)
+    last = _last_name_of_path(path)
     wholes = [w for w, parts in _PACKED.items() if last in parts and family in _KEEPS_PACKED]
     return _sibling_path(path, wholes[0] if wholes else _OWN_NAMES.get(family, {}).get(last, last))
 
 
 def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
-    """Return the columns of q, k and v, or of gate and up, in weights that the builder joined.
+    """Return the column slices of q, k and v, or gate and up, in each weight that joins them.
 
     Args:
         proto: the model.
@@ -105,29 +105,31 @@ def packed_columns(proto: ModelProto, weights: Mapping[str, Target]) -> Columns:
     found: Columns = {}
     readers: dict[str, list[NodeProto]] = defaultdict(list)
     for node in all_nodes(proto.graph.node):
-        for name in node.input if _keeps_columns(node) else node.input[:1]:
+        for name in node.input if _is_elementwise(node) else node.input[:1]:
             readers[name].append(node)
     constants = {ref.graph_name: ref for ref in constant_refs(proto)}
     for module, target in weights.items():
         parts = (
-            _PACKED.get(_last_name(torch_path(module)), ()) if _BUILDER.fullmatch(module) else ()
+            _PACKED.get(_last_name_of_path(torch_path(module)), ())
+            if _BUILDER.fullmatch(module)
+            else ()
         )
         if not parts or not target.uses or target.uses[0].form != LINEAR:
             continue
         shares = [1] * len(parts)
         if len(parts) == 3:
-            shares = _part_shares(readers, constants, target.uses[0].node)
+            shares = _widths_of_qkv(readers, constants, target.uses[0].node)
         if len(shares) == len(parts):
-            edges = np.cumsum([0, *shares]) * _column_count(target) // sum(shares)
+            edges = np.cumsum([0, *shares]) * _weight_column_count(target) // sum(shares)
             bounds = zip(parts, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
             found[module] = {part: slice(start, stop) for part, start, stop in bounds}
     return found
 
 
-def _part_shares(
+def _widths_of_qkv(
     readers: Mapping[str, list[NodeProto]], constants: Mapping[str, ConstantRef], product: NodeProto
 ) -> list[int]:
-    """Return the shares of q, k and v among the columns of a product; empty if no node tells.
+    """Return the relative widths of q, k and v in a joined product; [] if no node states them.
 
     The Split or the attention that reads the product tells them; a bias and an adapter may be added
     in between.
@@ -135,7 +137,7 @@ def _part_shares(
     waiting = list(readers[product.output[0]])
     for node in waiting:  # the loop appends to it
         options = attribute_values(node)
-        if _keeps_columns(node):
+        if _is_elementwise(node):
             waiting += [n for n in readers[node.output[0]] if n not in waiting]
         elif "attention" in operator_of(node).traits and not any(node.input[1:3]):
             heads = options["num_heads"]
@@ -146,8 +148,8 @@ def _part_shares(
     return []
 
 
-def _keeps_columns(node: NodeProto) -> bool:
-    """Return whether each column of the result is computed from the same column of operands."""
+def _is_elementwise(node: NodeProto) -> bool:
+    """Return whether a node computes each output column from the same column of its operands."""
     return "elementwise" in operator_of(node).traits
 
 
@@ -157,7 +159,7 @@ def to_model(
     modules: Mapping[str, Target],
     columns: Columns,
 ) -> dict[str, Entry]:
-    """Return the adapters in a file by the modules of the model.
+    """Return `{module of the model: adapter}` for the adapters in a file.
 
     The adapters of q, k and v become one whose rank is the sum of their ranks, if the model has one
     weight for them; the adapter of a packed module is cut, if the model has a weight for each part.
@@ -173,21 +175,25 @@ def to_model(
     """
     places: dict[str, list[tuple[str, slice | None]]] = defaultdict(list)
     for name in modules:
-        places[_portable_name(name)].append((name, None))
+        places[_tool_independent_name(name)].append((name, None))
         for part, columns_of_part in columns.get(name, {}).items():
-            places[_sibling_path(_portable_name(name), part)].append((name, columns_of_part))
+            places[_sibling_path(_tool_independent_name(name), part)].append(
+                (name, columns_of_part)
+            )
     entries: dict[str, Entry] = {}
     pieces: dict[str, list[tuple[slice, Entry]]] = defaultdict(list)
     for module, tensors in found.items():
-        portable = _portable_name(module)
+        portable = _tool_independent_name(module)
         ends = (m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}"))
         close, place = [module] if module in modules else list(ends), places.get(portable, [])
-        parts = _PACKED.get(_last_name(portable), ())
+        parts = _PACKED.get(_last_name_of_path(portable), ())
         separate = [places.get(_sibling_path(portable, part), []) for part in parts]
         if not close and len(place) == 1 and place[0][1] is None:
             close = [place[0][0]]
         linear = {*tensors} in ({A, B}, {A, B, _LENGTHS})
-        rank = _rank_in_file(tensors, modules[close[0]].uses[0].form if len(close) == 1 else LINEAR)
+        rank = _rank_of_peft_tensors(
+            tensors, modules[close[0]].uses[0].form if len(close) == 1 else LINEAR
+        )
         entry = Entry(tensors, options_of_module(config, module, rank), module)
         if len(close) == 1:
             entries[close[0]] = entry
@@ -195,8 +201,8 @@ def to_model(
             pieces[place[0][0]].append((place[0][1], entry))
         elif not close and parts and all(len(s) == 1 for s in separate) and linear:
             names = [s[0][0] for s in separate]
-            widths = {name: _column_count(modules[name]) for name in names}
-            entries |= _cut_into_parts(entry, _consecutive_columns(widths))
+            widths = {name: _weight_column_count(modules[name]) for name in names}
+            entries |= _split_adapter_by_columns(entry, _consecutive_columns(widths))
         else:
             raise unknown("module of the adapter", module, modules, close)
     for name, each in pieces.items():
@@ -204,14 +210,14 @@ def to_model(
         base = None
         if not reason_without_dora(target):
             base = column_lengths(target.ref.array().transpose(target.uses[0].perm))
-        entries[name] = _join_parts(each, _column_count(target), name, base)
+        entries[name] = _join_column_adapters(each, _weight_column_count(target), name, base)
     return entries
 
 
-def _join_parts(
+def _join_column_adapters(
     pieces: list[tuple[slice, Entry]], total: int, module: str, base: np.ndarray | None = None
 ) -> Entry:
-    """Return one adapter of `module` for several adapters, each of some columns of its weight.
+    """Join adapters of column slices of a weight to one adapter of the whole weight of `module`.
 
     Its rank is the sum of their ranks, or the rank of the A that all share. Columns without an
     adapter keep their lengths in `base`, the lengths of all columns of the weight.
@@ -224,7 +230,8 @@ def _join_parts(
     covered = sum(rows.stop - rows.start for rows, _ in pieces) == total
     if _LENGTHS in first.tensors and base is None and not covered:
         raise ValueError(
-            f"the parts of {module!r} have lengths that one adapter of all columns cannot have"
+            f"the file has DoRA adapters for some columns of {module!r} only, and the lengths of "
+            "the others are unknown: train adapters of all its parts"
         )
     scalings = [entry.options["scaling"] for entry in entries]
     scaling = scalings[0] if len(set(scalings)) == 1 else 1.0
@@ -250,7 +257,7 @@ def _join_parts(
 def to_torch(
     entries: Mapping[str, Entry], modules: Mapping[str, Target], columns: Columns, family: str = ""
 ) -> dict[str, Entry]:
-    """Return adapters by their modules in PyTorch.
+    """Return `{module path in PyTorch: adapter}` for the adapters of a model.
 
     The adapter of a weight that the builder joined becomes an adapter of each part, with the rows
     of A that the part's columns of B use. The adapters of weights that the builder split become the
@@ -270,39 +277,41 @@ def to_torch(
     for module, entry in entries.items():
         path, own = entry.path or torch_path(module, family), torch_path(module)
         kept = entry.path or family in _KEEPS_PACKED or not _BUILDER.fullmatch(module)
-        if _last_name(own) in _PACKED.get(_last_name(path), ()):
-            split[path][_last_name(own)] = entry
-        elif kept or _last_name(path) not in _PACKED:
+        if _last_name_of_path(own) in _PACKED.get(_last_name_of_path(path), ()):
+            split[path][_last_name_of_path(own)] = entry
+        elif kept or _last_name_of_path(path) not in _PACKED:
             result[path] = entry
         elif module in columns:
             result |= {
                 _sibling_path(path, n): e
-                for n, e in _cut_into_parts(entry, columns[module]).items()
+                for n, e in _split_adapter_by_columns(entry, columns[module]).items()
             }
         else:
             raise ValueError(
                 f"no Split or attention that reads the product of {module!r} tells where q, k and "
-                "v end in it, and PEFT has an adapter for each of them"
+                "v end in it, and PEFT has an adapter for each of them: save it as .onnx_adapter"
             )
-    widths = {torch_path(m): _column_count(target) for m, target in modules.items() if target.uses}
+    widths = {
+        torch_path(m): _weight_column_count(target) for m, target in modules.items() if target.uses
+    }
     for path, found in split.items():
         part_widths = {
-            part: widths[_sibling_path(path, part)] for part in _PACKED[_last_name(path)]
+            part: widths[_sibling_path(path, part)] for part in _PACKED[_last_name_of_path(path)]
         }
         places = _consecutive_columns(part_widths)
         pieces = [(places[part], entry) for part, entry in found.items()]
-        result[path] = _join_parts(pieces, sum(part_widths.values()), path)
+        result[path] = _join_column_adapters(pieces, sum(part_widths.values()), path)
     return result
 
 
 def _consecutive_columns(widths: Mapping[str, int]) -> dict[str, slice]:
-    """Return the columns of parts that stand side by side, from the widths of the parts."""
+    """Return `{name: slice of columns}` for blocks that stand side by side, given their widths."""
     ends = np.cumsum([*widths.values()]).tolist()
     return {n: slice(end - w, end) for (n, w), end in zip(widths.items(), ends, strict=True)}
 
 
-def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
-    """Return the adapters of the parts of a joined module, without adapters that change nothing.
+def _split_adapter_by_columns(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Entry]:
+    """Split the adapter of a joined weight into adapters of q, k, v or gate, up, without zeros.
 
     If B is zero everywhere, as before training, each part gets an adapter.
     """
@@ -324,38 +333,38 @@ def _cut_into_parts(entry: Entry, columns: Mapping[str, slice]) -> dict[str, Ent
     return result
 
 
-def _column_count(target: Target) -> int:
+def _weight_column_count(target: Target) -> int:
     return target.uses[0].shape[-1]
 
 
-def _rank_in_file(tensors: Tensors, form: str) -> int:
-    """Return the rank of the tensors of an adapter in the layout of PEFT; 1 if A is missing."""
+def _rank_of_peft_tensors(tensors: Tensors, form: str) -> int:
+    """Return the rank of an adapter from its tensors in PEFT's layout; 1 if A is missing."""
     a = tensors.get(tensor_names(form, use_dora=False)[0])
     shape = (1,) if a is None else a.shape
     return shape[0] if form == CONV or len(shape) < 2 else shape[-2]
 
 
-def _portable_name(module: str) -> str:
-    """Return the number of the layer and the last names of a module, which all tools write alike.
+def _tool_independent_name(module: str) -> str:
+    """Return the layer index and the last names of a module path, which are equal in all tools.
 
-    >>> _portable_name("base.layers.3.self_attn.dense")
+    >>> _tool_independent_name("base.layers.3.self_attn.dense")
     '3.attn.o_proj'
     """
     path = torch_path(module)
     match = _LAYER.fullmatch(path)
     if not match:
-        return _last_name(path)
+        return _last_name_of_path(path)
     rest = re.sub(r"^(self_attn|self_attention|attention)\.", "attn.", match[2])
     return f"{match[1]}.{re.sub(r'^attn.(dense|out_proj)$', 'attn.o_proj', rest)}"
 
 
-def _last_name(path: str) -> str:
-    """Return the last name of a path, "q_proj" of "self_attn.q_proj"."""
+def _last_name_of_path(path: str) -> str:
+    """Return the last name of a module path, "q_proj" of "self_attn.q_proj"."""
     return path.rpartition(".")[2]
 
 
 def _sibling_path(path: str, name: str) -> str:
-    """Return `path` with `name` in place of its last name."""
+    """Return the module path `path` with `name` in place of its last name."""
     return ".".join([*path.split(".")[:-1], name])
 
 
@@ -363,7 +372,7 @@ def _sibling_path(path: str, name: str) -> str:
 
 
 def tied_paths(modules: Mapping[str, Target]) -> Paths:
-    """Return the paths in PyTorch of the modules that share a weight, where nodes name them."""
+    """Return the PyTorch paths of embedding and last layer for each weight that both share."""
     found: Paths = {}
     for module, target in modules.items():
         paths = {}
@@ -376,11 +385,13 @@ def tied_paths(modules: Mapping[str, Target]) -> Paths:
 
 
 def separate_entries(entries: Mapping[str, Entry], tied: Paths) -> dict[str, Entry]:
-    """Return the adapters with an entry for each module of PyTorch that shares a tied weight."""
+    """Return the adapters with one entry for each PyTorch module that shares a tied weight."""
     result: dict[str, Entry] = {}
     for module, entry in entries.items():
         for form, path in tied.get(module, {}).items():
-            result[path] = replace(entry, tensors=_in_form(entry.tensors, form), path=path)
+            result[path] = replace(
+                entry, tensors=_factors_in_layout(entry.tensors, form), path=path
+            )
         if module not in tied:
             result[module] = entry
     return result
@@ -389,7 +400,7 @@ def separate_entries(entries: Mapping[str, Entry], tied: Paths) -> dict[str, Ent
 def join_tensors(
     found: Mapping[str, Tensors], tied: Paths, forms: Mapping[str, str]
 ) -> dict[str, Tensors]:
-    """Return the tensors in a file by modules, with one entry for modules that share a weight.
+    """Return `{module: tensors}` of a file, with one entry for all modules that share a weight.
 
     Raises:
         ValueError: modules that share a weight have unequal adapters.
@@ -399,10 +410,12 @@ def join_tensors(
         given = {path: result.pop(path) for path in paths.values() if path in result}
         if not given:
             continue
-        each = [_in_form(tensors, forms[module]) for tensors in given.values()]
+        each = [_factors_in_layout(tensors, forms[module]) for tensors in given.values()]
         if any(not np.array_equal(each[0][n], x[n]) for x in each for n in each[0]):
             raise ValueError(
-                f"{list(given)} share a weight in the model, and have several adapters in the file"
+                f"{list(given)} share a weight in the model, and have different adapters in the "
+                "file: a shared weight takes one adapter. Export a model in which the weights are "
+                "not shared"
             )
         if len(given) < len(paths):
             warnings.warn(
@@ -414,8 +427,8 @@ def join_tensors(
     return result
 
 
-def _in_form(tensors: Tensors, form: str) -> Tensors:
-    """Return the factors of an adapter in the layout of a layer or an embedding."""
+def _factors_in_layout(tensors: Tensors, form: str) -> Tensors:
+    """Return an adapter's factors in PEFT's layout of a linear layer or of an embedding."""
     names = tensor_names(form, use_dora=False)
     other = tensor_names(EMBEDDING if form == LINEAR else LINEAR, use_dora=False)
     if {*tensors} != {*other}:

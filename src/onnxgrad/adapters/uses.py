@@ -1,4 +1,4 @@
-"""Uses of weights: the nodes of a model beside which adapters can be put."""
+"""Find the nodes that multiply data by a weight, beside which adapters can be put."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Reader = tuple[GraphProto, NodeProto | None, int]  # None: an output of the grap
 
 @dataclass(frozen=True)
 class Use:
-    """A node that multiplies data by a weight, or looks up its rows.
+    """A node that multiplies data by a weight, or looks up rows of a weight.
 
     Attributes:
         graph: the graph of the node.
@@ -61,7 +61,7 @@ class Use:
 
     @property
     def group(self) -> int:
-        """The number of groups of a convolution."""
+        """The count of groups of a convolution."""
         return int(attribute_values(self.node).get("group", 1))
 
 
@@ -86,7 +86,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _MovedWeight:
-    """A weight as a node reads it, behind nodes that move, cast or dequantize it.
+    """A weight behind nodes that transpose, reshape, cast or dequantize it.
 
     Attributes:
         key: the value that the node reads.
@@ -106,12 +106,12 @@ class _MovedWeight:
 
     @property
     def shape_at_use(self) -> tuple[int, ...]:
-        """The shape of the value."""
+        """The shape of the weight as the node reads it."""
         return tuple(self.shape[i] for i in self.perm)
 
 
 def find_targets(proto: ModelProto) -> dict[str, Target]:
-    """Return the float and quantized constants of a model without local functions, by name."""
+    """Return `{name: Target}` of the float and quantized constants of an inlined model."""
     search = _UseSearch(proto)
     found: dict[str, Target] = {}
     for ref in search.refs:
@@ -129,7 +129,7 @@ def attribute_values(node: NodeProto) -> dict[str, Any]:
 
 
 def readers_by_value(graph: GraphProto) -> dict[Key, list[Reader]]:
-    """Return the operands that read each value of a graph and its subgraphs."""
+    """Return for each value of a graph and its subgraphs the operands that read the value."""
     table: dict[Key, list[Reader]] = defaultdict(list)
 
     def visit(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
@@ -152,7 +152,7 @@ def readers_by_value(graph: GraphProto) -> dict[Key, list[Reader]]:
 
 
 class _UseSearch:
-    """Search for the uses of constants in a model without local functions.
+    """Search for the layers that read constants, in a model without local functions.
 
     Attributes:
         refs: the constants; they keep the graphs alive, and so their ids unique.
@@ -173,7 +173,7 @@ class _UseSearch:
                 self.fixed.update(node.output)
 
     def target(self, ref: ConstantRef) -> Target:
-        """Return a constant with its uses, and the reason if it cannot have an adapter."""
+        """Return a constant with the layers that read it, or why it cannot have an adapter."""
         target = Target(ref)
         tensor = ref.read()
         if ref.sparse or ref.function is not None or ref.attribute is not None:
@@ -183,11 +183,11 @@ class _UseSearch:
         shape = tuple(tensor.dims)
         key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
         start = _MovedWeight(key, shape, tuple(range(len(shape))), stored, False)
-        for path, (graph, node, index) in self._through_moves(start):
-            use = node and self._use_by_node(path, graph, node, index)
+        for path, (graph, node, index) in self._readers_through_moves(start):
+            use = node and self._find_use_at_node(path, graph, node, index)
             rows = isinstance(use, Use) and use.form == EMBEDDING
             if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
-                use = self._behind_scale(use) if stored not in FLOATS else use
+                use = self._use_at_scale_node(use) if stored not in FLOATS else use
                 if not use.dtype.is_floating_point():
                     use = f"the result of {_node_label(use.node)} stays in integers"
             if isinstance(use, Use) and use.x in self.constants:
@@ -196,7 +196,7 @@ class _UseSearch:
                 target.uses.append(use)
             else:
                 target.reason = use or "it is an output of a graph"
-                target.missed |= len(shape) > 1 and self._is_factor(path.key)
+                target.missed |= len(shape) > 1 and self._is_layer_weight(path.key)
             by_integers = node is not None and node.op_type in (_NBITS, *_FLOAT_RESULTS)
             target.quantized |= path.quantized or (by_integers and isinstance(use, Use))
             target.quantized |= stored not in FLOATS and len(shape) > 1  # even without adapter
@@ -205,11 +205,11 @@ class _UseSearch:
         elif not target.uses and not target.reason:
             target.reason = "nothing reads it"
         elif not target.reason:
-            target.reason = _why_not_one(target.uses)
+            target.reason = _reason_against_sharing(target.uses)
         return target
 
-    def _is_factor(self, key: Key) -> bool:
-        """Return whether a layer multiplies by a constant, perhaps joined with other constants."""
+    def _is_layer_weight(self, key: Key) -> bool:
+        """Return whether a layer multiplies data by a constant, perhaps joined with others."""
         waiting = [key]
         for name in waiting:  # the loop appends to it
             for graph, node, index in self.readers.get(name, ()):
@@ -222,7 +222,7 @@ class _UseSearch:
                     waiting += [(id(graph), y) for y in node.output if y in self.fixed]
         return False
 
-    def _through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
+    def _readers_through_moves(self, start: _MovedWeight) -> Iterator[tuple[_MovedWeight, Reader]]:
         """Yield each operand that reads a weight, directly or moved, cast or dequantized."""
         waiting = [start]
         for path in waiting:  # the loop appends to it
@@ -264,14 +264,14 @@ class _UseSearch:
                     yield path, reader
 
     def _dequantized_dtype(self, node: NodeProto) -> ir.DataType:
-        """Return the dtype of the result of a DequantizeLinear."""
+        """Return the float dtype of a DequantizeLinear's result."""
         stated = attribute_values(node).get("output_dtype")
         return ir.DataType(stated or self.dtypes.get(node.input[1], TensorProto.FLOAT))
 
-    def _use_by_node(
+    def _find_use_at_node(
         self, path: _MovedWeight, graph: GraphProto, node: NodeProto, index: int
     ) -> Use | str:
-        """Return the use of a weight by `node`, or the reason why it cannot have an adapter."""
+        """Return the `Use` of a weight by `node`, or why the weight cannot have an adapter."""
         kind, options = (standard(node.domain), node.op_type), attribute_values(node)
         dtype, shape = ir.DataType(path.dtype), path.shape
         if kind == (_MICROSOFT, _NBITS) and index == 1:
@@ -282,13 +282,13 @@ class _UseSearch:
         x = (*node.input, "")[1 - index % 2]
         use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
         if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
-            return _use_as_factor(use, index, options)
+            return _use_by_matrix_product(use, index, options)
         if (
             not kind[0]
             and kind[1] in _FLOAT_RESULTS
             and index == 1 + 2 * (node.op_type == "QLinearMatMul")
         ):
-            return _use_by_integers(use)
+            return _use_by_integer_product(use)
         if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
             return replace(use, form=CONV)
         if kind == ("", "Gather") and index == 0:
@@ -310,8 +310,8 @@ class _UseSearch:
             "Gather, where data are multiplied by a weight or look up its rows"
         )
 
-    def _behind_scale(self, use: Use) -> Use:
-        """Return the use at the node that applies the scale of integers to the product or rows."""
+    def _use_at_scale_node(self, use: Use) -> Use:
+        """Return `use` moved to the node that multiplies the integer product by the scale."""
         rows, node, dtype, factors = use.form == EMBEDDING, use.node, use.dtype, self.fixed
         if rows:
             gathers = (
@@ -319,7 +319,7 @@ class _UseSearch:
             )
             factors = self.fixed.union(n.output[0] for n in gathers)
         while use.form != CONV and node.op_type not in _SCALES:
-            after = _only_reader(use.graph, node)
+            after = _only_reading_node(use.graph, node)
             if after is None:
                 break
             others = set(after.input) - {node.output[0]}
@@ -335,25 +335,25 @@ class _UseSearch:
         return replace(use, node=node, dtype=dtype)
 
 
-def _why_not_one(uses: list[Use]) -> str:
-    """Return the reason why several uses cannot share an adapter, or ""."""
+def _reason_against_sharing(uses: list[Use]) -> str:
+    """Return the reason why the layers that read a weight cannot share an adapter, or ""."""
     first = uses[0]
     for use in uses[1:]:
         same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
-        swapped = CONV not in (use.form, first.form) and use.perm == _swap_last(first.perm)
+        swapped = CONV not in (use.form, first.form) and use.perm == _swap_last_axes(first.perm)
         if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
             return f"{_node_label(first.node)} and {_node_label(use.node)} use it in different ways"
     return ""
 
 
-def _only_reader(graph: GraphProto, node: NodeProto) -> NodeProto | None:
+def _only_reading_node(graph: GraphProto, node: NodeProto) -> NodeProto | None:
     """Return the only node of `graph` that reads the result of `node`; None if several do."""
     readers = [n for n in graph.node if node.output[0] in n.input]
     return readers[0] if len(readers) == 1 else None
 
 
-def _use_by_integers(use: Use) -> Use | str:
-    """Return the use of a weight by a product of integers, with its data and result in floats.
+def _use_by_integer_product(use: Use) -> Use | str:
+    """Return the `Use` of a weight in an integer product of float data, or the reason against it.
 
     Returns the reason if there are no such data or result.
     """
@@ -362,7 +362,7 @@ def _use_by_integers(use: Use) -> Use | str:
         return f"the data of {_node_label(use.node)} are integers already: use the QDQ format"
     node = use.node
     for op_type in _FLOAT_RESULTS[use.node.op_type]:
-        after = _only_reader(use.graph, node)
+        after = _only_reading_node(use.graph, node)
         if after is None or after.op_type != op_type:
             return f"the result of {_node_label(use.node)} stays in integers: use the QDQ format"
         node = after
@@ -376,11 +376,11 @@ def _use_by_integers(use: Use) -> Use | str:
     return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
 
 
-def _use_as_factor(use: Use, index: int, options: dict[str, Any]) -> Use | str:
-    """Return the use of a weight as operand `index` of MatMul or Gemm, or why it is not covered."""
+def _use_by_matrix_product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
+    """Return the `Use` of a weight as operand `index` of MatMul or Gemm, or why no adapter fits."""
     flips = bool(options.get("transB" if index else "transA"))
     if flips:
-        use = replace(use, perm=_swap_last(use.perm), shape=_swap_last(use.shape))
+        use = replace(use, perm=_swap_last_axes(use.perm), shape=_swap_last_axes(use.shape))
     flips = bool(options.get("transA" if index else "transB"))
     if options.get("transBatchA") or options.get("transBatchB"):
         return f"{_node_label(use.node)} transposes batches"
@@ -390,7 +390,7 @@ def _use_as_factor(use: Use, index: int, options: dict[str, Any]) -> Use | str:
     return replace(use, form=LINEAR if index else LEFT, flips=flips, factor=factor)
 
 
-def _swap_last(axes: tuple[int, ...]) -> tuple[int, ...]:
+def _swap_last_axes(axes: tuple[int, ...]) -> tuple[int, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 

@@ -1,4 +1,4 @@
-"""Artifacts: files with which any onnxruntime trains a model, also where there is no Python.
+"""Artifacts: files with which any onnxruntime trains a model, also without Python.
 
 `generate.py` writes the models (`models.py`) and their manifest (`manifest.py`) into a folder that
 is there completely or not at all (`folder.py`); `merge.py` puts a checkpoint into the model.

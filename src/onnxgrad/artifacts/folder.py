@@ -1,4 +1,4 @@
-"""A folder into which several files are put, all of them or none."""
+"""Write several files into a folder, all of them or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 
 @contextmanager
 def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a new folder whose files are moved into `folder` if the block raises no error.
+    """Yield a temporary folder, whose files move into `folder` if the `with` block raises no error.
 
     A file whose name begins with one of `own` replaces the file of the same name in `folder`. If a
     file cannot be moved, the replaced files are put back, so that `folder` stays as it was. A
@@ -27,7 +27,7 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
     home = Path(os.path.realpath(folder))
     existed = home.exists()
     if existed and not home.is_dir():
-        raise NotADirectoryError(f"{home} is a file: name a folder")
+        raise NotADirectoryError(f"{home} is a file: name a folder for the artifacts")
     home.parent.mkdir(parents=True, exist_ok=True)
     # on the disk of `home`, but not inside: after a crash, `home` has no partial files
     work = Path(mkdtemp(prefix=f".{home.name}.", suffix=".partial", dir=home.parent))
@@ -42,19 +42,21 @@ def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
             new.rename(home)
         else:
             old.mkdir()
-            _move_or_restore(new, old, home, own)
+            _move_files_or_restore(new, old, home, own)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _move_or_restore(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
-    """Move the files of `new` to `home`, and replaced files to `old`; after an error, move back."""
+def _move_files_or_restore(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
+    """Move files from `new` to `home`, replaced files to `old`; undo all moves after an error."""
     moved: list[Path] = []
     try:
         for file in sorted(new.iterdir()):
             target = home / file.name
             if target.is_dir():
-                raise IsADirectoryError(f"{target} is a folder, and a file goes there: remove it")
+                raise IsADirectoryError(
+                    f"{target} is a folder where a file must be written: remove the folder"
+                )
             foreign = target.exists() and not file.name.startswith(own)
             if foreign and not filecmp.cmp(file, target, shallow=False):
                 raise FileExistsError(

@@ -1,4 +1,4 @@
-"""The losses and optimizers of onnxruntime.training.artifacts, by the names of its enumerations."""
+"""Losses and optimizers by their names in the enumerations of onnxruntime.training.artifacts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FORMER_OPTIMIZERS: dict[str, Optimizer] = {
 def select_loss(
     loss: Any, options: Mapping[str, Any] | None
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return a loss and its options for `Trainer`; a name may be a former one.
+    """Return loss and options for `Trainer`, also for onnxruntime.training's name of a loss.
 
     Raises:
         ValueError: an unknown name.
     """
     if isinstance(loss, Mapping):
-        return {output: _loss_of_output(own) for output, own in loss.items()}, options
+        return {output: _select_output_loss(own) for output, own in loss.items()}, options
     if not isinstance(loss, str) or loss.endswith(".onnx"):
         return loss, options
     if loss in FORMER_LOSSES:
@@ -47,8 +47,8 @@ def select_loss(
     return loss, options
 
 
-def _loss_of_output(loss: Any) -> Any:
-    """Return the loss of one of several outputs; a name may be a former one."""
+def _select_output_loss(loss: Any) -> Any:
+    """Return the loss of one of several outputs, also for a name of onnxruntime.training."""
     if not isinstance(loss, str) or loss not in FORMER_LOSSES:
         return loss
     name, options = FORMER_LOSSES[loss]
@@ -56,7 +56,7 @@ def _loss_of_output(loss: Any) -> Any:
 
 
 def select_optimizer(optimizer: str | Optimizer) -> Optimizer:
-    """Return the optimizer for an instance or a name, which may be a former one.
+    """Return the optimizer for an instance or a name, also for a name of onnxruntime.training.
 
     Raises:
         ValueError: an unknown name, or an optimizer that averages weights.

@@ -1,4 +1,4 @@
-"""`generate_artifacts`: the files with which a device trains a model."""
+"""`generate_artifacts`: write the files with which a device trains a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def generate_artifacts(
     ort_format: bool = False,
     **options: Any,
 ) -> Manifest:
-    """Write the files with which any onnxruntime trains a model as `Trainer`; return the manifest.
+    """Write files with which any onnxruntime trains a model like `Trainer`; return the manifest.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -95,7 +95,7 @@ def generate_artifacts(
         ['w.m', 'w.v']
     """
     if not prefix.isprintable() or set(prefix) & set("/\\"):
-        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
+        raise ValueError(f"prefix={prefix!r} is the start of file names: use no '/' and no '\\'")
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
     proto = at_opset(read(model), opset)
@@ -104,29 +104,34 @@ def generate_artifacts(
     for name in options:
         check_choice("option of generate_artifacts", name, OPTIONS)
     if both := sorted(set(train or ()) & set(freeze)):
-        raise ValueError(f"{both} are in requires_grad and in frozen_params: leave one out")
+        raise ValueError(
+            f"{both} are in requires_grad and in frozen_params: name each in one of the two"
+        )
     weight = options.get("class_weight")
     each = [*weight.values()] if isinstance(weight, Mapping) else [weight]
     if any(isinstance(one, str) for one in each):
-        raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
+        raise ValueError(
+            "class_weight='balanced' needs labels, which artifacts lack: pass the weights of the "
+            "classes"
+        )
     chosen, own = select_loss(loss, options.pop("loss_options", None))
     rate = options.pop("learning_rate", 1e-3)
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
         raise ValueError(
-            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
-            "every step, and so computes schedules"
+            f"learning_rate must be a number above 0, not {rate!r}: the program that trains "
+            "passes the rate of every step, and computes schedules"
         )
     options |= {"loss_options": own, "learning_rate": float(rate)}
     updated = "sgd" if optimizer is None else select_optimizer(optimizer)
     trainer = Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
-    files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
+    files = _ArtifactFiles(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
     models = files.build_models(trainer, as_list(additional_output_names))
     return files.write(artifact_directory, trainer, models)
 
 
 @dataclass(frozen=True)
-class _Files:
-    """The files to write: see the arguments of `generate_artifacts`."""
+class _ArtifactFiles:
+    """The files that `generate_artifacts` writes, and options about them: see its arguments."""
 
     prefix: str
     updates: bool
@@ -135,7 +140,7 @@ class _Files:
     ort_format: bool
 
     def build_models(self, trainer: Trainer, additional: list[str]) -> Models:
-        """Return the models of a trainer; warn of weights that do not train."""
+        """Return the ONNX models of a trainer's artifacts; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
         recipe = Recipe.of(trainer._job, trainer.state, Dataset(None, None, weight))
@@ -150,7 +155,7 @@ class _Files:
         return models
 
     def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
-        """Write all files, or none; return the manifest."""
+        """Write all files of the artifacts, or none after an error; return the manifest."""
         job = trainer._job
         digest, rate = job.digest or describe(job.proto), job.learning_rate
         assert isinstance(rate, Schedule)
@@ -175,7 +180,7 @@ class _Files:
 
 
 def write_ort(model: Path, path: Path) -> None:
-    """Write the model of a file in the format `.ort`, which builds for small devices read.
+    """Convert a model file to the format `.ort`, which onnxruntime builds for small devices read.
 
     onnxruntime's basic optimizations alone are applied: they fit all processors, and write standard
     operators.

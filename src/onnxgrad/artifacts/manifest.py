@@ -28,7 +28,7 @@ Manifest = dict[str, Any]
 def manifest_of(
     models: Models, rate: float, digest: str, prefix: str, ort_format: bool
 ) -> Manifest:
-    """Return the manifest, for JSON.
+    """Return the manifest of the artifacts as a dict for JSON.
 
     Args:
         models: the models that are written.
@@ -40,7 +40,7 @@ def manifest_of(
     keys = [key for key in FILES if key in (*models.by_key, "checkpoint", "model")]
     manifest: Manifest = {
         "format": FORMAT,
-        "inputs": _batch_entries(models.fields),
+        "inputs": _batch_input_entries(models.fields),
         "weights": _array_entries(models.weights),
         "slots": [
             {"name": entry["name"], "weight": models.slot_weights[entry["name"]], **entry}
@@ -61,7 +61,7 @@ def manifest_of(
 
 
 def read_manifest(folder: Path, prefix: str = "") -> Manifest:
-    """Return the manifest of a folder.
+    """Return the manifest read from a folder of artifacts.
 
     Raises:
         FileNotFoundError: the folder has no manifest.
@@ -76,14 +76,17 @@ def read_manifest(folder: Path, prefix: str = "") -> Manifest:
         manifest = json.loads(path.read_bytes())
         found = manifest["format"]
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+        raise ValueError(f"{path} is damaged: {e}. Generate the artifacts again") from None
     if found != FORMAT:
-        raise ValueError(f"{path} has the format {found!r}: this version reads {FORMAT}")
+        raise ValueError(
+            f"{path} has the format {found!r}: this version reads {FORMAT}: generate "
+            "the artifacts again"
+        )
     return manifest
 
 
-def _batch_entries(fields: Fields) -> list[dict[str, Any]]:
-    """Return the entries of the inputs of a batch, each with its role."""
+def _batch_input_entries(fields: Fields) -> list[dict[str, Any]]:
+    """Return the manifest entries of the inputs of a batch, with their roles ("data", "label")."""
     roles = dict.fromkeys(fields.labels, "label")
     if fields.weight is not None:
         roles[fields.weight] = "weight_of_rows"
@@ -94,11 +97,11 @@ def _batch_entries(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _array_entries(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return the entries of several arrays."""
+    """Return the manifest entries of named arrays."""
     return [_tensor_entry(name, array.dtype, array.shape) for name, array in arrays.items()]
 
 
 def _tensor_entry(name: str, dtype: np.dtype, shape: Sequence[Any] | None) -> dict[str, Any]:
-    """Return the entry of a tensor: its name, its dtype as "float32" or "string", and its shape."""
+    """Return the manifest entry of a tensor: name, dtype (as "float32" or "string") and shape."""
     kind = "string" if dtype.kind == "O" else str(dtype)
     return {"name": name, "dtype": kind, "shape": None if shape is None else list(shape)}

@@ -1,4 +1,4 @@
-"""`merge_artifacts`: the model for inference, with the weights of a checkpoint."""
+"""`merge_artifacts`: return the model for inference with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LISTED = 5
 def merge_artifacts(
     folder: str | os.PathLike, checkpoint: str | os.PathLike | None = None, prefix: str = ""
 ) -> ModelProto:
-    """Return the model of artifacts with the weights and running statistics of a checkpoint.
+    """Return the model of a folder of artifacts with the weights and buffers of a checkpoint.
 
     Args:
         folder: the folder that `generate_artifacts` wrote.
@@ -57,7 +57,7 @@ def merge_artifacts(
 
 
 def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the weights and buffers of a checkpoint.
+    """Return the weights and buffers (running statistics) of a checkpoint file, by name.
 
     Raises:
         FileNotFoundError: the checkpoint is missing.
@@ -75,7 +75,8 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     if others := sorted(arrays.keys() - known):
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         raise ValueError(
-            f"{path} is a checkpoint of another model: this one has no {others[:_LISTED]}{more}"
+            f"{path} is a checkpoint of another model: the artifacts have no tensors "
+            f"{others[:_LISTED]}{more}"
         )
     for entry in expected:
         _check_tensor(path, entry, arrays)
@@ -89,15 +90,21 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
 
 
 def _check_tensor(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise `ValueError` unless a checkpoint holds the tensor of an entry of the manifest."""
+    """Raise `ValueError` unless a checkpoint holds the tensor that a manifest entry describes."""
     name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
     if name not in arrays:
-        raise ValueError(f"{path} is a checkpoint of another model: it has no {name!r}")
+        raise ValueError(
+            f"{path} is a checkpoint of another model: it has no {name!r}. Name a "
+            "checkpoint of these artifacts"
+        )
     own = arrays[name]
     if own.shape != shape or str(own.dtype) != dtype:
         raise ValueError(
             f"{path} is a checkpoint of another model: its {name!r} is {own.dtype} {own.shape}, "
-            f"not {dtype} {shape}"
+            f"not {dtype} {shape}. Name a checkpoint of these artifacts"
         )
     if not np.isfinite(own).all():
-        raise ValueError(f"{path}: {name!r} holds NaN or infinity: the training diverged")
+        raise ValueError(
+            f"{path}: {name!r} holds NaN or infinity: the training diverged: train again with a "
+            "lower rate"
+        )

@@ -1,4 +1,4 @@
-"""The models of the artifacts: the step, its two halves, and the evaluation."""
+"""Build the ONNX models of artifacts: gradients, optimizer, both in one step, and evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class Models:
-    """The models of the artifacts, and their tensors, inputs and outputs.
+    """The ONNX models of the artifacts, with their tensors, inputs and outputs.
 
     Attributes:
         by_key: {key in the manifest: model}, of the keys "training", "eval", and with an optimizer
@@ -60,7 +60,7 @@ class Models:
 
 
 def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Models:
-    """Return the models of the artifacts of a `Trainer`.
+    """Return the ONNX models of the artifacts for a `Trainer`.
 
     Args:
         recipe: the recipe of the trainer.
@@ -76,15 +76,15 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     fields = Fields(objective, recipe.job.batch_axes)
     buffers = {name: np.array(value) for name, value in objective.initial.items()}
     step = recipe.named_step(objective)
-    _require_size(recipe.state.weights, step)
-    names = _Names(step)
+    _check_weight_sizes(recipe.state.weights, step)
+    names = _StepValues(step)
     weights = {name: recipe.state.weights[name] for name in step.weights}
     whole = _step_model(objective, step, names)
     evaluation, predictions = _evaluation_model(recipe, step, list(buffers), additional)
     models = {"training": gradients, "eval": evaluation}
     if updates:
         models |= {"optimizer": update, "step": whole}
-    _require_names(models, names, [*fields.fields], predictions)
+    _check_input_and_output_names(models, names, [*fields.fields], predictions)
     return Models(
         models,
         weights,
@@ -99,8 +99,8 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     )
 
 
-def _require_size(weights: Arrays, step: Step) -> None:
-    """Raise `ValueError` for a weight too large for a file of protobuf: it could not be merged."""
+def _check_weight_sizes(weights: Arrays, step: Step) -> None:
+    """Raise `ValueError` for a weight that is too large for one tensor of an ONNX file."""
     for name in step.weights:
         if weights[name].nbytes >= LARGEST:
             raise ValueError(
@@ -109,8 +109,8 @@ def _require_size(weights: Arrays, step: Step) -> None:
             )
 
 
-class _Names:
-    """The values that a step reads beside its batch, by their names in all files."""
+class _StepValues:
+    """The weights, slots, buffers and scalars of a step's graph, by their names in all files."""
 
     def __init__(self, step: Step) -> None:
         self.weights = {name: group.state for group in step.groups for name in group.shapes}
@@ -126,12 +126,12 @@ class _Names:
 
     @property
     def states(self) -> dict[str, ir.Value]:
-        """The values that a step replaces: weights, slots and buffers."""
+        """The values that a step updates: weights, slots and buffers."""
         return self.weights | self.slots | self.buffers
 
 
-def _step_model(objective: Objective, step: Step, names: _Names) -> ModelProto:
-    """Return the step as a model, whose outputs are the mean loss and the new states."""
+def _step_model(objective: Objective, step: Step, names: _StepValues) -> ModelProto:
+    """Return the ONNX model of a step: outputs are mean loss, new weights, slots and buffers."""
     graph = step.model.graph
     op, count = Emit(graph), len(step.carried)
     loss = op.copy_of(objective.mean(op, list(graph.outputs)[count:]))
@@ -143,11 +143,11 @@ def _step_model(objective: Objective, step: Step, names: _Names) -> ModelProto:
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}
     _assign_names(op, wanted)
     tidy(step.model)
-    return _model_of_graph(graph)
+    return _graph_to_model(graph)
 
 
 def _assign_names(op: Emit, wanted: dict[str, ir.Value]) -> None:
-    """Give values their names; other values with these names are renamed, except inputs."""
+    """Give values the names in `wanted`; rename other values with these names, except inputs."""
     existing = ir.convenience.create_value_mapping(op.graph)
     for name, value in wanted.items():
         other = existing.get(name)
@@ -160,7 +160,7 @@ def _assign_names(op: Emit, wanted: dict[str, ir.Value]) -> None:
 def _evaluation_model(
     recipe: Recipe, step: Step, buffers: Sequence[str], additional: Sequence[str]
 ) -> tuple[ModelProto, list[str]]:
-    """Return the model of the loss and predictions in inference form, and names of predictions."""
+    """Return the evaluation model (mean loss and predictions), and the names of the predictions."""
     job = recipe.job
     inference = recipe.for_model(inference_form(job.proto), [*job.trained, *buffers])
     one = build_objective(inference, training=False, beside=additional)
@@ -172,7 +172,10 @@ def _evaluation_model(
     graph, op = one.model.graph, Emit(one.model.graph)
     as_constants(graph, [w for w in one.weights if w.name in step.unreached])
     if LOSS in one.predictions:
-        raise ValueError(f"the output {LOSS!r} of the model is not the loss: rename that output")
+        raise ValueError(
+            f"the output {LOSS!r} of the model is no loss, and the artifacts need its name: rename "
+            "that output"
+        )
     outputs = {LOSS: op.copy_of(one.mean(op, one.reported))}
     outputs |= {name: op.copy_of(v) for name, v in one.predictions.items()}
     read = [w for w in one.weights if w.name not in step.unreached]
@@ -181,15 +184,15 @@ def _evaluation_model(
     replace_calls(op, one.model)
     _assign_names(op, outputs)
     tidy(one.model)
-    return _model_of_graph(graph), list(one.predictions)
+    return _graph_to_model(graph), list(one.predictions)
 
 
-def _model_of_graph(graph: ir.Graph) -> ModelProto:
+def _graph_to_model(graph: ir.Graph) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=8, producer_name="onnxgrad"))
 
 
 def _initial_slots(step: Step, weights: Arrays) -> Arrays:
-    """Return the initial values of slots by `<weight>.<slot>`."""
+    """Return `{"<weight>.<slot>": initial value}` of the optimizer's slots."""
     slots: Arrays = {}
     for group in step.groups:
         (weight,) = group.shapes
@@ -198,10 +201,10 @@ def _initial_slots(step: Step, weights: Arrays) -> Arrays:
     return slots
 
 
-def _require_names(
-    models: dict[str, ModelProto], names: _Names, data: list[str], predictions: list[str]
+def _check_input_and_output_names(
+    models: dict[str, ModelProto], names: _StepValues, data: list[str], predictions: list[str]
 ) -> None:
-    """Raise `ValueError` if two values need one name, or an input or output lost its name."""
+    """Raise `ValueError` if two values need one name, or an input or output was renamed."""
     states, draw = list(names.states), [name for name in names.scalars if name == DRAW.name]
     before, statistics = [*names.weights, *names.buffers], list(names.buffers)
     gradients = [f"{name}_grad" for name in names.weights]
@@ -223,5 +226,5 @@ def _require_names(
         if clash := sorted(twice | missing):
             raise ValueError(
                 f"the {key} model needs the name {clash[0]!r}, which an input, an output or a "
-                "weight of the model has: rename that"
+                "weight of the model has: rename that value"
             )

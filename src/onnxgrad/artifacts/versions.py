@@ -1,4 +1,4 @@
-"""Models for older runtimes."""
+"""Convert models to older opsets and IR versions, for older onnxruntimes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def at_opset(model: ModelProto, target: int | None) -> ModelProto:
         return model
     if isinstance(target, bool) or not isinstance(target, int) or target < WORKING_OPSET:
         raise ValueError(
-            f"opset={target!r}: gradients are written in opset {WORKING_OPSET} or newer"
+            f"opset={target!r}: gradients need opset {WORKING_OPSET} or newer: pass a newer opset="
         )
     if get_onnx_opset(model) <= target:
         return model
     if model.functions:
         model = inlined(model)
-    return lowered(_without_newer(model, target), target)
+    return lowered(_expand_newer_operators(model, target), target)
 
 
-def _without_newer(model: ModelProto, target: int) -> ModelProto:
-    """Return `model` with function bodies in place of operators that `target` does not have.
+def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
+    """Return `model` with operators newer than opset `target` replaced by their function bodies.
 
     Raises:
         ModelError: a newer operator has no function body.
@@ -62,11 +62,11 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
     new = to_ir(model)
 
     def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-        return function_body(op, node) if _is_newer(node, target) else None
+        return function_body(op, node) if _is_newer_operator(node, target) else None
 
     while True:
         infer(new)
-        newer = [n for n in all_nodes(new.graph) if _is_newer(n, target)]
+        newer = [n for n in all_nodes(new.graph) if _is_newer_operator(n, target)]
         if not newer:
             note_constants(new, model)  # constants of the bodies are no weights
             return to_proto(new)
@@ -78,13 +78,13 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
             )
 
 
-def _is_newer(node: ir.Node, target: int) -> bool:
-    """Return whether `target` lacks the operator, or has other operands for its name."""
+def _is_newer_operator(node: ir.Node, target: int) -> bool:
+    """Return whether opset `target` lacks the operator of `node`, or has other operands for it."""
     return not exists(node, target) or (not node.domain and target < _CHANGED.get(node.op_type, 0))
 
 
 def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
-    """Return `model` with an IR version, modified in place; None: its version stays.
+    """Set the IR version of `model`, in place, and return the model; None keeps the version.
 
     Raises:
         ValueError: the opsets of the model need a newer one.
@@ -95,7 +95,8 @@ def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
     if isinstance(version, bool) or not isinstance(version, int) or version < least:
         opsets = {o.domain or "ai.onnx": o.version for o in model.opset_import}
         raise ValueError(
-            f"ir_version={version!r}: the opsets {opsets} need {least} or newer: pass that, or an "
+            f"ir_version={version!r}: the opsets {opsets} need IR version {least} or newer: pass "
+            "that version, or an "
             "older opset="
         )
     model.ir_version = version

@@ -77,28 +77,31 @@ def add_head(
         >>> [node.op_type for node in classifier.graph.node], classifier.graph.output[0].name
         (['MatMul', 'ReduceMean', 'MatMul', 'Add'], 'logits')
     """
-    _check_layer(units, pool, activation, cosine)
+    _check_arguments(units, pool, activation, cosine)
     request = None if units is None else Request(units, name, activation, seed)
     if mask is not None and pool != "mean":
         given, needed = argument("mask", mask), argument("pool", "mean")
         raise ValueError(f"{given} needs {needed}, not {pool!r}")
-    return _with_head(inlined(read(model)), request, at, pool, mask, cosine)
+    return _append_head(inlined(read(model)), request, at, pool, mask, cosine)
 
 
-def _check_layer(units: object, pool: str | None, activation: str | None, cosine: bool) -> None:
-    """Raise `ValueError` for arguments of `add_head` that exclude each other."""
+def _check_arguments(units: object, pool: str | None, activation: str | None, cosine: bool) -> None:
+    """Raise `ValueError` for arguments of `add_head` that cannot be combined."""
     if activation == "same":
         raise unknown("activation", activation, [*ACTIVATIONS, "None"])
     if activation is not None and (cosine or units is None):
         other = argument("cosine", True) if cosine else argument("units", None)
-        raise ValueError(f"{other} needs {argument('activation', None)}, not {activation!r}")
+        raise ValueError(f"{other} cannot have an activation: pass {argument('activation', None)}")
     if units is None and (pool is None or cosine):
-        raise ValueError(f"{argument('units', None)} needs {argument('pool')}, and no other option")
+        raise ValueError(
+            f"{argument('units', None)} pools features without a layer: pass {argument('pool')} "
+            "alone"
+        )
     if pool is not None and pool not in POOLS:
         raise unknown("pool", pool, [*POOLS, "None"])
 
 
-def _with_head(
+def _append_head(
     proto: ModelProto,
     request: Request | None,
     at: str | None,
@@ -106,7 +109,7 @@ def _with_head(
     mask: str | None,
     cosine: bool,
 ) -> ModelProto:
-    """Return `proto` with a head; see `add_head` for the other arguments."""
+    """Return `proto` with a new linear head; see `add_head` for the other arguments."""
     changed = to_ir(proto)
     infer(changed)
     graph = changed.graph
@@ -118,15 +121,15 @@ def _with_head(
     if at is None:
         _refuse_predictions(graph, proto)
     op = Emit(graph)
-    x = _check_features(_find_value(graph, at or str(graph.outputs[0].name)), pool)
-    weights = [] if request is None else _draw_weights(op, x, pool, request, not cosine)
-    pooled = _pool_features(op, x, pool, None if mask is None else _find_value(graph, mask))
+    x = _check_features(_value_by_name(graph, at or str(graph.outputs[0].name)), pool)
+    weights = [] if request is None else _add_random_weights(op, x, pool, request, not cosine)
+    pooled = _pool_features(op, x, pool, None if mask is None else _value_by_name(graph, mask))
     shape = dims(x) or ()
     if request is None:
         y = op.copy_of(pooled)
         width = (shape[1 if pool == "image" else 2],) if shape else (None,)
     else:
-        y, width = _write_layer(op, pooled, weights), (request.units,)
+        y, width = _write_linear_layer(op, pooled, weights), (request.units,)
     y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), *width])
     label = "features" if request is None else "cosines" if cosine else "logits"
     if request is not None and request.activation is not None:
@@ -144,8 +147,8 @@ def _with_head(
     return request.finish(made, tensors, labeled=False, origin=proto)
 
 
-def _write_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
-    """Write x W + b; without b, the cosines of the angles between x and the columns of W."""
+def _write_linear_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
+    """Write a linear layer x W + b; without b, the cosines between x and the columns of W."""
     if len(weights) == 2:
         return op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
     with op:
@@ -158,7 +161,7 @@ def _write_layer(op: Emit, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value
 
 
 def _refuse_predictions(graph: ir.Graph, proto: ModelProto) -> None:
-    """Raise `ValueError` if the output holds probabilities, or numbers of classes."""
+    """Raise `ValueError` if the output holds probabilities or class indices, not features."""
     y = graph.outputs[0]
     counts = y.dtype is not None and y.dtype.is_integer()
     if not counts and value_range(y) != (0.0, 1.0):
@@ -175,7 +178,7 @@ def _refuse_predictions(graph: ir.Graph, proto: ModelProto) -> None:
     )
 
 
-def _find_value(graph: ir.Graph, name: str) -> ir.Value:
+def _value_by_name(graph: ir.Graph, name: str) -> ir.Value:
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     if name not in values:
         raise unknown("value of the model", name, [*(str(y.name) for y in graph.outputs), *values])
@@ -183,7 +186,7 @@ def _find_value(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def _check_features(x: ir.Value, pool: str | None) -> ir.Value:
-    """Return `x` if it can be features.
+    """Return the value `x` unchanged; raise `ValueError` if it cannot be the features of a head.
 
     Raises:
         ValueError: `x` is not float, or of another rank than `pool` needs.
@@ -195,12 +198,16 @@ def _check_features(x: ir.Value, pool: str | None) -> ir.Value:
         )
     if wanted and shape is not None and len(shape) != wanted:
         given = argument("pool", pool)
-        raise ValueError(f"{given} needs {wanted} axes; {x.name!r} has {list(shape)}")
+        raise ValueError(
+            f"{given} needs {wanted} axes, and {x.name!r} has the shape {list(shape)}: choose "
+            "another "
+            f"{argument('pool')}, or name other features with {argument('at')}"
+        )
     return x
 
 
 def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
-    """Return the features of each row; without `pool`, `x`."""
+    """Write the pooling of `x` to one feature vector for each row; `pool=None` returns `x`."""
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)
     if pool == "image":
@@ -218,16 +225,16 @@ def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | Non
 def _write_reduction(
     op: Emit, kind: str, x: ir.Value, axes: list[int], keepdims: int = 0
 ) -> ir.Value:
-    """Return a reduction over axes, which are an attribute in older opsets."""
+    """Write a reduction such as ReduceMean over `axes`, which are an attribute in older opsets."""
     if op.opset < (13 if kind == "ReduceSum" else 18):
         return op.emit(kind, [x], {"axes": axes, "keepdims": keepdims})
     return op.emit(kind, [x, axes], {"keepdims": keepdims})
 
 
-def _draw_weights(
+def _add_random_weights(
     op: Emit, x: ir.Value, pool: str | None, request: Request, bias: bool
 ) -> list[ir.Value]:
-    """Return the weights, features x units, and the bias if there shall be one.
+    """Return new initializers: weights (features, units), and a bias of zeros if `bias`.
 
     Raises:
         ValueError: the number of features is unknown.

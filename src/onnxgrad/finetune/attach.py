@@ -1,4 +1,4 @@
-"""`attach`: two models become one, joined by the names of values."""
+"""`attach`: join two models to one, outputs of the first feeding inputs of the second."""
 
 from __future__ import annotations
 
@@ -66,10 +66,13 @@ def attach(
         Relu ['x'] -> ['y']
         Softmax ['y'] -> ['p']
     """
-    first, second = _of_one_opset(read(backbone), read(head))
+    first, second = _convert_to_equal_opsets(read(backbone), read(head))
     for proto in (first, second):
         if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
-            raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
+            raise ValueError(
+                f"the outputs {lost} are no tensors, which cannot be joined: remove them from the "
+                "model"
+            )
     below, above = to_ir(first), to_ir(second)
     new_names = _join_graphs(below, above, mapping, prefix, rename or {})
     joined = to_proto(below)
@@ -90,7 +93,7 @@ def _join_graphs(
     prefix: str,
     rename: Mapping[str, str],
 ) -> list[dict[str, str]]:
-    """Put the nodes of `above` behind the nodes of `below`, in place.
+    """Join two models in place: the nodes of the head `above` follow the backbone `below`.
 
     Returns:
         For `below` and `above`, the new names of values by the old names.
@@ -105,7 +108,7 @@ def _join_graphs(
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
-            raise ValueError(f"both models have an output {y.name!r}: rename one")
+            raise ValueError(f"both models have an output {y.name!r}: rename it in one of them")
     _rename_clashes(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
     joints = [*pairs, *((own, x) for x, own in shared)]
     own = {x: y for y, x in joints}
@@ -114,7 +117,7 @@ def _join_graphs(
         for graph in (below.graph, above.graph)
     ]
     restore_types(before)
-    _unify_symbols(before, below.graph, above.graph, joints, prefix)
+    _unify_symbolic_dimensions(before, below.graph, above.graph, joints, prefix)
     _append_graph(below, above, joints, kept)
     if unshaped := [y for y in below.graph.outputs if y.shape is None or y.type is None]:
         stated = stated_types(below.graph)
@@ -123,8 +126,10 @@ def _join_graphs(
     return new_names
 
 
-def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, ModelProto]:
-    """Return both models at the same opsets, without local functions.
+def _convert_to_equal_opsets(
+    first: ModelProto, second: ModelProto
+) -> tuple[ModelProto, ModelProto]:
+    """Return both models converted to equal opsets, without local functions.
 
     Raises:
         ModelError: they cannot be converted.
@@ -139,26 +144,30 @@ def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, Mo
         a, b = (v[domain] for v in versions)
         used = {n.op_type for p in protos for n in p.graph.node if n.domain == domain}
         changed = [
-            t for t in sorted(used) if _since_version(t, a, domain) != _since_version(t, b, domain)
+            t
+            for t in sorted(used)
+            if _operator_since_version(t, a, domain) != _operator_since_version(t, b, domain)
         ]
         if a != b and changed:
             raise ModelError(
                 f"the models import versions {a} and {b} of {domain!r}, which differ in {changed}: "
-                "export both with the same one"
+                "export both models with the same version"
             )
     return protos[0], protos[1]
 
 
-def _since_version(op_type: str, version: int, domain: str) -> int | None:
+def _operator_since_version(op_type: str, version: int, domain: str) -> int | None:
     exists = defs.has(op_type, version, domain)
     return defs.get_schema(op_type, version, domain).since_version if exists else None
 
 
-_Pairs = list[tuple[ir.Value, ir.Value]]
+_ValuePairs = list[tuple[ir.Value, ir.Value]]
 
 
-def _values_to_join(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) -> _Pairs:
-    """Return the pairs (value of `below`, input of `above`) to join."""
+def _values_to_join(
+    below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None
+) -> _ValuePairs:
+    """Return the pairs (value of the backbone `below`, input of the head `above`) to join."""
     inputs = {str(x.name): x for x in above.inputs if x.const_value is None}
     outputs = {str(y.name): y for y in below.outputs}
     if mapping is None:
@@ -173,20 +182,23 @@ def _values_to_join(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str]
             f"{list(inputs)}: pass mapping={{output: input}}"
         )
     values = ir.convenience.create_value_mapping(below, include_subgraphs=False)
-    pairs: _Pairs = []
+    pairs: _ValuePairs = []
     for name, target in mapping.items():
         if name not in values:
             raise unknown("output of the backbone", name, outputs)
         if target not in inputs:
             raise unknown("input of the head", target, inputs)
         if any(x is inputs[target] for _, x in pairs):
-            raise ValueError(f"the input {target!r} of the head is fed twice")
-        _check_fits(values[name], inputs[target])
+            raise ValueError(
+                f"mapping feeds the input {target!r} of the head twice: leave out one of the "
+                "outputs"
+            )
+        _check_dtype_and_shape(values[name], inputs[target])
         pairs.append((values[name], inputs[target]))
     return pairs
 
 
-def _check_fits(y: ir.Value, x: ir.Value) -> None:
+def _check_dtype_and_shape(y: ir.Value, x: ir.Value) -> None:
     """Raise `ValueError` if the value `y` of the backbone cannot be fed to the input `x`."""
     if y.dtype is not None and x.dtype is not None and y.dtype != x.dtype:
         raise ValueError(
@@ -200,14 +212,14 @@ def _check_fits(y: ir.Value, x: ir.Value) -> None:
     if len(have) != len(want) or any({type(d) for d in p} == {int} and p[0] != p[1] for p in pairs):
         raise ValueError(
             f"{y.name!r} has the shape {list(have)}, and the input {x.name!r} of the head takes "
-            f"{list(want)}"
+            f"{list(want)}: join another value by mapping="
         )
 
 
 def _rename_inputs(
     graph: ir.Graph, fed: Iterable[str | None], rename: Mapping[str, str]
 ) -> set[ir.Value]:
-    """Give inputs of the head new names; return these inputs.
+    """Rename inputs of the head as `rename` says; return the renamed inputs.
 
     Raises:
         ValueError: an unknown input, one that is fed, or a name that the head has, or gets twice.
@@ -217,11 +229,15 @@ def _rename_inputs(
         if old not in inputs:
             raise unknown("input of the head (rename=)", old, inputs)
         if old in fed:
-            raise ValueError(f"rename={{{old!r}: ...}}: mapping feeds this input")
+            raise ValueError(
+                f"rename={{{old!r}: ...}}: mapping feeds this input: remove it from rename"
+            )
         if not new or (new != old and new in all_names(graph)):
-            raise ValueError(f"rename={{{old!r}: {new!r}}}: the head has this name already")
+            raise ValueError(
+                f"rename={{{old!r}: {new!r}}}: the head has this name already: choose another"
+            )
     if len(set(rename.values())) < len(rename):
-        raise ValueError(f"rename={dict(rename)}: two inputs get one name")
+        raise ValueError(f"rename={dict(rename)}: two inputs get one name: choose different names")
     for old, new in rename.items():
         inputs[old].name = new
     return {inputs[old] for old in rename}
@@ -230,11 +246,11 @@ def _rename_inputs(
 def _shared_inputs(
     below: ir.Graph,
     above: ir.Graph,
-    fed: _Pairs,
+    fed: _ValuePairs,
     chosen: set[ir.Value],
     before: Mapping[ir.Value, ir.Value],
-) -> _Pairs:
-    """Return the pairs (input of `above`, input of `below`) that become one input.
+) -> _ValuePairs:
+    """Return the pairs (input of the head, input of the backbone) that become one input.
 
     Args:
         below: the backbone.
@@ -255,7 +271,7 @@ def _shared_inputs(
         symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
     for x, other in pairs:
         try:
-            _check_fits(other, x)
+            _check_dtype_and_shape(other, x)
         except ValueError as e:
             raise ValueError(
                 f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}} "
@@ -283,7 +299,7 @@ def _shared_inputs(
 
 
 def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
-    """Give the values and nodes of `above` names that `below` does not have, in place.
+    """Rename values and nodes of the head whose names the backbone has, too, in place.
 
     An input or output of `above` keeps its name: the value of `below` is renamed.
     """
@@ -298,7 +314,8 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
             for other in [v for v in all_values(below) if v.name == value.name]:
                 if other.is_graph_input() and other.graph is below:
                     raise ValueError(
-                        f"{value.name!r} is an input of the backbone, and an output of the head"
+                        f"{value.name!r} is an input of the backbone, and an output of the head: "
+                        "rename it in one of them"
                     )
                 other.name = free_name(f"backbone.{value.name}", every)
             continue
@@ -312,10 +329,10 @@ def _rename_clashes(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Ite
         logger.info("%d values of the head got the prefix %r", renamed, prefix)
 
 
-def _unify_symbols(
-    values: Iterable[ir.Value], below: ir.Graph, above: ir.Graph, joints: _Pairs, prefix: str
+def _unify_symbolic_dimensions(
+    values: Iterable[ir.Value], below: ir.Graph, above: ir.Graph, joints: _ValuePairs, prefix: str
 ) -> None:
-    """Give symbolic dimensions of the head the backbone's names, where they are one length."""
+    """Rename symbolic dimensions of the head to the backbone's names where values are joined."""
     own = {d for v in values if v.graph is below for d in dims(v) or ()}
     symbols: dict[Any, Any] = {}
     for y, x in joints:
@@ -328,8 +345,10 @@ def _unify_symbols(
         v.shape = ir.Shape([symbols.get(d, others[d]) if isinstance(d, str) else d for d in shape])
 
 
-def _append_graph(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
-    """Move the nodes of `above` behind the nodes of `below`, in place."""
+def _append_graph(
+    below: ir.Model, above: ir.Model, pairs: _ValuePairs, kept: list[ir.Value]
+) -> None:
+    """Move the nodes of the head `above` behind the nodes of the backbone `below`, in place."""
     for y, x in pairs:
         ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
     replaced, outputs = {x for _, x in pairs}, list(above.graph.outputs)
@@ -355,7 +374,7 @@ def _append_graph(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir
 
 
 def stated_types(graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-    """Return the stated name, shape and type of each value of `graph` and its subgraphs."""
+    """Return copies of the name, shape and type that each value of `graph` declares now."""
     return {
         v: ir.Value(name=v.name, shape=None if v.shape is None else v.shape.copy(), type=v.type)
         for v in all_values(graph)
@@ -370,7 +389,7 @@ def all_values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def restore_types(values: dict[ir.Value, ir.Value], changed: Collection[ir.Value] = ()) -> None:
-    """Set the stated shapes and types again, except for values that have `changed`."""
+    """Set the shapes and types of `stated_types` again, except for values in `changed`."""
     for v, before in values.items():
         if v not in changed:
             v.shape, v.type = before.shape, before.type

@@ -1,4 +1,4 @@
-"""Metadata of other programs that name the classes of a layer, when the layer is replaced.
+"""Update metadata of other programs that names the classes of a layer which is replaced.
 
 They are `names`, as ultralytics writes it, and `character`, as PaddleOCR does.
 """
@@ -37,7 +37,7 @@ def update_class_metadata(
         if names is None or not (alone or old is None or 0 <= old - len(names) <= 2):
             continue
         if len(names) == old and classes is not None:
-            entry.value = write(_number_names(names, classes))
+            entry.value = write(_class_names_in_form_of(names, classes))
             rewritten.append(printable(entry.key))
         else:
             removed.append(printable(entry.key))
@@ -47,8 +47,8 @@ def update_class_metadata(
             logger.warning("metadata that described the old classes are %s: %s", done, keys)
 
 
-def _read_names(text: str) -> Reading:
-    """Return the list or dict of names in a text, and a function that writes another like it."""
+def _parse_class_names(text: str) -> Reading:
+    """Return class names, a list or dict, parsed from a text, and the function that writes them."""
     for read, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
         try:
             found = read(text)
@@ -58,14 +58,14 @@ def _read_names(text: str) -> Reading:
     return None, str
 
 
-def _read_characters(text: str) -> Reading:
-    """Return the characters in the lines of a text, and a function that writes new ones."""
+def _parse_characters(text: str) -> Reading:
+    """Return the characters, one in each line of a text, and the function that serializes them."""
     end = "\n" if text.endswith("\n") else ""
     return text.removesuffix("\n").split("\n"), lambda new: "\n".join(map(str, new)) + end
 
 
-def _number_names(old: Names, classes: Sequence[Any]) -> Names:
-    """Return the names of classes as a list or dict, by texts or integers, like the old names."""
+def _class_names_in_form_of(old: Names, classes: Sequence[Any]) -> Names:
+    """Return class names in the form of `old`: a list, or a dict with text or integer keys."""
     if isinstance(old, list):
         return [*classes]
     number = str if any(isinstance(key, str) for key in old) else int
@@ -73,6 +73,6 @@ def _number_names(old: Names, classes: Sequence[Any]) -> Names:
 
 
 _READERS: dict[str, Callable[[str], Reading]] = {
-    "names": _read_names,
-    "character": _read_characters,
+    "names": _parse_class_names,
+    "character": _parse_characters,
 }

@@ -1,4 +1,4 @@
-"""The units of a layer, followed from operator to operator up to the outputs."""
+"""Follow the axis of a layer's units through the operators behind it, up to the outputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import SUMMED, named_axes
 from onnxgrad.operators.shapes import constant, dims, is_stated, rank, static
 
-_AS_FEATURES = "it works for the old number only, or reads them as features"
-_SELECTED = "it selects some of them"
+_AS_FEATURES = "it works for the old number of units only, or reads the units as features"
+_SELECTED = "it selects some of the units"
 _UNNAMED = "its axes are not constant"
 _NUMBERS_AS_INPUTS = {"Slice": 10, "Split": 13}  # the opset from which numbers are inputs
 
 
 def follow(tail: Tail) -> None:
-    """Follow the units to the outputs, and correct the nodes on the way, in place.
+    """Follow the axis of units to the outputs, and adapt the nodes to the new number of units.
 
     Raises:
         ValueError: a node needs the old number of units.
@@ -30,22 +30,22 @@ def follow(tail: Tail) -> None:
     for node in list(tail.op.graph):
         axes = {tail.axes[x] for x in node.inputs if x in tail.axes}
         if any(x in tail.axes for x in captured(node)):
-            tail.refuse(node, "its subgraph reads them")
+            tail.refuse(node, "its subgraph reads the units")
         if not axes or "shape" in operator_of(node).traits:
             continue
         if INDEX in axes:
-            _follow_indices(tail, node)
+            _follow_class_indices(tail, node)
             continue
         axis = axes.pop()
         if axes:
-            tail.refuse(node, "its operands have them along several axes")
+            tail.refuse(node, "its operands have the units along several axes")
         parts = not node.domain and node.op_type in SELECTS | {"Concat"}  # joined, or selected
         if parts and axis + tail.rank(node) in (named_axes(node) or []):
-            _follow_into_part(tail, node, axis)
+            _follow_join_or_selection(tail, node, axis)
             continue
         spans = {tail.span(x) for x in node.inputs if x is not None and x in tail.axes}
         if len(spans) > 1:
-            tail.refuse(node, "its operands have them at several places of the axis")
+            tail.refuse(node, "its operands have the units at different places of the axis")
         [span] = spans
         _follow_units(tail, node, axis, span)
         for y in node.outputs:
@@ -54,7 +54,7 @@ def follow(tail: Tail) -> None:
 
 
 def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
-    """Find the axis of the units in the results of `node`, and correct its operands, or refuse."""
+    """Record the axis of units in the results of `node`, and adapt the node's operands."""
     operator = operator_of(node)
     if "elementwise" in operator.traits:
         _follow_elementwise(tail, node, axis)
@@ -66,9 +66,9 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
     elif "reduces" in operator.traits:
         _follow_reduction(tail, node, axis)
     elif "searches" in operator.traits:
-        _follow_search(tail, node, axis)
+        _follow_argmax_or_topk(tail, node, axis)
     elif operator.lengths is not None:
-        _follow_to_lengths(tail, node, axis, span)
+        _follow_reshape_or_expand(tail, node, axis, span)
     elif node.op_type == "Squeeze":
         _follow_squeeze(tail, node, axis)
     elif node.op_type in ("Resize", "Upsample"):
@@ -80,15 +80,15 @@ def _follow_units(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
             tail.refuse(node, "its scale belongs to the old weights")
         tail.bypass(node)  # without rounding, as the scale belongs to the old weights
     elif node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-        _follow_loss(tail, node, axis)
+        _follow_loss_operator(tail, node, axis)
     elif operator.axes is None:
         tail.refuse(node, _AS_FEATURES)
     else:
-        _follow_record(tail, node, axis)
+        _follow_by_axis_mapping(tail, node, axis)
 
 
-def _follow_record(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units to where the record of the operator says that their axis stands, or refuse.
+def _follow_by_axis_mapping(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Record the axis of units in the results of `node` as the operator's record maps axes.
 
     Raises:
         ValueError: the operator works across the axis, or another operand may have it, too.
@@ -103,24 +103,24 @@ def _follow_record(tail: Tail, node: ir.Node, axis: int) -> None:
             tail.axes[y] = place - n
             tail.changed.add(y)
         elif place != SUMMED and (y.uses() or y.is_graph_output()):
-            tail.refuse(node, _reason_to_refuse(node))
+            tail.refuse(node, _reason_for_lost_axis(node))
     _check_other_operands(tail, node, tail.span(next(iter(counted))))
 
 
-def _reason_to_refuse(node: ir.Node) -> str:
-    """Return why the units have no axis in the result of an operator whose record has `axes`."""
+def _reason_for_lost_axis(node: ir.Node) -> str:
+    """Return the reason why the units' axis is lost in the result of `node`, for the message."""
     operator = operator_of(node)
     if operator.naming is not None and named_axes(node) is None:
         return _UNNAMED
     if operator.traits & {"selects", "searches"}:
         return _SELECTED
     if "reorders" in operator.traits:
-        return f"it mixes or repeats them, with axes of {list(dims(node.inputs[0]) or ())}"
+        return f"it mixes or repeats the units, with axes of {list(dims(node.inputs[0]) or ())}"
     return _AS_FEATURES
 
 
 def _check_other_operands(tail: Tail, node: ir.Node, span: Span) -> None:
-    """Refuse a node if an operand without units may have an axis of their old number."""
+    """Raise `ValueError` if another operand of `node` may have an axis of the old unit count."""
     operator = operator_of(node)
     settings = {*operator.settings, operator.lookup_operand}
     settings.add(None if operator.naming is None else operator.naming.operand)
@@ -131,15 +131,15 @@ def _check_other_operands(tail: Tail, node: ir.Node, span: Span) -> None:
     ]
     if others and node.op_type == "Concat":
         names = ", ".join(repr(x.name) for x in others)
-        tail.refuse(node, f"it joins them with {names}: name the layers of these, too")
+        tail.refuse(node, f"it joins the units with {names}: name the layers of these, too")
     for x in others:
         shape = dims(x)
         if shape is None or any(d == span.length or not is_stated(d) for d in shape):
-            tail.refuse(node, f"{_AS_FEATURES}: {x.name!r} may have a number for each")
+            tail.refuse(node, f"{_AS_FEATURES}: {x.name!r} may have a number for each unit")
 
 
-def _follow_indices(tail: Tail, node: ir.Node) -> None:
-    """Follow indices of units, or refuse."""
+def _follow_class_indices(tail: Tail, node: ir.Node) -> None:
+    """Follow class indices (results of ArgMax or TopK) through `node`, or raise `ValueError`."""
     operator = operator_of(node)
     moves = node.op_type in REORDERS | SELECTS and node.op_type != "Concat"
     if not node.domain and moves and tail.axes.keys().isdisjoint(node.inputs[1:]):
@@ -151,7 +151,7 @@ def _follow_indices(tail: Tail, node: ir.Node) -> None:
             tail.refuse(node, "the rank of its result is unknown")
         tail.keep(node, axis if axis < 0 else axis - (n or 0))
     elif "elementwise" not in operator.traits:
-        tail.refuse(node, "it looks up what belongs to the old units")
+        tail.refuse(node, "it looks up values that belong to the old units")
 
 
 def _follow_elementwise(tail: Tail, node: ir.Node, axis: int) -> None:
@@ -170,7 +170,7 @@ def _follow_resize(tail: Tail, node: ir.Node, axis: int) -> None:
         index = 2 if node.op_type == "Resize" and len(node.inputs) > 2 else 1
         scales = constant(node.inputs[index]) if len(node.inputs) > index else None
         if scales is not None and scales.size and scales[position] != 1:
-            tail.refuse(node, "it resizes their axis")
+            tail.refuse(node, "it resizes the axis of units")
         if len(node.inputs) > 3 and node.inputs[3] is not None:
             tail.correct_length(node, 3, position)
     tail.keep(node, axis)
@@ -181,12 +181,12 @@ def _follow_pad(tail: Tail, node: ir.Node, axis: int) -> None:
     pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = node.attributes.get_ints("pads", ()) if pads is None else pads.tolist()
     if not stated or (at in named and any(stated[named.index(at) :: len(named)])):
-        tail.refuse(node, "it pads their axis")
+        tail.refuse(node, "it pads the axis of units")
     tail.keep(node, axis)
 
 
-def _follow_to_lengths(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
-    """Follow the units through a Reshape or Expand, and correct the length that it states."""
+def _follow_reshape_or_expand(tail: Tail, node: ir.Node, axis: int, span: Span) -> None:
+    """Follow the axis of units through a Reshape or Expand, and correct the length in its shape."""
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None:
         tail.refuse(node, "the rank of its operand or result is unknown")
@@ -198,13 +198,13 @@ def _follow_to_lengths(tail: Tail, node: ir.Node, axis: int, span: Span) -> None
             tail.correct_length(node, operand, position)
         tail.keep(node, place - len(after))
     elif span.length == 1 and len(after) < len(before):
-        _drop_axis(tail, node)
+        _bypass_axis_removal(tail, node)
     else:
         tail.refuse(node, f"it reshapes {list(before)} to {list(after)}")
 
 
-def _drop_axis(tail: Tail, node: ir.Node) -> None:
-    """Handle a node that removes the axis of one unit: remove it if there are more units now."""
+def _bypass_axis_removal(tail: Tail, node: ir.Node) -> None:
+    """Bypass a node that removes the axis of a single unit, if there are several units now."""
     if tail.new != 1:
         tail.bypass(node)
 
@@ -220,8 +220,8 @@ def _follow_squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
             tail.refuse(node, "it does not name its axes")
     if axis + n in axes:
         if len(axes) > 1:
-            tail.refuse(node, "it removes their axis")
-        _drop_axis(tail, node)
+            tail.refuse(node, "it removes the axis of units")
+        _bypass_axis_removal(tail, node)
     else:
         tail.keep(node, axis + sum(a > axis + n for a in axes))
 
@@ -231,24 +231,24 @@ def _follow_reduction(tail: Tail, node: ir.Node, axis: int) -> None:
     if named is None:
         tail.refuse(node, _UNNAMED)
     if axis + tail.rank(node) not in named:  # else the results are for any number of units
-        _follow_record(tail, node, axis)
+        _follow_by_axis_mapping(tail, node, axis)
 
 
-def _follow_search(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units through an ArgMax, ArgMin or TopK; indices of units result along them."""
+def _follow_argmax_or_topk(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the axis of units through an ArgMax, ArgMin or TopK; results are class indices."""
     if named_axes(node) != [axis + tail.rank(node)]:
-        _follow_record(tail, node, axis)
+        _follow_by_axis_mapping(tail, node, axis)
         return
     if not tail.is_whole(node.inputs[0]):
-        tail.refuse(node, "its axis holds other values beside them")
+        tail.refuse(node, "its axis holds other values beside the units")
     count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if node.op_type == "TopK" and (count is None or count.item() > tail.new):
-        tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
+        tail.refuse(node, f"it takes {'k' if count is None else count.item()} of the units")
     tail.axes[node.outputs[-1]] = INDEX
 
 
-def _follow_into_part(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units through a node that joins or selects parts along their axis, or refuse."""
+def _follow_join_or_selection(tail: Tail, node: ir.Node, axis: int) -> None:
+    """Follow the units through a Concat, Split, Slice or Gather along the axis of units."""
     if operator_of(node).lookup_operand is not None:
         _follow_gather(tail, node, axis)
     elif node.op_type == "Concat":
@@ -265,9 +265,9 @@ def _follow_into_part(tail: Tail, node: ir.Node, axis: int) -> None:
         tail.refuse(node, _SELECTED)
 
 
-def _follow_loss(tail: Tail, node: ir.Node, axis: int) -> None:
+def _follow_loss_operator(tail: Tail, node: ir.Node, axis: int) -> None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
-        tail.refuse(node, "it has a weight for each class")
+        tail.refuse(node, "it has a weight for each old class")
     for y in node.outputs[1:]:
         tail.axes[y] = axis
         tail.changed.add(y)
@@ -280,7 +280,7 @@ def _follow_loss(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Follow the units of one operand of a Concat along their axis."""
+    """Follow the units of one operand of a Concat along the axis of units."""
     start, total, own = 0, 0, list[Span]()
     for x in node.inputs:
         if x is not None and x in tail.axes:
@@ -292,8 +292,8 @@ def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
             if not isinstance(stated, int):
                 tail.refuse(
                     node,
-                    f"it joins them with {getattr(x, 'name', '')!r}, whose length "
-                    "on their axis is unknown",
+                    f"it joins the units with {getattr(x, 'name', '')!r}, whose length "
+                    "on the axis of units is unknown",
                 )
             length = stated
         total += length
@@ -306,7 +306,7 @@ def _follow_concat(tail: Tail, node: ir.Node, axis: int) -> None:
 def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
     """Correct the sizes of a Split along the axis of the units, and follow them into one part."""
     span = tail.span(_first_operand(node))
-    sizes = _constant_integers(node, "split", 1)
+    sizes = _integers_of_operand_or_attribute(node, "split", 1)
     if sizes is None:
         if len(node.inputs) > 1 and node.inputs[1] is not None:
             tail.refuse(node, "its sizes are not constant")
@@ -320,7 +320,7 @@ def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
             tail.changed.add(y)
             tail.set_span(y, Span(span.start - start, size))
             new = [*sizes[:i], size + tail.new - tail.old, *sizes[i + 1 :]]
-            _set_numbers(tail, node, "split", 1, new)
+            _replace_integers(tail, node, "split", 1, new)
             node.attributes.pop("num_outputs", None)
             return
         start += size
@@ -328,11 +328,14 @@ def _follow_split(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Correct the bounds of a Slice along the axis of the units: it takes all of them, or none."""
+    """Correct the bounds of a Slice along the axis of units that takes all units, or none."""
     x = _first_operand(node)
     span, named = tail.span(x), named_axes(node) or []
-    starts, ends = _constant_integers(node, "starts", 1), _constant_integers(node, "ends", 2)
-    steps = _constant_integers(node, "steps", 4) or [1] * len(named)
+    starts, ends = (
+        _integers_of_operand_or_attribute(node, "starts", 1),
+        _integers_of_operand_or_attribute(node, "ends", 2),
+    )
+    steps = _integers_of_operand_or_attribute(node, "steps", 4) or [1] * len(named)
     if starts is None or ends is None:
         tail.refuse(node, "its bounds are not constant")
     i = named.index(axis + tail.rank(node))
@@ -351,7 +354,7 @@ def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
         else:  # it stands for the first or the last place
             numbers[i] = max(number, length) if number > 0 else min(number, -length)
         if numbers[i] != number:
-            _set_numbers(tail, node, name, operand, numbers)
+            _replace_integers(tail, node, name, operand, numbers)
     start, end = bounds
     if start <= span.start and span.start + tail.old <= end:
         tail.keep(node, axis)
@@ -359,7 +362,7 @@ def _follow_slice(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 def _follow_gather(tail: Tail, node: ir.Node, axis: int) -> None:
-    """Correct the indices of a Gather along the axis of the units, which takes none of them."""
+    """Correct the indices of a Gather along the axis of units that takes no unit."""
     x, indices = _first_operand(node), constant(node.inputs[1])
     span = tail.span(x)
     if indices is None:
@@ -378,8 +381,10 @@ def _first_operand(node: ir.Node) -> ir.Value:
     return node.inputs[0]
 
 
-def _constant_integers(node: ir.Node, attribute: str, operand: int) -> list[int] | None:
-    """Return constant integers that `node` has as an operand, or as an attribute in old opsets."""
+def _integers_of_operand_or_attribute(
+    node: ir.Node, attribute: str, operand: int
+) -> list[int] | None:
+    """Return constant integers, such as Slice's starts, from an operand or an attribute."""
     if len(node.inputs) > operand and node.inputs[operand] is not None:
         array = constant(node.inputs[operand])
         return None if array is None else array.tolist()
@@ -387,10 +392,10 @@ def _constant_integers(node: ir.Node, attribute: str, operand: int) -> list[int]
     return list(stated) or None
 
 
-def _set_numbers(
+def _replace_integers(
     tail: Tail, node: ir.Node, attribute: str, operand: int, numbers: Sequence[int]
 ) -> None:
-    """Let `node` have other integers, as an operand or an attribute as its opset demands."""
+    """Replace integers of `node`, such as Slice's starts, in an operand or an attribute."""
     if tail.op.opset < _NUMBERS_AS_INPUTS[node.op_type]:
         node.attributes[attribute] = ir.AttrInt64s(attribute, list(numbers))
     elif len(node.inputs) > operand and node.inputs[operand] is not None:

@@ -1,4 +1,4 @@
-"""The function behind the last layer, such as a Softmax, and its replacement by another."""
+"""Replace the activation behind the last layer, such as a Softmax, by another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANY_AXIS = 13  # the opset from which Softmax normalizes over its axis alone, n
 
 
 def change_activation(tail: Tail, activation: str | None) -> None:
-    """Put the activation that fits behind the units, in place.
+    """Replace, remove or add the activation behind the units of a layer, in place.
 
     Args:
         tail: of a layer, followed to the outputs.
@@ -27,18 +27,18 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         ValueError: the outputs are probabilities, and what computes them is not recognized.
     """
     for node in list(tail.op.graph):
-        _fold_softmax(tail, node)
+        _fuse_softmax(tail, node)
     present = [node for node in tail.op.graph if _is_activation(tail, node)]
     for node in present:
         wanted = ACTIVATIONS.get(activation or "")
         if activation == "same":
-            wanted = _activation_like(tail, node)
+            wanted = _activation_for_new_units(tail, node)
         elif wanted != node.op_type and not tail.is_whole(node.inputs[0]):
             tail.refuse(node, f"activation={activation!r}: other values share the axis of units")
         if wanted is None:
             tail.bypass(node)
         elif wanted != node.op_type and (x := node.inputs[0]) is not None:
-            _write_instead(tail, node, wanted, x)
+            _replace_by_activation(tail, node, wanted, x)
     if activation == "same" or (activation is not None and present):
         return
     floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
@@ -51,7 +51,8 @@ def change_activation(tail: Tail, activation: str | None) -> None:
             )
         if activation is not None and not tail.is_whole(y):
             raise ValueError(
-                f"activation={activation!r}: {y.name!r} holds other values beside the units, and "
+                f"activation={activation!r}: {y.name!r} holds other values along the axis of "
+                "units, and "
                 "no activation of the units is recognized: pass None or 'same'"
             )
         if activation is not None:
@@ -59,7 +60,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
 
 
 def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
-    """Return the activation of `x` along `axis`, counted from the end.
+    """Write the activation of `x` along `axis`, a negative index.
 
     Raises:
         ValueError: before opset 13, the rank of `x` is unknown.
@@ -81,27 +82,27 @@ def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value
     return op.set_type_like(y, x)
 
 
-def _fold_softmax(tail: Tail, node: ir.Node) -> None:
-    """Replace exp(x) / sum exp(x) over the units by a Softmax, of which a loss sees the scores."""
+def _fuse_softmax(tail: Tail, node: ir.Node) -> None:
+    """Replace exp(x) / sum exp(x) over units by a Softmax node, so that losses find the logits."""
     if node.op_type != "Div" or node.domain or node.inputs[0] not in tail.axes:
         return
     axis = tail.axes[node.inputs[0]]
     powers = node.inputs[0].producer()
-    total = _reduced_value(node.inputs[1], "ReduceSum", axis)
+    total = _operand_of_reduction(node.inputs[1], "ReduceSum", axis)
     if powers is None or powers.op_type != "Exp" or total is not node.inputs[0]:
         return
     x = powers.inputs[0]
     shift = None if x is None else x.producer()
     if shift is not None and shift.op_type == "Sub" and shift.inputs[0] is not None:
-        top = _reduced_value(shift.inputs[1], "ReduceMax", axis)
+        top = _operand_of_reduction(shift.inputs[1], "ReduceMax", axis)
         x = shift.inputs[0] if top is shift.inputs[0] else x
     if x is None or x not in tail.axes:
         return
-    _write_instead(tail, node, "Softmax", x)
+    _replace_by_activation(tail, node, "Softmax", x)
 
 
-def _reduced_value(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
-    """Return the operand of the reduction along `axis` that computes `value`, or None.
+def _operand_of_reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
+    """Return the operand of the reduction `op_type` along `axis` that computes `value`, else None.
 
     Nodes may broadcast the result of the reduction to `value`.
     """
@@ -133,8 +134,8 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
     return along == axis and not (before and any(d != 1 for d in shape[len(shape) + axis + 1 :]))
 
 
-def _activation_like(tail: Tail, node: ir.Node) -> str:
-    """Return the activation for the new units that corresponds to the old units' activation."""
+def _activation_for_new_units(tail: Tail, node: ir.Node) -> str:
+    """Return the op type of the new units' activation, given the old units' activation `node`."""
     if not tail.is_whole(node.inputs[0]):
         return node.op_type
     if tail.new == 1 and node.op_type == "Softmax":
@@ -151,15 +152,15 @@ def _activation_like(tail: Tail, node: ir.Node) -> str:
     return node.op_type
 
 
-def _write_instead(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None:
-    """Write the activation of `x` in place of `node`."""
+def _replace_by_activation(tail: Tail, node: ir.Node, op_type: str, x: ir.Value) -> None:
+    """Replace `node` by an activation of `x`."""
     with tail.op.at(node):
         z = write_activation(tail.op, op_type, x, tail.axes[x])
     tail.set_like(substitute(tail.op, node.outputs[0], z), x)
 
 
 def _append_activation(tail: Tail, y: ir.Value, op_type: str) -> None:
-    """Write an activation behind the output `y`, whose name its result gets."""
+    """Append an activation to the output `y`; the activation's result takes the output's name."""
     op, outputs = tail.op, tail.op.graph.outputs
     z = write_activation(op, op_type, y, tail.axes[y])
     z.name, y.name = y.name, op.name(f"{y.name}_scores")

@@ -1,4 +1,4 @@
-"""`replace_head`: a last layer for other units or classes; `features`: the part in front of it."""
+"""`replace_head`: a new last layer for other classes; `features`: the model before that layer."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def replace_head(
         [(5, 2)]
     """
     request = Request(units, name, activation, seed, keep)
-    return _with_new_layer(read(model), request, at, output)
+    return _replace_last_layers(read(model), request, at, output)
 
 
 def features(model: ModelLike, at: str | None = None, *, output: str | None = None) -> ModelProto:
-    """Return the part of `model` that computes the data of its last layer.
+    """Return the part of `model` that computes the input (features) of its last layer.
 
     The only output is that value, under its name in `model`. Inputs that it does not need are
     removed.
@@ -142,7 +142,7 @@ def features(model: ModelLike, at: str | None = None, *, output: str | None = No
 
 
 class Request:
-    """The arguments of `replace_head` that describe the new layer, checked.
+    """The checked arguments of `replace_head` that describe the new layer.
 
     Raises:
         ValueError: an invalid argument.
@@ -160,11 +160,11 @@ class Request:
             raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
         if not name:
             raise ValueError("name must not be empty: the new tensors begin with it")
-        self.units, self.classes = _units_and_classes(units)
+        self.units, self.classes = _unit_count_and_classes(units)
         if keep is not None and len(keep) != self.units:
             raise ValueError(
                 f"{argument('keep')} has {len(keep)} entries, and the new layer has {self.units} "
-                "units: pass for each the index of an old one, or None"
+                "units: pass for each new unit the index of an old unit, or None"
             )
         self.keep = keep
         self.name, self.activation, self.seed = name, activation, seed
@@ -178,7 +178,7 @@ class Request:
         old: int | None = None,
         alone: bool = True,
     ) -> ModelProto:
-        """Return `proto` with notes about the new tensors, and the classes if it lacks labels.
+        """Return `proto` with the new tensors, and classes without labels, named in its metadata.
 
         It is changed in place: metadata about the `old` classes, see `update_class_metadata`, and
         the IR version, which becomes the version of `origin`.
@@ -192,10 +192,10 @@ class Request:
         return proto
 
 
-def _with_new_layer(
+def _replace_last_layers(
     proto: ModelProto, request: Request, at: str | Sequence[str] | None, output: str | None
 ) -> ModelProto:
-    """Return `proto` with new layers; see `replace_head` for the other arguments."""
+    """Return `proto` with new last layers; see `replace_head` for the other arguments."""
     proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
@@ -215,7 +215,7 @@ def _with_new_layer(
         if len(layers) > 1:
             raise ValueError(
                 f"{argument('at', at)} names {len(layers)} layers, of whose units the model "
-                "returns labels: name one"
+                "returns labels: name one layer"
             )
     keep = request.keep
     kept = [None if keep is None else kept_unit_filler(each, keep) for each in layers]
@@ -234,8 +234,8 @@ def _with_new_layer(
     old = {v for v in sources if v.const_value is not None}
     added = replace_weights(op, layers, request.units, request.name, request.seed, kept)
     tidy(model)
-    _report_replaced(layers, old, tail)
-    _restore_declarations(model, before, tail)
+    _log_replaced_layers(layers, old, tail)
+    _restore_declared_shapes(model, before, tail)
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
     alone = len(indices) == len(graph.outputs)
@@ -243,7 +243,7 @@ def _with_new_layer(
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:
-    """Return the only layer that `find_layers` finds.
+    """Return the only layer that `at` names, or that precedes the outputs: see `find_layers`.
 
     Raises:
         ValueError: there is no such layer, or several, or it cannot be replaced.
@@ -251,14 +251,14 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
     layers = find_layers(graph, proto, at, output)
     if len(layers) > 1:
         names = nodes_text([layer.node for layer in layers])
-        raise ValueError(f"{argument('at', at)} names several layers: {names}; name one")
+        raise ValueError(f"{argument('at', at)} names several layers: {names}; name one of them")
     return layers[0]
 
 
 def find_layers(
     graph: ir.Graph, proto: ModelProto, at: str | Sequence[str] | None, output: str | None
 ) -> list[Layer]:
-    """Return the layers called `at`, or the last one before `output`, or before all outputs.
+    """Return the layers that `at` names, or else the last layer before `output` or all outputs.
 
     Args:
         graph: the main graph of `proto`; its shapes are inferred.
@@ -281,26 +281,28 @@ def find_layers(
     return search.layers_called([at] if isinstance(at, str) else list(at))
 
 
-def _units_and_classes(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
-    """Return the number of units, and the classes if `units` lists classes."""
+def _unit_count_and_classes(
+    units: int | Sequence[str] | Sequence[int],
+) -> tuple[int, Classes | None]:
+    """Return the count of units, and the classes if `units` is a list of classes."""
     if isinstance(units, (str, bytes)):
         raise ValueError(f"{argument('units', units)}: pass a number, or a list of classes")
     if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
         if isinstance(units, bool) or operator.index(units) < 1:
-            raise ValueError(f"{argument('units', units)}: a layer has one unit or more")
+            raise ValueError(f"{argument('units', units)}: pass 1 unit or more")
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
     if not classes:
         raise ValueError("units: pass one class or more")
     if {type(c) for c in classes} not in ({str}, {int}):
-        raise ValueError(f"classes are all strings or all ints, not {classes}")
+        raise ValueError(f"classes must be all strings or all ints, not {classes}")
     if len(set(classes)) < len(classes):
-        raise ValueError(f"a class is repeated in {classes}")
+        raise ValueError(f"a class is repeated in {classes}: name each class once")
     return len(classes), classes
 
 
-def _report_replaced(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tail) -> None:
-    """Report the replaced layers, weights that others share, and scores that are no output."""
+def _log_replaced_layers(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tail) -> None:
+    """Log replaced layers, weights that other nodes still use, and scores that are no output."""
     for layer in layers:
         logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
     outputs = [y for y in tail.op.graph.outputs if y in tail.axes]
@@ -318,8 +320,8 @@ def _report_replaced(layers: Sequence[Layer], old: Iterable[ir.Value], tail: Tai
             )
 
 
-def _restore_declarations(model: ir.Model, before: dict[ir.Value, ir.Value], tail: Tail) -> None:
-    """Declare the shapes and types of the file again, except of values that changed, in place."""
+def _restore_declared_shapes(model: ir.Model, before: dict[ir.Value, ir.Value], tail: Tail) -> None:
+    """Declare the file's shapes and types again, except for changed values, in place."""
     affected = dependents(model.graph, (v for v in tail.changed if v.producer() is not None))
     for v in affected:
         v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape

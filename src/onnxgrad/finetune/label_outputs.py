@@ -1,4 +1,4 @@
-"""Other classes for classifiers that return labels, as scikit-learn exports them.
+"""Replace the classes of classifiers that output labels, as exported from scikit-learn.
 
 What follows the last layer is written anew: the probabilities, the label of the largest one, and
 the ZipMap of the probabilities.
@@ -27,7 +27,7 @@ Classes = Sequence[str] | Sequence[int]
 
 @dataclass
 class ZipMap:
-    """A ZipMap that was taken off a model: its node, its output, and the output's position."""
+    """A ZipMap removed from a model: its node, its output, and the output's position."""
 
     node: NodeProto
     output: ValueInfoProto
@@ -61,7 +61,7 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
         node = makers.get(y.name)
         if node is None or node.op_type != "ZipMap":
             raise ValueError(
-                f"the output {y.name!r} is no tensor: name the others by "
+                f"the output {y.name!r} is no tensor: keep the other outputs by "
                 "onnxgrad.graph.select_model_inputs_outputs(model, outputs=[...]) first"
             )
         added = node.input[0] not in [v.name for v in graph.output]
@@ -80,7 +80,7 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
 
 
 def restore_zipmaps(proto: ModelProto, zipmaps: Sequence[ZipMap], classes: Classes | None) -> None:
-    """Put the ZipMaps back, in place, for the new `classes`; None keeps the old classes."""
+    """Put removed ZipMaps back, in place, with the new `classes`; None keeps the old classes."""
     for zipmap in zipmaps:
         node, output = deepcopy(zipmap.node), deepcopy(zipmap.output)
         if classes is not None:
@@ -105,12 +105,12 @@ def restore_zipmaps(proto: ModelProto, zipmaps: Sequence[ZipMap], classes: Class
 
 
 def has_labels(layer: Layer, nodes: Sequence[ir.Node], affected: set[ir.Value]) -> bool:
-    """Return whether one of the `nodes` behind `layer` returns labels of its units."""
-    return layer.kind == "classifier" or any(_looks_up_label(node, affected) for node in nodes)
+    """Return whether a classifier outputs labels: `layer` does, or one of the `nodes` behind it."""
+    return layer.kind == "classifier" or any(_is_label_lookup(node, affected) for node in nodes)
 
 
-def _looks_up_label(node: ir.Node, affected: set[ir.Value]) -> bool:
-    """Return whether `node` reads labels from a table, by an index that is in `affected`."""
+def _is_label_lookup(node: ir.Node, affected: set[ir.Value]) -> bool:
+    """Return whether `node` looks up labels in a table by an index that is in `affected`."""
     if node.domain == "ai.onnx.ml":
         return operator_of(node).lookup_operand is not None
     if node.domain or node.op_type != "Gather":
@@ -129,7 +129,7 @@ def write_labels(
     classes: Classes,
     activation: str | None,
 ) -> None:
-    """Write the outputs of a classifier anew behind `layer`, in place.
+    """Rewrite the outputs of a classifier, labels and scores, behind `layer`, in place.
 
     Args:
         op: emitter of the graph.
@@ -148,12 +148,16 @@ def write_labels(
     scored = [str(y.name) for y in outputs if y.dtype is None or y.dtype.is_floating_point()]
     if len(scored) > 1:
         raise ValueError(
-            f"the classifier returns several scores, {scored}: choose one and the label by "
-            "onnxgrad.graph.select_model_inputs_outputs(model, outputs=[...]); if there is one for "
+            f"the classifier returns several scores, {scored}: choose one score and the label by "
+            "onnxgrad.graph.select_model_inputs_outputs(model, outputs=[...]); if there is a "
+            "score for "
             "each class, convert the classifier with the option zipmap=False"
         )
     if rank(layer.y) not in (2, None):
-        raise ValueError(f"the scores {layer.y.name!r} are no matrix")
+        raise ValueError(
+            f"the scores {layer.y.name!r} are no matrix: replace the head of a model that returns "
+            "scores (rows, classes)"
+        )
     with op.at(None):
         scores = _write_scores(op, layer, nodes, outputs, activation)
         winner = {k: op.ArgMax(layer.y, axis=1, keepdims=k) for k in (0, 1)}
@@ -178,7 +182,7 @@ def _write_scores(
     outputs: Sequence[ir.Value],
     activation: str | None,
 ) -> ir.Value:
-    """Write the activation of the scores, which the classifier returns beside labels."""
+    """Write the scores that a classifier outputs beside labels, with their activation."""
     if activation == "same":
         probable = any(n.op_type in ("Sigmoid", "Softmax") for n in nodes)
         probable |= any(value_range(y) >= (0, 0) and value_range(y)[1] <= 1 for y in outputs)

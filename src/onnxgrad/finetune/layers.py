@@ -1,4 +1,4 @@
-"""Linear and convolutional layers: where their weights are, in standard operators and others."""
+"""Find linear and convolutional layers and their weights, in operators of all domains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOAT = ir.DataType.FLOAT
 
 @dataclass
 class Layer:
-    """A layer that can be replaced.
+    """A linear or convolutional layer whose weights can be replaced.
 
     Attributes:
         node: the node that multiplies by the weights.
@@ -59,7 +59,7 @@ class Layer:
 
     @property
     def units(self) -> int:
-        """The number of units of the layer in the file."""
+        """The count of units of the layer in the file."""
         return self.shape[0]
 
     @property
@@ -67,14 +67,14 @@ class Layer:
         """The values that hold the weights and the bias in the file."""
         if not is_product(self.node):  # they are attributes
             return []
-        values = [self.node.inputs[self.operand], _operand_of_role(self.node, "b")]
+        values = [self.node.inputs[self.operand], _operand_with_role(self.node, "b")]
         if self.add is not None:
             values.append(self.add.inputs[self.addend])
         return [v for v in values if v is not None]
 
 
 def note_constants(graph: ir.Graph) -> None:
-    """Let the results of Constant nodes tell their values, as initializers do, in place."""
+    """Set `const_value` of the results of Constant nodes, as initializers have it, in place."""
     for node in all_nodes(graph):
         if node.op_type == "Constant" and not node.domain:
             [y], attribute = node.outputs, node.attributes.get("value")
@@ -92,14 +92,14 @@ def is_product(node: ir.Node) -> bool:
     return not operator_of(node).traits.isdisjoint(("product", "convolution"))
 
 
-def _operand_of_role(node: ir.Node, role: str) -> ir.Value | None:
-    """Return the first operand with a role, as `operators.records` lists them, if it is present."""
+def _operand_with_role(node: ir.Node, role: str) -> ir.Value | None:
+    """Return the first operand of `node` with a role in `operators.records`, as "b" for bias."""
     index = operator_of(node).roles.find(role)
     return node.inputs[index] if 0 <= index < len(node.inputs) else None
 
 
 def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
-    """Return the layer of `node`, the reason why it stays, or None if the node is no layer.
+    """Return the layer of `node`, or why it cannot be replaced, or None if `node` is no layer.
 
     Args:
         node: a node of a graph whose shapes are inferred.
@@ -109,7 +109,7 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
     if domain == "com.microsoft.nchwc" and node.op_type == "Conv":
         return "its layout is of one machine: take the model before onnxruntime optimized it"
     if "coefficients" in dict(operator.coefficients):
-        return _layer_of_ml(node)
+        return _layer_of_ml_operator(node)
     if node.op_type == "Einsum" and not domain:
         return "the weights of an Einsum have no fixed layout"
     if not is_product(node):
@@ -128,35 +128,35 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
         x, w, operand = w, x, 0
     if x is None or w is None or w in data:
         return None if x in data and w in data else "its weights are not its second operand"
-    if _operand_of_role(node, "b") in data:
+    if _operand_with_role(node, "b") in data:
         return "its bias is computed from data"
     if node.op_type == "MatMulNBits":
         n, k = (int_attribute(node, name) for name in "NK")
         quantized = Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT)
-        return _include_add(quantized, data)
+        return _include_bias_add(quantized, data)
     shape = static(dims(w))
     if shape is None or w.dtype is None:
         return f"the shape of its weights {w.name!r} is unknown"
-    layer = _layer_of_shape(node, x, shape, w.dtype)
+    layer = _layer_of_product(node, x, shape, w.dtype)
     if isinstance(layer, str):
         return layer
     if operand == 0:
         layer.operand, layer.axis, layer.shape = 0, -2, shape
-    layer = _include_add(layer, data)
+    layer = _include_bias_add(layer, data)
     # without a bias of units, the first operand may be no weight, such as edges between rows
     return layer if operand or layer.bias else "its weights are not its second operand"
 
 
-def _layer_of_shape(
+def _layer_of_product(
     node: ir.Node, x: ir.Value, shape: tuple[int, ...], dtype: ir.DataType
 ) -> Layer | str:
-    """Return the layer of a product or convolution with weights of `shape`, without an Add."""
+    """Return the layer of a product or convolution with weights of `shape`, without a bias Add."""
     y = node.outputs[0]
-    bias = _operand_of_role(node, "b") is not None
+    bias = _operand_with_role(node, "b") is not None
     if "convolution" in operator_of(node).traits:
         if int_attribute(node, "group") != 1:
             return "it is a convolution in groups"
-        if _operand_of_role(node, "a") is not None:
+        if _operand_with_role(node, "a") is not None:
             return "another tensor is added in it"
         if columns_are_units(node):
             shape = (shape[1], shape[0], *shape[2:])
@@ -170,7 +170,7 @@ def _layer_of_shape(
     return Layer(node, x, y, "linear", shape, -1, dtype, bias)
 
 
-def _layer_of_ml(node: ir.Node) -> Layer | str:
+def _layer_of_ml_operator(node: ir.Node) -> Layer | str:
     """Return the layer of a linear model of ai.onnx.ml."""
     attributes, x = node.attributes, node.inputs[0]
     regressor = node.op_type.endswith("Regressor")
@@ -204,13 +204,13 @@ def _layer_of_ml(node: ir.Node) -> Layer | str:
     return Layer(node, x, y, kind, (units, width), -1, FLOAT, True, probable=probable)
 
 
-def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
-    """Return `layer` with the Add behind it, if that adds one number to each unit.
+def _include_bias_add(layer: Layer, data: Set[ir.Value]) -> Layer:
+    """Return `layer`, with the Add behind it as its bias if that adds one number to each unit.
 
     Nodes between them may cast, move or average the results. The Add computes the result of the
     layer unless one of them changes the shape, which must fit the new number of units.
     """
-    node, index = _only_reader(layer.node.outputs[0])
+    node, index = _only_reading_node(layer.node.outputs[0])
     axis, reshapes = layer.axis, False
     while node is not None and index == 0 and _moves_or_averages(node):
         if node.op_type not in ("Cast", "Dropout", "Identity"):
@@ -219,7 +219,7 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
             if not isinstance(place, int) or (n := rank(node.outputs[0])) is None:
                 return layer
             axis = place - n
-        node, index = _only_reader(node.outputs[0])
+        node, index = _only_reading_node(node.outputs[0])
     adds = node is not None and node.op_type in ("Add", "Sum") and len(node.inputs) == 2
     if layer.bias or node is None or not adds or node.domain:
         return layer
@@ -236,20 +236,20 @@ def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
 
 
 def _moves_or_averages(node: ir.Node) -> bool:
-    """Return whether `node` returns elements of its operand, or means of them."""
+    """Return whether `node` moves or averages its operand's elements, as Reshape, AveragePool."""
     traits = operator_of(node).traits
     averages = node.op_type in ("AveragePool", "GlobalAveragePool", "ReduceMean")
     return not node.domain and (averages or ("moves" in traits and "selects" not in traits))
 
 
-def _only_reader(value: ir.Value) -> tuple[ir.Node | None, int]:
-    """Return the only node that reads `value`, and the index of the operand; else None and 0."""
+def _only_reading_node(value: ir.Value) -> tuple[ir.Node | None, int]:
+    """Return (node, operand index) of the only read of `value`; (None, 0) for several reads."""
     uses = list(value.uses())
     return uses[0] if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
 def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
-    """Return whether weights that are `operand` of `node` have the shape (features, units, ...)."""
+    """Return whether weights of `node` have the shape (features, units, ...), not units first."""
     if operand == 0:
         return False
     if "product" in operator_of(node).traits:
@@ -258,7 +258,7 @@ def columns_are_units(node: ir.Node, operand: int = 1) -> bool:
 
 
 def weight_operands(layer: Layer) -> list[tuple[ir.Node, int]]:
-    """Return the operands with weights, and with bias if the layer has one: node and index."""
+    """Return (node, operand index) of a layer's weights, and of its bias if it has a bias."""
     found = [(layer.node, layer.operand)]
     if layer.add is not None:
         found.append((layer.add, layer.addend))
@@ -268,7 +268,7 @@ def weight_operands(layer: Layer) -> list[tuple[ir.Node, int]]:
 
 
 def add_initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
-    """Return a new initializer; it gets a numeric suffix if a value has its name."""
+    """Return a new initializer, whose name gets a numeric suffix if it is taken."""
     tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
     value = ir.val(tensor.name, dtype, array.shape, const_value=tensor)
     op.graph.register_initializer(value)
@@ -276,14 +276,14 @@ def add_initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) 
 
 
 def standardize(op: Emit, layer: Layer) -> None:
-    """Let standard operators compute `layer`, in place.
+    """Replace the layer's operator by standard ONNX operators, in place.
 
     Operators of ai.onnx.ml become a Gemm without weights, quantized ones a MatMul without weights;
     the activation of a fused operator becomes a separate node.
     """
     node = layer.node
     if "activation" in node.attributes or node.op_type == "MatMulNBits":
-        _split_fused(op, layer)
+        _split_fused_operator(op, layer)
     elif layer.kind in ("classifier", "regressor"):
         with op.at(node):
             y = op.emit("Gemm", [op.Cast(layer.x, to=FLOAT), None, None], {"transB": 1}, fresh=True)
@@ -295,7 +295,7 @@ def standardize(op: Emit, layer: Layer) -> None:
 
 
 def state_rank(model: ir.Model, layer: Layer) -> None:
-    """State the rank of the result of `layer`, where inference stopped before it, in place."""
+    """Declare the rank of the layer's result where shape inference does not find it, in place."""
     convolves = "convolution" in operator_of(layer.node).traits
     if rank(layer.y) is None and (convolves or layer.node.op_type == "Gemm"):
         for y in {layer.y, layer.node.outputs[0]}:
@@ -304,8 +304,8 @@ def state_rank(model: ir.Model, layer: Layer) -> None:
         infer(model)
 
 
-def _split_fused(op: Emit, layer: Layer) -> None:
-    """Replace a fused or quantized operator by a standard one and its activation.
+def _split_fused_operator(op: Emit, layer: Layer) -> None:
+    """Replace a fused or quantized operator by a standard operator and its activation.
 
     Raises:
         ValueError: the activation is not known.
@@ -314,14 +314,18 @@ def _split_fused(op: Emit, layer: Layer) -> None:
     with op.at(node):
         if node.op_type == "MatMulNBits":
             y = op.emit("MatMul", [layer.x, None], {}, fresh=True)
-            if (bias := _operand_of_role(node, "b")) is not None:
+            if (bias := _operand_with_role(node, "b")) is not None:
                 y = op.emit("Add", [y, bias], {}, fresh=True)
                 layer.bias, layer.add = True, y.producer()
             linear = y
         else:
             results = None if lowering is None else lowering(op, node)
             if results is None:
-                raise ValueError(f"the activation of {node_text(node)} is not known")
+                raise ValueError(
+                    f"the activation of {node_text(node)} is not known: export the model without "
+                    "fused "
+                    "operators"
+                )
             [y] = results
             linear = op.written[start].outputs[0]
         op.set_type_like(y, node.outputs[0])
@@ -333,7 +337,7 @@ def _split_fused(op: Emit, layer: Layer) -> None:
 
 
 def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:
-    """Let `new` take the uses of `old`; an output of the graph keeps its name.
+    """Replace all uses of `old` by `new`; an output of the graph keeps its name.
 
     Returns:
         `new`, or its copy that is the output of the graph if `new` is an output already.

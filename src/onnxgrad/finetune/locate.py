@@ -1,4 +1,4 @@
-"""The layers to replace: the last one before an output, or the layers that a user names."""
+"""Find the layers to replace: the last layer before an output, or layers that a user names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayerSearch:
         self.adapted = {name for note in notes for name in (note["weight"], *note["tensors"])}
 
     def last(self, outputs: Iterable[ir.Value]) -> Layer:
-        """Return the only layer before `outputs` that no other layer follows on the way.
+        """Return the last layer before `outputs`; raise `ValueError` if there are several.
 
         Raises:
             ValueError: no layer precedes the outputs, several do, or the layer cannot be replaced.
@@ -49,14 +49,17 @@ class LayerSearch:
         names = ", ".join(repr(y.name) for y in chosen)
         if not layers and len(reasons) == 1:
             [(node, reason)] = reasons.items()
-            raise ValueError(f"the last layer before {names}, {node_text(node)}, stays: {reason}")
+            raise ValueError(
+                f"the last layer before {names}, {node_text(node)}, cannot be "
+                f"replaced: {reason}. Name another layer by {argument('at')}"
+            )
         if not layers and not reasons:
             raise ValueError(
                 f"no linear or convolutional layer precedes {names}: put a new head behind a value "
                 f"of the model by {named('add_head')}"
             )
         hint = f"name one by {argument('at')}"
-        if groups := _group_suggestions(layers, list(self.graph.initializers)):
+        if groups := _suggest_layer_groups(layers, list(self.graph.initializers)):
             hint += f", or layers that are replaced together: {' or '.join(groups)}"
         if len(chosen) > 1:
             hint += f", or the output by {argument('output')}, one of {[y.name for y in chosen]}"
@@ -70,7 +73,7 @@ class LayerSearch:
     def _search_backwards(
         self, outputs: Iterable[ir.Value]
     ) -> tuple[list[Layer], dict[ir.Node, str]]:
-        """Return the nearest layers before `outputs`, and the reasons of nodes that must stay."""
+        """Return the last layers before `outputs`, and `{node: reason}` of irreplaceable nodes."""
         layers: dict[ir.Node, Layer] = {}
         reasons: dict[ir.Node, str] = {}
         stack, seen = list(outputs), set[ir.Value]()
@@ -97,17 +100,17 @@ class LayerSearch:
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
     def _refuse_adapted(self, layers: Iterable[Layer]) -> None:
-        """Raise `ValueError` for a layer that has an adapter, or is a product of an adapter."""
+        """Raise `ValueError` for a layer that has an adapter or belongs to an adapter."""
         for layer in layers:
-            if not self.adapted.isdisjoint(_constants_of(layer)):
+            if not self.adapted.isdisjoint(_constants_of_layer(layer)):
                 raise ValueError(
                     f"{node_text(layer.node)} is part of a layer with an adapter: replace the head "
-                    "of the model without adapters, and add them then; or merge them "
-                    f"({named('merge_lora')}) before"
+                    "of the model before adapters are added; or merge the adapters "
+                    f"({named('merge_lora')}) first"
                 )
 
     def layers_called(self, names: Sequence[str]) -> list[Layer]:
-        """Return the layers of nodes, results or weights of these names, in their order.
+        """Return the layers whose nodes, results or weights have the given names, in this order.
 
         Raises:
             ValueError: there is no such layer, it cannot be replaced, or several have different
@@ -115,65 +118,67 @@ class LayerSearch:
         """
         if not names:
             raise ValueError(f"{argument('at', names)}: name one layer or more")
-        nodes = dict.fromkeys(node for at in names for node in self._nodes_called(at))
+        nodes = dict.fromkeys(node for at in names for node in self._nodes_of_named_layers(at))
         layers = []
         for node in nodes:
             layer = layer_of(node, self.data)
             if not isinstance(layer, Layer):
                 reason = layer or "it is no linear or convolutional layer with constant weights"
                 raise ValueError(
-                    f"{_text_of_at(names)} names {node_text(node)}, which stays: {reason}"
+                    f"{_format_at_argument(names)} names {node_text(node)}, which cannot be "
+                    "replaced: "
+                    f"{reason}"
                 )
             layers.append(layer)
         if len({(layer.units, layer.kind) for layer in layers}) > 1:
             listed = [f"{node_text(y.node)} ({y.units} units)" for y in layers]
             raise ValueError(
-                f"{_text_of_at(names)} names layers that differ in their units: "
-                f"{shortened(listed)}; name one, or the layers of the classes"
+                f"{_format_at_argument(names)} names layers that differ in their units: "
+                f"{shortened(listed)}; name one layer, or the layers of the classes"
             )
         self._refuse_adapted(layers)
         return layers
 
-    def _nodes_called(self, at: str) -> list[ir.Node]:
-        """Return the node of the layer, or the nodes of the layers, that `at` names."""
+    def _nodes_of_named_layers(self, at: str) -> list[ir.Node]:
+        """Return the nodes of the layers that `at` names, by node, result or weight."""
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
         layers = [y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)]
         products = {y.add: y.node for y in reversed(layers)}  # whose bias an Add node adds
-        return [products.get(node, node) for node in nodes or self._readers_of(at)]
+        return [products.get(node, node) for node in nodes or self._layers_reading_constants(at)]
 
-    def _readers_of(self, at: str) -> list[ir.Node]:
-        """Return the layers that read the float constants called `at`, perhaps moved or cast."""
+    def _layers_reading_constants(self, at: str) -> list[ir.Node]:
+        """Return the nodes of layers whose weights have the name `at`, perhaps moved or cast."""
         layers = {n: y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)}
-        constants = self._constants_called(at) or self._constants_called(f"{at}.weight")
+        constants = self._constants_by_pattern(at) or self._constants_by_pattern(f"{at}.weight")
         if not constants:
             if found := [n for n in layers if fnmatchcase(str(n.name), at)]:
                 return found
             known = [str(n.name or n.outputs[0].name) for n in layers]
             raise unknown(f"layer ({argument('at')})", at, known)
-        readers = [n for n, y in layers.items() if not constants.isdisjoint(_constants_of(y))]
+        readers = [n for n, y in layers.items() if not constants.isdisjoint(_constants_of_layer(y))]
         if not readers:
             raise ValueError(
                 f"{argument('at', at)} names {shortened(sorted(map(repr, constants)))}, and no "
-                "layer of the main graph that can be replaced reads them"
+                "layer of the main graph that can be replaced reads these weights: name a layer"
             )
         return readers
 
-    def _constants_called(self, at: str) -> set[str]:
-        """Return the names of the float constants that a name or pattern names, perhaps none."""
+    def _constants_by_pattern(self, at: str) -> set[str]:
+        """Return the set of names of float constants that match a name or pattern."""
         try:
             return set(matching_weights(self.proto, [at], f"layer ({argument('at')})"))
         except ValueError:
             return set()
 
 
-def _text_of_at(names: Sequence[str]) -> str:
-    """Return the argument `at`, as messages show it."""
+def _format_at_argument(names: Sequence[str]) -> str:
+    """Return the text of the argument `at` for messages."""
     return argument("at", names[0] if len(names) == 1 else list(names))
 
 
-def _constants_of(layer: Layer) -> set[str]:
+def _constants_of_layer(layer: Layer) -> set[str]:
     """Return the names of the constants from which the weights of a layer are computed."""
     node = layer.node
     if standard(node.domain) == "ai.onnx.ml":
@@ -182,7 +187,7 @@ def _constants_of(layer: Layer) -> set[str]:
 
 
 def origins(value: ir.Value) -> Collection[ir.Value]:
-    """Return `value` and the values from which it is computed."""
+    """Return `value` and all values from which `value` is computed."""
     values = [value]
     for v in values:  # grows while it is read
         node = v.producer()
@@ -194,18 +199,18 @@ def origins(value: ir.Value) -> Collection[ir.Value]:
 
 
 def shortened(texts: Sequence[str]) -> str:
-    """Return the first of several texts for a message, and the number of the rest."""
+    """Return the first few texts, joined for a message, and "and N more" for the rest."""
     more = f", and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     return ", ".join(texts[:_LISTED]) + more
 
 
 def nodes_text(nodes: Iterable[ir.Node]) -> str:
-    """Return a text about nodes for a message."""
+    """Return the names of nodes, joined for a message."""
     return shortened([node_text(node) for node in nodes])
 
 
-def _group_suggestions(layers: Iterable[Layer], constants: Sequence[str]) -> list[str]:
-    """Return the arguments `at` that name layers of equal units before the same operators.
+def _suggest_layer_groups(layers: Iterable[Layer], constants: Sequence[str]) -> list[str]:
+    """Return suggestions of `at` for messages: groups of layers with equal units and successors.
 
     Args:
         layers: several layers, such as the heads of a detector.
@@ -223,7 +228,7 @@ def _group_suggestions(layers: Iterable[Layer], constants: Sequence[str]) -> lis
 
 
 def _operators_behind(layer: Layer) -> list[tuple[str, int]]:
-    """Return the operators behind `layer`, up to a Concat, and the index of the operand read."""
+    """Return (op type, operand index) of each operator behind `layer`, up to a Concat."""
     way: list[tuple[str, int]] = []
     value = layer.y
     while len(uses := list(value.uses())) == 1 and len(way) < _STEPS:
@@ -236,7 +241,7 @@ def _operators_behind(layer: Layer) -> list[tuple[str, int]]:
 
 
 def _pattern_of_weights(layers: Sequence[Layer], constants: Sequence[str]) -> str | list[str]:
-    """Return the pattern that names the weights of `layers` and nothing else, or else their names.
+    """Return a pattern that matches only the weights of `layers`, or else the list of their names.
 
     Instead of weights that are computed, it names the node or its result.
     """
@@ -253,6 +258,6 @@ def _pattern_of_weights(layers: Sequence[Layer], constants: Sequence[str]) -> st
 
 
 def _common_prefix(texts: Iterable[str]) -> str:
-    """Return the characters at the start that all texts have in common."""
+    """Return the longest common prefix of texts."""
     columns = zip(*texts, strict=False)
     return "".join(c for c, *_ in takewhile(lambda column: len({*column}) == 1, columns))

@@ -1,4 +1,4 @@
-"""New weights of layers: drawn, with the weights of kept units, and put in place of the old."""
+"""New random weights of layers, with the weights of kept units, in place of the old weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fill = Callable[[np.ndarray], np.ndarray]
 
 
 def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
-    """Return new weights (units, features, ...) in float64.
+    """Return new random weights (units, features, ...) in float64.
 
     Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
     2010. Convolutions: normal, of variance 2 / (features * size of the kernel), as equation 10 of
@@ -30,7 +30,7 @@ def fresh_weights(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
 
 
 def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
-    """Return a function that puts weights or biases of old units among new ones, (units, ...).
+    """Return a function that copies kept units' weights or biases into new arrays (units, ...).
 
     The mean of the kept units is added to the new ones: zero, the score of a fresh unit, would
     often be the largest where the scores of absent classes are far below zero (Hewitt 2021,
@@ -48,7 +48,8 @@ def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
     for i in keep:
         if i is not None and not 0 <= i < layer.units:
             raise ValueError(
-                f"{argument('keep')} has {i!r}, and the units of {node_text(node)} are 0 to "
+                f"{argument('keep')} names the old unit {i!r}, and the units of {node_text(node)} "
+                "are 0 to "
                 f"{layer.units - 1}"
             )
     constants = [None if v.const_value is None else v.const_value.numpy() for v in layer.weights]
@@ -61,7 +62,9 @@ def kept_unit_filler(layer: Layer, keep: Sequence[int | None]) -> Fill:
     weights = np.swapaxes(arrays[0], 0, 1) if columns_are_units(node, layer.operand) else arrays[0]
     bias = arrays[1].ravel() if len(arrays) > 1 else np.zeros(1)
     if bias.size not in (1, layer.units):
-        raise ValueError(f"{argument('keep')}: the bias of {node_text(node)} differs by row")
+        raise ValueError(
+            f"{argument('keep')}: the bias of {node_text(node)} differs by row: leave out keep"
+        )
     bias = np.broadcast_to(bias, layer.units)
     factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which stays
     kept = [unit for unit in keep if unit is not None]
@@ -114,7 +117,7 @@ def replace_weights(
 def _replace_shared_weights(
     op: Emit, layers: Sequence[Layer], units: int, name: str, seed: int, kept: Fill | None
 ) -> list[str]:
-    """Give layers that share their weights new ones, in place; return the names of the tensors.
+    """Give layers that share weights new shared weights, in place; return the new tensors' names.
 
     Factors of a Gemm become 1; with `kept` they stay.
     """

@@ -94,16 +94,16 @@ def preprocess(
         scale = 1.0
     proto = deepcopy(raise_opset(read(model)))
     write_note(proto, IMAGES, [])  # of the values of the input that is replaced
-    target = _Target.of(proto, input)
+    target = _ReplacedInput.of(proto, input)
     front = _write_transforms(
         target, list(map(adapt_transform, transforms)), size, layout, dtype, scale
     )
-    return _put_in_front(proto, front, target, name)
+    return _insert_before_model(proto, front, target, name)
 
 
 @dataclass
-class _Target:
-    """The input that is replaced, and the graph of the new nodes.
+class _ReplacedInput:
+    """The model input that is replaced, and the graph of the new preprocessing nodes.
 
     Attributes:
         name: name of the input.
@@ -120,8 +120,8 @@ class _Target:
     taken: set[str]
 
     @classmethod
-    def of(cls, proto: ModelProto, name: str | None) -> _Target:
-        """Return the target for the input `name` of a model, or for its only one.
+    def of(cls, proto: ModelProto, name: str | None) -> _ReplacedInput:
+        """Return the `_ReplacedInput` for the model's input `name`, or for its only input.
 
         Raises:
             ValueError: there is no such input, or it is no tensor of numbers.
@@ -137,7 +137,9 @@ class _Target:
             value.dtype.is_floating_point() or value.dtype == ir.DataType.UINT8
         )
         if not isinstance(value.type, ir.TensorType) or not numbers:
-            raise ValueError(f"the input {printable(name)!r} holds no floats or uint8")
+            raise ValueError(
+                f"the input {printable(name)!r} holds no floats or uint8: choose another input"
+            )
         opset = next(o.version for o in proto.opset_import if not standard(o.domain))
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
         declared = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
@@ -146,7 +148,7 @@ class _Target:
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
 
     def add_raw_input(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
-        """Return the new input, with the batch axis of the input that it replaces.
+        """Add and return the new input of raw data, with the batch axis of the replaced input.
 
         `rest` are lengths of the other axes, or names of symbols.
         """
@@ -158,14 +160,14 @@ class _Target:
 
 
 def _write_transforms(
-    target: _Target,
+    target: _ReplacedInput,
     transforms: Sequence[Any],
     size: int | tuple[int, int] | None,
     layout: str | None,
     dtype: Any,
     scale: float,
 ) -> ir.Value:
-    """Write the transforms, and return their result."""
+    """Write the nodes of the transforms of images or waveforms; return their result."""
     for transform in transforms:
         if not hasattr(transform, "write"):
             raise ValueError(
@@ -178,20 +180,26 @@ def _write_transforms(
         return _write_image_transforms(target, transforms, size, layout, scale)
     for transform in transforms:
         if type(transform).__module__ == Normalize.__module__:
-            raise ValueError(f"{transform!r} is of images: other transforms or dtype= of waveforms")
+            raise ValueError(
+                f"{transform!r} is for images, and other transforms or dtype= for waveforms: leave "
+                "one of them out"
+            )
     if size is not None or layout is not None:
-        raise ValueError("size and layout are of images, and the transforms of waveforms")
+        raise ValueError(
+            "size and layout are for images, and the transforms for waveforms: leave out size and "
+            "layout"
+        )
     return _write_waveform_transforms(target, transforms, np.dtype(dtype or np.float32))
 
 
 def _write_image_transforms(
-    target: _Target,
+    target: _ReplacedInput,
     transforms: Sequence[Any],
     size: int | tuple[int, int] | None,
     layout: str | None,
     scale: float,
 ) -> ir.Value:
-    """Write the transforms of images; return their result, in the layout of the input."""
+    """Write the nodes of transforms of images; return the result in the input's layout."""
     check_normalize_is_last(transforms)
     op = target.op
     if layout not in (None, "NCHW", "NHWC"):
@@ -210,20 +218,26 @@ def _write_image_transforms(
         x = image_nodes.write_center(op, image_nodes.write_cover(op, x, final), final)
     if target.dtype == ir.DataType.UINT8:
         if normalize:
-            raise ValueError(f"the input {target.name!r} is uint8: it takes no normalized values")
+            raise ValueError(
+                f"the input {target.name!r} is uint8, which holds no normalized values: leave "
+                "out Normalize"
+            )
     else:
         x = image_nodes.write_scale(op, x, scale)
     if normalize:
         if len(normalize.mean) not in (1, channels):
-            raise ValueError(f"{normalize!r} does not fit {channels} channels")
+            raise ValueError(
+                f"{normalize!r} does not fit an input of {channels} channels: give 1 or {channels} "
+                "means"
+            )
         x = normalize.write(op, x)
     return op.Transpose(x, perm=[0, 3, 1, 2]) if layout == "NCHW" else x
 
 
 def _image_size(
-    target: _Target, layout: str, size: int | tuple[int, int] | None
+    target: _ReplacedInput, layout: str, size: int | tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Return height and width of the input, or `size` where it does not state them."""
+    """Return (height, width) of the model's input, or `size` if the input declares none."""
     asked = (size, size) if isinstance(size, int) else size
     start = 2 if layout == "NCHW" else 1
     stated = shapes.static((target.shape or (None,) * 4)[start : start + 2])
@@ -231,14 +245,16 @@ def _image_size(
         return None if asked is None else (int(asked[0]), int(asked[1]))
     if asked is not None and tuple(asked) != stated:
         given = argument("size", size)
-        raise ValueError(f"{given}: the input {target.name!r} takes images of {stated}")
+        raise ValueError(
+            f"{given}: the input {target.name!r} takes images of {stated}: leave out size"
+        )
     return stated[0], stated[1]
 
 
 def _write_waveform_transforms(
-    target: _Target, transforms: Sequence[Any], dtype: np.dtype
+    target: _ReplacedInput, transforms: Sequence[Any], dtype: np.dtype
 ) -> ir.Value:
-    """Write the transforms of waveforms; return their result, with the axes of the input."""
+    """Write the nodes of transforms of waveforms; return the result with the input's axes."""
     op = target.op
     if dtype not in (np.float32, np.int16):
         raise unknown("dtype", str(dtype), ["float32", "int16"])
@@ -256,20 +272,21 @@ def _write_waveform_transforms(
         have = (have[0], 1, *have[1:])
     if want is None or have is None:
         return x
-    pairs, swapped = zip(have, want, strict=False), _are_swapped(have, want)
+    pairs, swapped = zip(have, want, strict=False), _are_last_axes_swapped(have, want)
     differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
     if len(have) != len(want) or differ or swapped:
         hint = ": try onnxgrad.data.mel_spectrogram(..., frames_first={})"
         other = isinstance(have[-1], int) and not isinstance(have[-2], int)
         raise ValueError(
-            f"the transforms return {_shape_text(have)}, and the input {target.name!r} takes "
-            f"{_shape_text(want)}{hint.format(not other) if swapped else ''}"
+            f"the transforms return {_format_shape(have)}, and the input {target.name!r} takes "
+            f"{_format_shape(want)}"
+            f"{hint.format(not other) if swapped else ': change the transforms'}"
         )
     return x
 
 
-def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
-    """Return whether one of the last two axes has the length that the other should have."""
+def _are_last_axes_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
+    """Return whether the last two axes of the shape `have` are swapped, compared to `want`."""
     if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
         return False
     (a, b), (c, d) = have[-2:], want[-2:]
@@ -278,13 +295,15 @@ def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
     )
 
 
-def _shape_text(shape: shapes.Dims) -> str:
+def _format_shape(shape: shapes.Dims) -> str:
     known = [str(d) if shapes.is_stated(d) else "?" for d in shape]
     return f"({', '.join(known)})"
 
 
-def _put_in_front(proto: ModelProto, x: ir.Value, target: _Target, name: str | None) -> ModelProto:
-    """Put the nodes that compute `x` in front of `proto`, in place; return it."""
+def _insert_before_model(
+    proto: ModelProto, x: ir.Value, target: _ReplacedInput, name: str | None
+) -> ModelProto:
+    """Put the nodes that compute `x` in front of the model `proto`, in place; return `proto`."""
     graph, op = target.op.graph, target.op
     (raw,) = graph.inputs
     if name is not None and (not name or name in target.taken):

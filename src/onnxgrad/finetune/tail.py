@@ -1,4 +1,4 @@
-"""The values behind a layer that gets another number of units, and the axis of the units in each.
+"""The values behind a layer whose unit count changes, with the axis of units in each value.
 
 Operators that work for any number of units stay; lengths in Reshape, Resize, Split and the like are
 corrected; nodes that depend on the old number are refused, by name. Units may share their axis with
@@ -25,14 +25,14 @@ INDEX = 0
 
 
 class Span(NamedTuple):
-    """The position of the units on their axis, and the length of the axis, in the file."""
+    """The index of the first unit on an axis, and the axis length, in the file."""
 
     start: int
     length: int
 
 
 class Tail:
-    """The values behind layers of equal numbers of units, and the axis of the units in each.
+    """The values behind layers whose unit count changes, with the axis of units in each value.
 
     Args:
         op: emitter of the graph, whose shapes are inferred.
@@ -58,11 +58,11 @@ class Tail:
         self.upstream = {x for node in nodes_behind(self.axes) for x in reads(node)}
 
     def span(self, value: ir.Value) -> Span:
-        """Return the span of the units on their axis in `value`."""
+        """Return the `Span` of the units in `value`: first index on their axis, and axis length."""
         return self.spans.get(value, Span(0, self.old))
 
     def is_whole(self, value: ir.Value | None) -> bool:
-        """Return whether the axis of the units holds nothing else in `value`."""
+        """Return whether the axis of units in `value` holds the units alone."""
         return value not in self.spans
 
     def new_length(self, value: ir.Value) -> int:
@@ -70,26 +70,26 @@ class Tail:
         return self.span(value).length + self.new - self.old
 
     def set_span(self, value: ir.Value, span: Span) -> None:
-        """Note the span of the units on their axis in `value`."""
+        """Record the `Span` of the units in `value`."""
         self.spans.pop(value, None)
         if span != Span(0, self.old):
             self.spans[value] = span
 
     def set_like(self, value: ir.Value, other: ir.Value) -> None:
-        """Note that `value` has the units where `other` has them."""
+        """Record for `value` the axis and `Span` of units that `other` has."""
         self.axes[value] = self.axes[other]
         self.set_span(value, self.span(other))
         self.changed.add(value)
 
     def new_boundary(self, span: Span, position: int) -> int | None:
-        """Return a position on the axis for the new number of units; None if it is among units."""
+        """Return an axis index for the new unit count; None if the old index is among the units."""
         if position <= span.start:
             return position
         behind = position >= span.start + self.old
         return position + self.new - self.old if behind else None
 
     def refuse(self, node: ir.Node, why: str) -> NoReturn:
-        """Raise the error that a node needs the old number of units."""
+        """Raise `ValueError` for a node that works only with the old number of units."""
         raise ValueError(
             f"{node_text(node)} follows the units of {self.layers}, of which the model has "
             f"{self.old}: {why}. Name another layer by {argument('at')}, or put a head on an "
@@ -97,20 +97,20 @@ class Tail:
         )
 
     def keep(self, node: ir.Node, axis: int) -> None:
-        """Set the axis of the outputs of `node`."""
+        """Record `axis` as the axis of units in all outputs of `node`."""
         for y in node.outputs:
             self.axes[y] = axis
             self.changed.add(y)
 
     def rank(self, node: ir.Node, index: int = 0) -> int:
-        """Return the rank of an operand, or refuse."""
+        """Return the rank of an operand of `node`; raise `ValueError` if the rank is unknown."""
         n = rank(node.inputs[index])
         if n is None:
             self.refuse(node, "the rank of its operand is unknown")
         return n
 
     def bypass(self, node: ir.Node) -> None:
-        """Remove `node`: its operand takes the uses of its result."""
+        """Remove `node`; its operand takes the place of its result."""
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         self.set_like(substitute(self.op, y, x), x)
@@ -120,7 +120,7 @@ class Tail:
     def correct_length(
         self, node: ir.Node, index: int, position: int, reader: ir.Node | None = None
     ) -> None:
-        """Correct element `position` of the vector of lengths that `node` reads.
+        """Correct the length at `position` in the shape vector that `node` reads, as Reshape does.
 
         It is the old length of the axis of the units, or computed: 0 or -1. The vector is a
         constant, or a Concat of constants and lengths that are computed; `reader` is the node that
@@ -152,14 +152,14 @@ class Tail:
                 position -= length
 
     def replace_constant(self, node: ir.Node, index: int, array: np.ndarray) -> None:
-        """Let `node` read `array` instead of the constant, in its dtype and by its name."""
+        """Replace a constant operand of `node` by `array`, with the constant's dtype and name."""
         x = node.inputs[index]
         assert x is not None
         dtype = x.dtype or ir.DataType.from_numpy(array.dtype)
         node.replace_input_with(index, add_initializer(self.op, array, dtype, str(x.name)))
 
     def resize_operand(self, node: ir.Node, index: int, axis: int) -> None:
-        """Fit an operand that is broadcast against the units to their new number, or refuse."""
+        """Resize an operand that is broadcast against the units to the new unit count."""
         x = node.inputs[index]
         shape = dims(x)
         if x is None or shape is None:
@@ -177,7 +177,7 @@ class Tail:
             self.set_like(x, like)
             return
         array, producer = constant(x), x.producer()
-        resized = None if array is None else self._resized_constant(array, axis, span)
+        resized = None if array is None else self._constant_for_new_units(array, axis, span)
         if resized is not None:
             self.replace_constant(node, index, resized)
         elif producer is not None and producer.op_type == "OneHot":
@@ -185,8 +185,10 @@ class Tail:
         else:
             self.refuse(node, f"{x.name!r} has the shape {list(shape)}, a number for each unit")
 
-    def _resized_constant(self, array: np.ndarray, axis: int, span: Span) -> np.ndarray | None:
-        """Return `array` for the new number of units; None if it differs between units."""
+    def _constant_for_new_units(
+        self, array: np.ndarray, axis: int, span: Span
+    ) -> np.ndarray | None:
+        """Return the constant `array` for the new unit count; None if it differs between units."""
         before, units, behind = np.split(array, [span.start, span.start + self.old], axis)
         first = np.take(units, [0], axis)
         if not np.array_equal(units, np.broadcast_to(first, units.shape)):
@@ -196,7 +198,7 @@ class Tail:
         return np.concatenate([before, np.repeat(first, self.new, axis), behind], axis)
 
     def correct_depth(self, node: ir.Node) -> None:
-        """Correct the depth of a OneHot, or refuse."""
+        """Set the depth of a OneHot, which must be the old unit count, to the new unit count."""
         length = constant(node.inputs[1])
         if length is None or length.item() != self.old:
             self.refuse(node, "its depth is not the number of units")

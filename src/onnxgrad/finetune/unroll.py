@@ -1,4 +1,4 @@
-"""`unroll`: a model of one step in time becomes one of several, through which gradients flow."""
+"""`unroll`: turn a model of one time step into a model of sequences that can be trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = "steps"  # the symbol of the new axis
 
 
 def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
-    """Return a model that runs `model` for each step of sequences, and hands its states on.
+    """Return a model that runs `model` at each time step of sequences and passes its states on.
 
     Inputs (N, ...) become (N, steps, ...), and so do outputs; scalar inputs are the same in all
     steps. An input of `carry` is the state before the first step, its output that after the last.
@@ -54,7 +54,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
     one = to_ir(proto)
     infer(one)
     body = one.graph
-    _check_states(body, carry)
+    _check_carried_states(body, carry)
     graph = _write_scan(body, [*carry], [*carry.values()])
     made = to_proto(ir.Model(graph, ir_version=one.ir_version, producer_name="onnxgrad"))
     made.metadata_props.extend(proto.metadata_props)
@@ -62,7 +62,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
 
 
 def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Graph:
-    """Return a graph with a Scan over `body`.
+    """Return a graph that runs `body` for each time step in a Scan.
 
     Args:
         body: the graph of one step.
@@ -105,8 +105,8 @@ def _write_scan(body: ir.Graph, befores: list[str], afters: list[str]) -> ir.Gra
     return graph
 
 
-def _check_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
-    """Raise `ValueError` for unknown or unlike states, and for shapes that are not declared."""
+def _check_carried_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
+    """Raise `ValueError` for unknown or unequal states in `carry`, and for undeclared shapes."""
     inputs, outputs = ({str(v.name): v for v in vs} for vs in (body.inputs, body.outputs))
     if not carry or len({*carry.values()}) < len(carry):
         raise ValueError(f"carry={dict(carry)}: name each state, as {{input: its output}}")
@@ -116,23 +116,29 @@ def _check_states(body: ir.Graph, carry: Mapping[str, str]) -> None:
                 raise unknown(f"{kind} in carry", given, known)
     for name, v in (inputs | outputs).items():
         if v.shape is None:
-            raise ValueError(f"{name!r} has no declared shape: declare at least its rank")
+            raise ValueError(
+                f"the input or output {name!r} has no declared shape: declare at least its rank"
+            )
     for name, output in carry.items():
         x, y = inputs[name], outputs[output]
         if x.dtype != y.dtype or len(dims(x) or ()) != len(dims(y) or ()):
             raise ValueError(
-                f"carry: the output {output!r}, {y.dtype} {y.shape}, cannot become the input "
-                f"{name!r}, {x.dtype} {x.shape}"
+                f"carry: the output {output!r}, {y.dtype} {y.shape}, cannot be fed to the input "
+                f"{name!r}, {x.dtype} {x.shape}: name another output"
             )
     if not any(dims(x) for name, x in inputs.items() if name not in carry):
-        raise ValueError(f"the model has no input with steps beside the states {[*carry]}")
+        raise ValueError(
+            f"all inputs are in carry={dict(carry)}: one input must hold the data of each step"
+        )
     for name, y in outputs.items():
         if name not in carry.values() and not dims(y):
-            raise ValueError(f"the output {name!r} is a single number, and has no rows")
+            raise ValueError(
+                f"the output {name!r} is a single number and has no rows: remove this output"
+            )
 
 
 def _move_constants(body: ir.Graph, graph: ir.Graph) -> None:
-    """Let `graph` hold the constants of `body`, which are the same in all steps."""
+    """Move the constants of the Scan body to the outer graph, as all time steps share them."""
     for name, value in list(body.initializers.items()):
         del body.initializers[name]
         graph.register_initializer(value)

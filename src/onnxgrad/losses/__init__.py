@@ -1,4 +1,4 @@
-"""Losses and penalties. Importing this package registers the losses.
+"""Losses, and L1 and L2 penalties of weights; importing this package registers the losses.
 
 A `spec.LossSpec` is a loss by name: its formula, its labels and its options. The formulas are in
 `formulas`, `classification`, `causal`, `image_losses`, `embeddings` and `ctc`.

@@ -1,4 +1,4 @@
-"""The options of a loss that the nodes which compute a prediction decide.
+"""Options of a loss (axis, logits or probabilities) that follow from the nodes before a prediction.
 
 `axis=None` is the axis of the classes, found by `class_axis`. `from_logits=None` asks whether
 the prediction is a probability, which is between 0 and 1 whatever the weights and the data are, or
@@ -41,7 +41,7 @@ from onnxgrad.reporting import logger
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
-    """Return the loss with values for its options that are None, decided by the graph.
+    """Return the loss with its options `axis` and `from_logits` filled in from the graph.
 
     The logger "onnxgrad" reports the decisions.
 
@@ -58,10 +58,11 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
     filled: dict[str, Any] = {}
     n = rank(prediction)
     if "axis" in options and n is not None and n >= 2:
-        filled["axis"] = _checked_axis(spec, prediction, n, otherwise)
+        filled["axis"] = _valid_class_axis(spec, prediction, n, otherwise)
         if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
             raise ValueError(
-                f"{name!r} holds one score for each row, and {spec.name!r} compares scores of "
+                f"the output {name!r} holds one score for each row, and the loss {spec.name!r} "
+                "compares scores of "
                 "several classes: use 'binary_cross_entropy', or another loss of one score"
             )
     if options.get("soft_labels", False) is None:
@@ -81,7 +82,7 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         )
         logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
     if options.get("from_logits") is None and "from_logits" in options:
-        filled["from_logits"] = _is_score(spec, prediction)
+        filled["from_logits"] = _holds_scores(spec, prediction)
         kind = "scores" if filled["from_logits"] else "probabilities"
         logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
         if filled["from_logits"]:
@@ -95,7 +96,7 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
 def before_activation(
     op: Any, spec: LossSpec, plain: LossSpec, prediction: ir.Value
 ) -> tuple[LossSpec, ir.Value]:
-    """Return the loss of the logits, and the logits, if the prediction is a softmax or sigmoid.
+    """Return the loss of logits, and the logits, if a Softmax or Sigmoid computes the prediction.
 
     The loss is the same, but stable and without clipping. The activation may be written out, and
     followed by nodes that move or cast its results; see `losses.logits`. If the user has set
@@ -126,7 +127,7 @@ def before_activation(
 
 
 def _warn_of_clipping(prediction: ir.Value) -> None:
-    """Warn if the prediction is affine in clipped scores, whose gradient may be zero."""
+    """Warn if the prediction is an affine function of clipped scores: its gradient may be 0."""
     x: ir.Value | None = prediction
     while x is not None and (clip := made_by(x, "Clip", "HardSigmoid")) is None:
         x = _affine_operand(x)
@@ -143,7 +144,7 @@ def _warn_of_clipping(prediction: ir.Value) -> None:
 
 
 def _affine_operand(x: ir.Value) -> ir.Value | None:
-    """Return the operand whose affine function, share or moved elements `x` holds, else None."""
+    """Return the operand that a node moves or maps by an affine function to `x`, else None."""
     node = x.producer()
     if node is None or not (moved_operands(node) or "affine" in operator_of(node).traits):
         return None
@@ -157,7 +158,7 @@ def _affine_operand(x: ir.Value) -> ir.Value | None:
 
 
 def _warn_of_quotients_by_sums(prediction: ir.Value) -> None:
-    """Warn if a prediction that is taken for scores is a value divided by its sum."""
+    """Warn if a prediction that counts as scores is a value divided by the sum of this value."""
     node = before_casts(prediction).producer()
     share = None if node is None else quotient(node)
     if share is not None and node is not None and summed_axes(*share) is not None:
@@ -171,8 +172,8 @@ def _warn_of_quotients_by_sums(prediction: ir.Value) -> None:
         )  # fmt: skip
 
 
-def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
-    """Return the axis of the classes of a prediction of rank `n`, counted from the first."""
+def _valid_class_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
+    """Return the class axis of a prediction of rank `n` as an index from 0, after checking it."""
     axis = spec.all_options["axis"]
     if axis is None:
         axis = class_axis(prediction, otherwise)
@@ -181,13 +182,16 @@ def _checked_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int |
     elif isinstance(axis, bool) or int(axis) != axis or not -n <= axis < n:
         given = argument("loss_options.axis", axis)
         raise ValueError(
-            f"{given} is no axis of {prediction.name!r}, which has the shape {dims(prediction)}"
+            f"{given} is no axis of {prediction.name!r}, which has the shape {dims(prediction)}: "
+            f"give an axis from {-n} to {n - 1}"
         )
     return int(axis) % n
 
 
-def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
-    """Return whether a prediction is a score; log-probabilities are scores of their own softmax.
+def _holds_scores(spec: LossSpec, prediction: ir.Value) -> bool:
+    """Return whether a prediction holds scores (logits) rather than probabilities.
+
+    Log-probabilities count as scores: their softmax is the probabilities.
 
     Raises:
         ValueError: the prediction is neither a score nor a probability of the kind that the loss
@@ -198,7 +202,7 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
         raise ValueError(
             f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
             f"classes, and {spec.name!r} needs scores or the results of a Softmax: use "
-            "binary_cross_entropy, or state the kind of the numbers by "
+            "binary_cross_entropy, or say whether they are scores by "
             f"{argument('loss_options.from_logits', False)} or True"
         )
     logarithm = last in ("Log", "LogSoftmax") and value_range(prediction)[1] <= 0
@@ -241,13 +245,13 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
 
 
 def is_probability(prediction: ir.Value) -> bool:
-    """Return whether the graph, whose shapes are inferred, proves that numbers are from 0 to 1."""
+    """Return whether the graph proves that all elements of a prediction lie between 0 and 1."""
     low, high = value_range(prediction)
     return (low >= 0 and high <= 1) or _element_operator(prediction) == "Sigmoid"
 
 
 def _element_operator(x: ir.Value) -> str | None:
-    """Return the operator that computes the elements of `x`, before nodes move or clip them."""
+    """Return the op type that computes the elements of `x`, before nodes move or clip them."""
     while (node := x.producer()) is not None:
         sources = node.inputs[:1] if made_by(x, "Clip") else moved_operands(node)
         if len(sources) != 1 or sources[0] is None:

@@ -1,4 +1,4 @@
-"""The loss of language models: the logits at a position are compared with the token at the next."""
+"""The loss of causal language models: logits at a position are compared with the next token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_causal(loss: Any) -> bool:
 
 
 def causal_terms(op: Any, prediction: ir.Value, label: ir.Value, ignore_index: int = -100) -> Terms:
-    """The terms of `causal_lm`, one for every label but the first of a row."""
+    """Write the loss terms of `causal_lm`, one for each label except the first label of a row."""
     return cross_entropy_terms(op, prediction, label, axis=2, shift=True, ignore_index=ignore_index)
 
 
@@ -51,7 +51,7 @@ def causal_lm(op, prediction, label, ignore_index=-100):
 
 
 def labels_of_tokens(op: Emit, ignore_index: int) -> ir.Value:
-    """Write labels from the tokens of the graph: `ignore_index` where the attention mask is 0.
+    """Write labels from the input of tokens, with `ignore_index` where the attention mask is 0.
 
     Raises:
         ValueError: the graph has no input of tokens.

@@ -1,4 +1,4 @@
-"""The axis of the classes of a prediction: the feature axis of the last linear operator before it.
+"""The class axis of a prediction: the feature axis of the last linear operator that precedes it.
 
 MatMul, Gemm and recurrent operators write features along the last axis, Conv along axis 1, as the
 records of operators say. From there, the axis is followed to the prediction through operators that
@@ -24,7 +24,7 @@ Answer = int | str | None
 
 
 def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
-    """Return the axis of the classes of `prediction`, counted from the first.
+    """Return the index, from 0, of the class axis of `prediction`.
 
     If there are two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or
     else the axis along which the last linear operator writes its features.
@@ -38,7 +38,10 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
     """
     n, shape = rank(prediction), printable(dims(prediction))
     if n is None or n < 2:
-        raise ValueError(f"{prediction.name!r} has no axis of classes: its shape is {shape}")
+        raise ValueError(
+            f"{prediction.name!r} has the shape {shape}, which has no axis of classes: choose an "
+            "output (N, C, ...), or another loss"
+        )
     answer: Answer = 1 if n == 2 else _AxisSearch(prediction).answers.get(prediction)
     if answer is None:
         answer = "no linear operator precedes it" if otherwise is None else otherwise
@@ -52,7 +55,7 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
 
 
 class _AxisSearch:
-    """The search for the axis of the classes in the values that a prediction depends on.
+    """Search for the class axis of a prediction through the nodes that compute the prediction.
 
     Attributes:
         data: values that depend on the elements of an input that is no weight. Weights are inputs
@@ -84,22 +87,22 @@ class _AxisSearch:
                 yield from node.outputs
 
     def _axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
-        """Return the axis of the result `x`, from the axes of operands, or from the operator."""
-        if operands := self._passed_operands(node):
+        """Return the class axis of the result `x`, from its operands or its operator."""
+        if operands := self._operands_passing_axis(node):
             axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
             moved = {
-                a if isinstance(a, str) else _axis_after(node, v, x, a) for v, a in axes.items()
+                a if isinstance(a, str) else _axis_in_output(node, v, x, a) for v, a in axes.items()
             }
             reasons = [a for a in moved if isinstance(a, str)]
             if reasons or not moved:
                 return reasons[0] if reasons else None
             first, *others = sorted(a for a in moved if isinstance(a, int))
             return f"the operands of {node_text(node)} disagree" if others else first
-        axis = self._written_axis(node, x)
+        axis = self._axis_from_operator(node, x)
         return f"{node_text(node)} computes it" if axis is None and x in self.linear else axis
 
-    def _passed_operands(self, node: ir.Node) -> list[ir.Value]:
-        """Return the operands whose axis of the classes the result of `node` may have."""
+    def _operands_passing_axis(self, node: ir.Node) -> list[ir.Value]:
+        """Return the operands of `node` whose class axis its result may inherit."""
         operator, inputs = operator_of(node), [v for v in node.inputs if v is not None]
         is_table = operator.roles.startswith("t") and inputs[0] not in self.data
         if node.domain or operator.work or is_table or "distribution" in operator.traits:
@@ -110,8 +113,8 @@ class _AxisSearch:
             return [v for v in inputs if dims(v) != ()] or inputs  # a scalar has no axis
         return inputs[:1] if operator.axes or "aligned" in operator.traits else []
 
-    def _written_axis(self, node: ir.Node, x: ir.Value) -> Answer:
-        """Return the axis that a linear operator or a Softmax writes; None for other operators."""
+    def _axis_from_operator(self, node: ir.Node, x: ir.Value) -> Answer:
+        """Return the class axis that a linear operator or Softmax writes in `x`, else None."""
         operator, n, first = operator_of(node), rank(x), (*node.inputs, None)[0]
         weights, axis = operator.features or (0, None)
         if axis == 1:
@@ -130,14 +133,14 @@ class _AxisSearch:
                 return f"{node_text(node)} has no matrix of weights as its second operand"
             return n - 1
         if node.op_type == "Einsum":
-            return self._new_axis(node)
+            return self._new_einsum_axis(node)
         if node.op_type == "Gather":  # logits from the rows of a table
             is_matrix = rank(first) == 2 and int_attribute(node, "axis") == 0
             return n - 1 if is_matrix else f"{node_text(node)} computes it"
         return None
 
-    def _new_axis(self, node: ir.Node) -> Answer:
-        """Return the axis of the output of an Einsum whose index is in no operand of data."""
+    def _new_einsum_axis(self, node: ir.Node) -> Answer:
+        """Return the output axis of an Einsum whose index the weights have and the data lack."""
         terms, output = einsum_terms(string_attribute(node, "equation"))
         operands = zip(terms, node.inputs, strict=True)
         of_data = "".join(term for term, v in operands if v in self.data)
@@ -147,8 +150,8 @@ class _AxisSearch:
         return new[0]
 
 
-def _axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
-    """Return the axis of the output `y` of `node` that is `axis` of its operand `x`."""
+def _axis_in_output(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
+    """Return the axis of the output `y` of `node` that corresponds to `axis` of the operand `x`."""
     before, after = dims(x), dims(y)
     if before is None or after is None:
         return f"the rank of {(x if before is None else y).name!r} is unknown"

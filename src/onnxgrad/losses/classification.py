@@ -1,4 +1,4 @@
-"""Cross-entropies: of classes along an axis, and of two classes in each element."""
+"""Cross-entropy losses: of classes along an axis, and of two classes for each element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cross_entropy_terms(
     op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
     ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
 ):  # fmt: skip
-    """The terms: -log p_y for every label y, with the weight w_y, or 0 where y is ignored.
+    """Write the terms of cross-entropy: -log p_y and weight w_y (0 if ignored) for each label y.
 
     The weighted mean equals `torch.nn.functional.cross_entropy`: with smoothing, the loss of a
     label is (1 - s) l_y + s / C sum_c w_c l_c / w_y. The terms of soft labels have no weights.
@@ -29,7 +29,7 @@ def cross_entropy_terms(
     A label out of range fails when the model runs, but one of -C to -1 counts from the last class:
     trainers check labels before.
     """
-    classes, label = _find_classes(op, prediction, label, axis, shift)
+    classes, label = _align_prediction_and_label(op, prediction, label, axis, shift)
     weighted = log_p = classes.log_p(from_logits, eps)
     axis = classes.axis
     if class_weight is not None:
@@ -91,7 +91,7 @@ def cross_entropy(
         shift: the prediction at a position of axis 1 is compared with the label at the next one, as
             language models are trained. For predictions (N, T, V).
     """
-    classes, label = _find_classes(op, prediction, label, axis, shift)
+    classes, label = _align_prediction_and_label(op, prediction, label, axis, shift)
     log_p = classes.log_p(from_logits, eps)
     share = label_smoothing / classes.length() if label_smoothing else 0.0
     if soft_labels:
@@ -146,7 +146,7 @@ def binary_cross_entropy(
 
 
 def _binary_losses(op, prediction, label, from_logits, eps, pos_weight):
-    """-a y log p - (1 - y) log(1 - p), a = `pos_weight`, or 1 for None."""
+    """Write -a y log p - (1 - y) log(1 - p), with a = `pos_weight`, by default 1."""
     if pos_weight is not None:
         pos_weight = op.const(np.asarray(pos_weight, prediction.dtype.numpy()))
     if from_logits:
@@ -163,8 +163,8 @@ def _binary_losses(op, prediction, label, from_logits, eps, pos_weight):
 
 
 @dataclass
-class _Classes:
-    """The classes of a prediction, along an axis that is counted from the first."""
+class _ClassPrediction:
+    """A prediction and its class axis, which write log-probabilities and class weights."""
 
     op: Any
     prediction: ir.Value
@@ -184,12 +184,12 @@ class _Classes:
         return self.op.Cast(self.op.Squeeze(length, [0]), to=self.prediction.dtype)
 
     def along(self, vector: ir.Value) -> ir.Value:
-        """Write a vector (C,) in a shape that is broadcast to the prediction."""
+        """Reshape a vector (C,) so that it is broadcast along the class axis of the prediction."""
         behind = len(dims_of(self.prediction)) - 1 - self.axis
         return self.op.Reshape(vector, [-1] + [1] * behind)
 
     def log_p(self, from_logits: bool, eps: float) -> ir.Value:
-        """Write the logarithms of the probabilities."""
+        """Write the log-probabilities of the classes, from logits or from probabilities."""
         if from_logits:
             return self.op.LogSoftmax(self.prediction, axis=self.axis)
         return self.op.Log(self.op.Clip(self.prediction, eps, 1.0))
@@ -215,8 +215,8 @@ class _Classes:
         return chosen
 
 
-def _find_classes(op, prediction, label, axis, shift):
-    """Return the classes of a prediction, and its label; the axis None is 1, as in PyTorch.
+def _align_prediction_and_label(op, prediction, label, axis, shift):
+    """Return a prediction with its class axis, and the label; `axis=None` is axis 1, as in PyTorch.
 
     With `shift`, the prediction is without its last position, and the label without the first.
     """
@@ -225,7 +225,7 @@ def _find_classes(op, prediction, label, axis, shift):
         raise ValueError(f"cross_entropy needs a prediction of known rank, 2 or more, not {n}")
     axis, shape = 1 if axis is None else axis % n, dims_of(prediction)
     if not shift:
-        return _Classes(op, prediction, axis), label
+        return _ClassPrediction(op, prediction, axis), label
     if n != 3 or axis != 2:
         raise ValueError(
             f"shift=True needs predictions (N, T, classes), but the shape is {shape}, with classes "
@@ -236,11 +236,11 @@ def _find_classes(op, prediction, label, axis, shift):
     before, after = op.Slice(prediction, [0], [-1], [1]), op.Slice(label, [1], [_END], [1])
     before.shape = ir.Shape([rows, length, count])
     after.shape = ir.Shape([rows, length, *dims_of(label)[2:]])
-    return _Classes(op, before, axis), after
+    return _ClassPrediction(op, before, axis), after
 
 
 def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
-    """Return the class weights as an array of `classes` entries; None: of any number.
+    """Return class weights as an array of `classes` entries; `classes=None` allows any length.
 
     Raises:
         ValueError: another number of weights, a key that is no class index, or a weight that is
@@ -269,5 +269,8 @@ def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
             f"{named('class_weight')} must hold finite numbers of 0 or more, not {class_weight}"
         )
     if classes is not None and not array.any():
-        raise ValueError(f"{named('class_weight')} is 0 for all classes, so that no row counts")
+        raise ValueError(
+            f"{named('class_weight')} is 0 for all classes, so that no row counts: give "
+            "one class a weight above 0"
+        )
     return array

@@ -1,4 +1,4 @@
-"""A sum of losses of one prediction."""
+"""A weighted sum of several losses of one prediction."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def combined_loss(
         >>> og.losses.combined_loss({"cross_entropy": 1, "softmax_dice": 0.5}).name
         'cross_entropy + 0.5 softmax_dice'
     """
-    specs, two = _select_losses(factors, options or {})
+    specs, two = _configure_losses(factors, options or {})
     if len(specs) == 1 and [*factors.values()] == [1]:
         return next(iter(specs.values()))
 
     def add(op: Any, prediction: Any, label: Any, **shared: Any) -> Terms:
         own = [spec.with_options({**spec.options, **shared}) for spec in specs.values()]
         terms = [spec.terms(op, prediction, label) for spec in own]
-        return _add_terms(op, terms, [*factors.values()])
+        return _sum_loss_terms(op, terms, [*factors.values()])
 
     def of_classes(op, prediction, label, from_logits=True, ignore_index=-100, axis=None):
         options = {"ignore_index": ignore_index, "axis": axis}
@@ -63,10 +63,10 @@ def combined_loss(
     return replace(base, formula=of_two if two else of_classes, name=title)
 
 
-def _select_losses(
+def _configure_losses(
     factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, LossSpec], bool]:
-    """Return the losses, and whether predictions are scores of one of two classes."""
+    """Return the losses by name, and whether they take one score for two classes."""
     kinds = {name: kind for name, spec in LOSSES.items() if (kind := _prediction_kind(spec))}
     for name, factor in factors.items():
         if name not in kinds:
@@ -88,8 +88,8 @@ def _select_losses(
     return specs, kinds[next(iter(factors))] == "two classes"
 
 
-def _add_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
-    """Write the sum of the terms; the term of a row is added to each of its elements."""
+def _sum_loss_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
+    """Write the weighted sum of the terms of losses; row losses are broadcast to elements."""
     ranks = [rank(one.losses) or 1 for one in terms]
     each = []
     for one, n, factor in zip(terms, ranks, factors, strict=True):
@@ -100,7 +100,7 @@ def _add_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Ter
 
 
 def _prediction_kind(spec: LossSpec) -> str | None:
-    """Return which predictions a loss takes, or None if it cannot be combined."""
+    """Return "classes" or "two classes" for what a loss predicts, None if it cannot be combined."""
     if spec.activation == "Sigmoid":
         return "two classes"
     by_class = "axis" in spec.all_options and spec.has_ignore_index

@@ -15,15 +15,15 @@ _INFINITE = 1e29  # a loss above it has no alignment
 
 
 def _prediction_axes(options: Any) -> tuple[int, int, int]:
-    """Return the axes of time steps, rows and classes in a prediction."""
+    """Return the indices of the time, row and class axes of a prediction."""
     classes = options["axis"] % 3
     rest = [i for i in range(3) if i != classes]
     rows, time = rest[::-1] if options["time_major"] else rest
     return time, rows, classes
 
 
-def _label_kind(options: Any) -> LabelKind:
-    """Return the kind of labels for a prediction (N, T, C), or (T, N, C) with time_major."""
+def _ctc_label_kind(options: Any) -> LabelKind:
+    """Return dtype and shape of CTC labels for a prediction (N, T, C), or time-major (T, N, C)."""
     _, rows, classes = _prediction_axes(options)
     return LabelKind(
         dtype=ir.DataType.INT64,
@@ -35,7 +35,7 @@ def _label_kind(options: Any) -> LabelKind:
     )
 
 
-@register("ctc", labels=_label_kind, has_ignore_index=True, activation="Softmax", mixes=False)
+@register("ctc", labels=_ctc_label_kind, has_ignore_index=True, activation="Softmax", mixes=False)
 def ctc(
     op, prediction, label, blank=0, time_major=False, input_lengths=False, zero_infinity=False,
     ignore_index=-100, from_logits=True, eps=1e-7, axis=2,
@@ -64,7 +64,7 @@ def ctc(
     kept = op.Not(op.Or(op.Equal(label, ignore_index), op.Equal(label, blank)))
     clean = op.Where(kept, label, np.int64(blank))
     states = _interleave_filler(op, clean, np.int64(blank))
-    alpha = _scan_steps(op, log_p, states, _leap_penalties(op, clean, log_p), lengths)
+    alpha = _scan_log_likelihood(op, log_p, states, _skip_penalties(op, clean, log_p), lengths)
     last = 2 * op.ReduceSum(op.Cast(kept, to=ir.DataType.INT64), [1], keepdims=1)
     at = op.Unsqueeze(positions(op, states, 1), [0])
     end = op.Or(op.Equal(at, last), op.Equal(at, last - 1))  # a blank, or the last label
@@ -73,7 +73,7 @@ def ctc(
     return op.Cast(op.Where(op.Greater(loss, _INFINITE), infinite, loss), to=dtype)
 
 
-def _scan_steps(
+def _scan_log_likelihood(
     op: Any, log_p: ir.Value, states: ir.Value, repeats: ir.Value, lengths: ir.Value | None
 ) -> ir.Value:
     """Write the log-likelihood of all paths to each state at the last time step, (N, 2S + 1).
@@ -117,7 +117,7 @@ def _scan_steps(
 
 
 def _interleave_filler(op: Any, x: ir.Value, filler: Any) -> ir.Value:
-    """Write filler, x_1, filler, x_2, ..., filler, (N, 2S + 1), for `x` (N, S)."""
+    """Interleave `x` (N, S) with a filler: filler, x_1, filler, x_2, ..., filler, (N, 2S + 1)."""
     fillers = op.expand_to(op.const(filler, x.dtype), x)
     pairs = op.Concat(op.Unsqueeze(fillers, [2]), op.Unsqueeze(x, [2]), axis=2)
     y = op.Pad(op.Flatten(pairs, axis=1), [0, 0, 0, 1], op.const(filler, x.dtype))
@@ -126,8 +126,8 @@ def _interleave_filler(op: Any, x: ir.Value, filler: Any) -> ir.Value:
     return y
 
 
-def _leap_penalties(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
-    """Write 0 at labels to which paths may leap over a blank, else log 0, (N, 2S + 1).
+def _skip_penalties(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
+    """Write 0 where a CTC path may skip the blank before a label, else log 0, (N, 2S + 1).
 
     A path must not leap to a label that equals the label before.
     """

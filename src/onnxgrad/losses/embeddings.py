@@ -1,4 +1,4 @@
-"""Losses of embeddings: triplets, contrast, the cosine of pairs, and margins between classes.
+"""Losses of embeddings: triplet, contrastive, cosine, ArcFace and CosFace losses.
 
 `triplet`, `contrastive` and `multiple_negatives` compare the rows of a batch by their class labels;
 `cosine_embedding` compares two embeddings in one row, `cosine_similarity` two consecutive rows;
@@ -22,20 +22,20 @@ from onnxgrad.losses.formula_nodes import at_index, dims_of, lowest, positions, 
 from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, class_indices, register
 
 
-def _label_of_row(
+def _row_label_kind(
     needs: str, accepts: Callable[[Dims], bool], dtype: ir.DataType | None = ir.DataType.INT64
 ) -> LabelKind:
-    """Return the kind of labels (N,), for predictions of known rank."""
+    """Return the `LabelKind` of losses that take one label for each row, (N,)."""
     return LabelKind(
         dtype, lambda f: (f[0] if f else None,), lambda f: f is not None and accepts(f), needs
     )
 
 
-_CLASS_OF_ROW = _label_of_row("embeddings (N, D)", lambda f: len(f) == 2)
-_CLASS_OF_VIEWS = _label_of_row("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
-_NUMBER_OF_ROW = _label_of_row("embeddings (N, D)", lambda f: len(f) == 2, None)
+_CLASS_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2)
+_CLASS_OF_VIEWS = _row_label_kind("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
+_NUMBER_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2, None)
 _COSINES = class_indices(1, 2, "cosines (N, C)")
-_SAME_OR_NOT = _label_of_row(
+_SAME_OR_NOT = _row_label_kind(
     "pairs of embeddings (N, 2, D)", lambda f: len(f) == 3 and f[1] in (2, None), None
 )
 
@@ -62,7 +62,7 @@ def cosine_similarity(op, prediction, label):
 
     One loss for every row, equal for both of a pair. Reimers and Gurevych 2019, arXiv:1908.10084.
     """
-    z = _unit_rows(op, wide(op, prediction))
+    z = _normalize_rows(op, wide(op, prediction))
     pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
     other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
     cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
@@ -95,7 +95,7 @@ def cosface(op, prediction, label, margin=0.35, scale=64.0):
 
 
 def _margin_loss(op, cosines, moved, label, scale):
-    """Write the cross-entropy of scaled cosines, with the `moved` ones for the labels."""
+    """Write the cross-entropy of scaled cosines, with `moved` as cosines of the label classes."""
     hit = op.Equal(op.Unsqueeze(label, [1]), positions(op, cosines, 1))
     logits = op.set_type_like(op.Where(hit, moved, wide(op, cosines)) * scale, moved)
     return op.Cast(cross_entropy_terms(op, logits, label, axis=1).losses, to=cosines.dtype)
@@ -116,7 +116,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
         raise unknown("mining", mining, ["all", "semi-hard", "hard"])
     difference = op.Unsqueeze(prediction, [1]) - op.Unsqueeze(prediction, [0])
     far = _p_norms(op, difference, p, eps)
-    same, itself = _same_label(op, label), _same_row(op, label)
+    same, itself = _same_label_mask(op, label), _identity_mask(op, label)
     positive, negative = op.And(same, op.Not(itself)), op.Not(same)
     low = lowest(op, prediction)
     count = _count_pairs(op, positive, far) * _count_pairs(op, negative, far)
@@ -129,7 +129,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
         return Terms(loss * weight, weight)
     if mining == "semi-hard":
         valid = op.And(positive, op.Greater(op.Unsqueeze(count, [1]), 0.0))
-        c = _semi_hard(op, far, negative)
+        c = _semi_hard_distances(op, far, negative)
         losses = op.Where(valid, op.Relu(op.Where(valid, far - c, 0.0) + margin), 0.0)
         count = _count_pairs(op, valid, far)
         return Terms(op.ReduceSum(losses, [1], keepdims=0) / op.Max(count, 1.0), count)
@@ -139,8 +139,8 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     return Terms(summed / op.Max(count, 1.0), count)
 
 
-def _semi_hard(op, far, negative):
-    """Write the distance from a to the semi-hard negative of each pair of rows a, b, (N, N)."""
+def _semi_hard_distances(op, far, negative):
+    """Write for each pair of rows a, b the distance from a to its semi-hard negative, (N, N)."""
     low, negatives = lowest(op, far), op.Unsqueeze(negative, [1])  # (a, 1, c)
     to_c = op.Unsqueeze(far, [1])
     farther = op.And(negatives, op.Greater(to_c, op.Unsqueeze(far, [2])))
@@ -198,9 +198,9 @@ def multiple_negatives(op, prediction, label, scale=20.0, symmetric=False):
     anchors. symmetric: the mean of this loss and -log softmax_a(s cos(a, z_j)), over all anchors a
     for each positive j.
     """
-    dtype, z = prediction.dtype, _unit_rows(op, wide(op, prediction))
-    same, place = _same_label(op, label), positions(op, label, 0)
-    others = op.And(same, op.Not(_same_row(op, label)))
+    dtype, z = prediction.dtype, _normalize_rows(op, wide(op, prediction))
+    same, place = _same_label_mask(op, label), positions(op, label, 0)
+    others = op.And(same, op.Not(_identity_mask(op, label)))
     before = op.And(same, op.Less(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1])))
     first = op.Equal(_count_pairs(op, before, z), 0.0)
     anchor = op.And(first, op.Greater(_count_pairs(op, others, z), 0.0))
@@ -222,9 +222,9 @@ def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True)
     (Radford et al. 2021, arXiv:2103.00020).
     """
     dtype, a, b = first.dtype, wide(op, first), wide(op, second)
-    a, b = (_unit_rows(op, x) if normalize else x for x in (a, b))
+    a, b = (_normalize_rows(op, x) if normalize else x for x in (a, b))
     scores = op.MatMul(a, op.Transpose(b, perm=[1, 0])) / temperature
-    itself = _same_row(op, first)
+    itself = _identity_mask(op, first)
     losses = [
         -op.ReduceSum(op.Where(itself, op.LogSoftmax(scores, axis=axis), 0.0), [axis], keepdims=0)
         for axis in ((1, 0) if symmetric else (1,))
@@ -243,21 +243,21 @@ def nt_xent(op, first, second, temperature=0.1, normalize=True):
 
 
 def _contrastive_losses(op, z, label, temperature, normalize):
-    """Write the losses and the weights of `contrastive` for embeddings (N, D)."""
+    """Write the losses of `contrastive` and their weights for embeddings (N, D)."""
     dtype, z = z.dtype, wide(op, z)
-    z = _unit_rows(op, z) if normalize else z
-    itself = _same_row(op, label)
+    z = _normalize_rows(op, z) if normalize else z
+    itself = _identity_mask(op, label)
     scores = op.MatMul(z, op.Transpose(z, perm=[1, 0])) / temperature
     log_p = op.LogSoftmax(op.Where(itself, lowest(op, z), scores), axis=1)
-    positive = op.And(_same_label(op, label), op.Not(itself))
+    positive = op.And(_same_label_mask(op, label), op.Not(itself))
     count = _count_pairs(op, positive, z)
     summed = op.ReduceSum(op.Where(positive, log_p, 0.0), [1], keepdims=0)
     loss = -summed / op.Max(count, 1.0)
     return op.Cast(loss, to=dtype), op.Cast(op.Greater(count, 0.0), to=dtype)
 
 
-def _unit_rows(op, x):
-    """Write the rows of `x` divided by their lengths, but by at least 1e-12 as in PyTorch."""
+def _normalize_rows(op, x):
+    """Write the rows of `x` divided by their Euclidean norms, at least 1e-12."""
     return x / op.Max(op.ReduceL2(x, [1], keepdims=1), 1e-12)
 
 
@@ -265,20 +265,20 @@ def _p_norms(op, x, p, eps):
     """Write the p-norms of x + eps over the last axis."""
     norms = {1: op.ReduceL1, 2: op.ReduceL2}
     if p not in norms:
-        raise ValueError(f"p={p!r}: give 1 or 2")
+        raise ValueError(f"p={p!r}: the norm of distances is p=1 or p=2")
     return norms[p](x + eps, [-1], keepdims=0)
 
 
-def _same_row(op: Any, x: ir.Value) -> ir.Value:
-    """Write whether two rows are the same one, (N, N)."""
-    return _same_label(op, positions(op, x, 0))
+def _identity_mask(op: Any, x: ir.Value) -> ir.Value:
+    """Write the (N, N) identity matrix as booleans: true where both rows have the same index."""
+    return _same_label_mask(op, positions(op, x, 0))
 
 
-def _same_label(op: Any, label: ir.Value) -> ir.Value:
-    """Write whether two rows have the same label, (N, N)."""
+def _same_label_mask(op: Any, label: ir.Value) -> ir.Value:
+    """Write for each pair of rows whether their labels are equal, (N, N)."""
     return op.Equal(op.Unsqueeze(label, [1]), op.Unsqueeze(label, [0]))
 
 
 def _count_pairs(op: Any, pairs: ir.Value, like: ir.Value) -> ir.Value:
-    """Write the number of pairs of every row, (N,), in the dtype of `like`."""
+    """Write for each row the count of true entries in `pairs`, (N,), in the dtype of `like`."""
     return op.ReduceSum(op.Cast(pairs, to=like.dtype), [1], keepdims=0)

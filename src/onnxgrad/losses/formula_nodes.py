@@ -1,4 +1,4 @@
-"""Nodes that several losses write."""
+"""Helpers that write ONNX nodes which several losses need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LOWEST_FLOAT16 = -1e4
 
 
 def dims_of(x: ir.Value) -> Dims:
-    """Return the dimensions of a value of known rank, such as a label kind requires."""
+    """Return the dimensions of a value whose rank is known."""
     shape = dims(x)
     assert shape is not None
     return shape
 
 
 def lowest(op: Any, like: ir.Value) -> ir.Value:
-    """Write a logit of probability zero, in the dtype of `like`."""
+    """Write a constant that is a logit of probability zero, in the dtype of `like`."""
     return op.const(_LOWEST_FLOAT16 if like.dtype == ir.DataType.FLOAT16 else LOWEST, like.dtype)
 
 
@@ -49,7 +49,7 @@ def softplus(op: Any, x: ir.Value) -> ir.Value:
 
 
 def positions(op: Any, x: ir.Value, axis: int) -> ir.Value:
-    """Write 0, 1, ... along an axis of `x`, int64 of one axis."""
+    """Write the vector 0, 1, ..., length - 1 for the length of an axis of `x`, in int64."""
     y = op.arange(op.dim(x, axis))
     y.shape = ir.Shape([dims_of(x)[axis]])
     return y
@@ -69,7 +69,7 @@ def at_index(op: Any, x: ir.Value, i: int) -> ir.Value:
 
 
 def classes_second(op: Any, x: ir.Value, axis: int | None) -> ir.Value:
-    """Write `x` with the axis of the classes as axis 1; None is axis 1."""
+    """Write `x` with its class axis moved to axis 1; `axis=None` means axis 1 already."""
     n = len(dims_of(x))
     axis = 1 if axis is None else axis % n
     if axis == 1:

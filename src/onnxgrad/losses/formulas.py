@@ -47,7 +47,7 @@ def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> L
     elif loss in LOSSES:
         spec = LOSSES[loss]
         for name, value in options.items():
-            _require_range(loss, name, value)
+            _check_option_range(loss, name, value)
     else:
         raise unknown("loss", loss, LOSSES)
     return spec.with_options(options, reduction)
@@ -72,13 +72,15 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def _require_range(loss: str, name: str, value: Any) -> None:
-    """Raise `ValueError` for an option that reverses the sign of the loss, or has no meaning."""
+def _check_option_range(loss: str, name: str, value: Any) -> None:
+    """Raise `ValueError` for a loss option out of range, such as a negative factor."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and name in _RANGES and (loss, name) != ("cosine_embedding", "margin"):
         fits, needs = _RANGES[name]
         if not fits(value):
-            raise ValueError(f"{name}={value!r}: the loss {loss!r} needs a number {needs}")
+            raise ValueError(
+                f"{name}={value!r}: this option of the loss {loss!r} needs a number {needs}"
+            )
 
 
 @register("squared_error", "l2")
@@ -101,8 +103,8 @@ def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
     return size * (l1_weight + l2_weight * size)
 
 
-def _log_terms(op, prediction, label, eps=1e-6):
-    """-log p[y] of every row, (N, 1)."""
+def _log_loss_terms(op, prediction, label, eps=1e-6):
+    """Write -log p[y], the log loss of each row, (N, 1)."""
     return Terms(op.ReduceSum(log(op, prediction, label, eps), [1], keepdims=1))
 
 
@@ -110,7 +112,7 @@ def _log_terms(op, prediction, label, eps=1e-6):
     "log",
     reduction="mean",
     labels=lambda options: COLUMN_OF_TWO_CLASSES,
-    write_terms=_log_terms,
+    write_terms=_log_loss_terms,
 )
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
@@ -181,11 +183,14 @@ def quantile(op, prediction, label, q=0.5):
     """
     numbers = np.asarray(q, dtype=float)
     if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
-        raise ValueError(f"q={q!r}: quantiles are numbers between 0 and 1")
+        raise ValueError(f"q={q!r}: give quantiles that are numbers between 0 and 1")
     if numbers.ndim:
         width = dims_of(prediction)[1]
         if isinstance(width, int) and width != len(numbers):
-            raise ValueError(f"the prediction has {width} columns for {len(numbers)} quantiles")
+            raise ValueError(
+                f"the prediction has {width} columns for {len(numbers)} quantiles: give one for "
+                "each column"
+            )
         numbers = numbers.reshape([-1] + [1] * (len(dims_of(prediction)) - 2))
     above, below = (op.const(a.astype(prediction.dtype.numpy())) for a in (numbers, numbers - 1.0))
     d = label - prediction
@@ -220,7 +225,8 @@ def row_sums(op: Any, loss: ir.Value) -> ir.Value:
         return op.ReduceSum(op.Reshape(loss, [0, -1]), [1], keepdims=1)
     if not shape:
         raise ValueError(
-            "a loss must have one number for every element or row, not one for all rows"
+            "a loss must have one number for every element or row, not one for all rows: leave "
+            "out the last mean or sum"
         )
     if len(shape) > 1 and shape[1:] != (1,):
         loss = op.ReduceSum(loss, list(range(1, len(shape))), keepdims=1)

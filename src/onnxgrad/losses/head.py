@@ -1,4 +1,4 @@
-"""The last layers of a model over a large vocabulary, copied for chunks of positions or words."""
+"""Copies of the last layers of a language model for chunks of positions or blocks of words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 
 class Head:
-    """The nodes whose results are as wide as the vocabulary, and depend on one position each.
+    """The nodes of a language model's head: their results are as wide as the vocabulary.
 
     Attributes:
         leaves: the features of positions that the nodes read, (rows, tokens, width); the logits
@@ -34,13 +34,11 @@ class Head:
         self.nodes: dict[ir.Value, ir.Node] = {}  # by their results, in topological order
         self.written: list[ir.Node] = []
         self._collect_nodes(logits)
-        read = (
-            x for n in self.nodes.values() for x in self._without_transpose(n)[1] if x is not None
-        )
+        read = (x for n in self.nodes.values() for x in self._fold_transpose(n)[1] if x is not None)
         self.shared = [x for x in dict.fromkeys(read) if x not in self._data]
 
     def _collect_nodes(self, y: ir.Value) -> None:
-        """Add the node that computes `y`, and the nodes before it, or else `y` as a leaf."""
+        """Add the node of `y` and all nodes before it to the head, or `y` to its leaves."""
         if y in self.nodes or y in self.leaves:
             return
         operands = self._position_operands(y)
@@ -56,7 +54,7 @@ class Head:
             self.leaves.append(y)
 
     def _position_operands(self, y: ir.Value) -> list[ir.Value]:
-        """Return the operands that hold positions, if `y` depends on one position each, else []."""
+        """Return the data operands of `y` if each position of `y` reads one position, else []."""
         node, shape = y.producer(), dims(y)
         if node is None or node.graph is not self.op.graph or not shape or len(node.outputs) > 1:
             return []
@@ -75,7 +73,7 @@ class Head:
             fits = data == [node.inputs[0]] and not int_attribute(node, "transA")
         else:
             fits = node.op_type == "MatMulNBits" and data == [node.inputs[0]]
-        alike = all(_same_positions(dims(x), shape) and is_real(x) for x in data)
+        alike = all(_has_equal_leading_axes(dims(x), shape) and is_real(x) for x in data)
         return data if fits and alike else []
 
     def write_logits(
@@ -85,7 +83,7 @@ class Head:
         width: Any = None,
         gate: ir.Value | None = None,
     ) -> ir.Value:
-        """Write the nodes for a chunk of positions or words; return the logits (size, width).
+        """Write a copy of the head's nodes for a chunk of positions or words; return the logits.
 
         Args:
             inner: emitter of a body of the graph.
@@ -100,7 +98,7 @@ class Head:
             if not node.domain and node.op_type in VIEWS:
                 new[y] = new[first]  # type: ignore[index]
                 continue
-            kind, operands, attributes = self._without_transpose(node)
+            kind, operands, attributes = self._fold_transpose(node)
             inputs = [x if x is None else new.get(x, x) for x in operands]
             [z] = inner.emit_many(kind, inputs, attributes, 1, node.domain, fresh=True)
             some = next(new[x] for x in node.inputs if x in new and x not in self.shared)
@@ -118,13 +116,13 @@ class Head:
     def write_gradients(
         self, inner: Emit, logits: ir.Value, dz: ir.Value, of: Sequence[ir.Value]
     ) -> list[ir.Value]:
-        """Write the gradients w.r.t. `of`, from the gradient `dz` w.r.t. the written logits."""
+        """Write the gradients w.r.t. the values `of`, given the gradient `dz` w.r.t. logits."""
         seeds = {logits: inner.set_type_like(inner.Cast(dz, to=logits.dtype), logits)}
         found = sweep(inner, seeds, of, nodes=self.written) | seeds
         return [found[x] if x in found else inner.zeros_like(x) for x in of]
 
     def vocabulary_axes(self) -> dict[ir.Value, int] | None:
-        """Return the axis of the words of each shared value that has one.
+        """Return the vocabulary axis of each weight of the head that has a vocabulary axis.
 
         None: the logits of a block of words cannot be computed without the other words.
         """
@@ -134,10 +132,10 @@ class Head:
         for node in self.nodes.values():
             if not node.domain and node.op_type in VIEWS:
                 continue
-            if node.domain or (self._is_product(node) and node.inputs[0] not in self.leaves):
+            if node.domain or (self._is_matrix_product(node) and node.inputs[0] not in self.leaves):
                 return None
-            _, operands, attributes = self._without_transpose(node)
-            transposed = self._is_product(node) and attributes.get("transB", 0)
+            _, operands, attributes = self._fold_transpose(node)
+            transposed = self._is_matrix_product(node) and attributes.get("transB", 0)
             for i, x in enumerate(operands):
                 if x is None or x not in self.shared:
                     continue
@@ -152,20 +150,18 @@ class Head:
         return axes
 
     @staticmethod
-    def _is_product(node: ir.Node) -> bool:
+    def _is_matrix_product(node: ir.Node) -> bool:
         return not node.domain and node.op_type in ("MatMul", "Gemm")
 
-    def _without_transpose(
-        self, node: ir.Node
-    ) -> tuple[str, list[ir.Value | None], dict[str, Any]]:
-        """Return operator, operands and attributes of a node.
+    def _fold_transpose(self, node: ir.Node) -> tuple[str, list[ir.Value | None], dict[str, Any]]:
+        """Return op type, operands and attributes of a node, a Transpose of weights as `transB`.
 
         A product with the result of a Transpose becomes a Gemm that reads the operand of the
         Transpose, so that there is no copy of the matrix.
         """
         operands = list(node.inputs)
         attributes = {a.name: a.value for a in node.attributes.values()}
-        matrix = _operand_of_transpose(operands[1]) if self._is_product(node) else None
+        matrix = _transposed_matrix(operands[1]) if self._is_matrix_product(node) else None
         if matrix is None or matrix in self._data:
             return node.op_type, operands, attributes
         kept = {"transB": 1 - int(attributes.get("transB", 0))}
@@ -173,7 +169,7 @@ class Head:
         return "Gemm", operands, attributes | kept
 
 
-def _operand_of_transpose(x: ir.Value | None) -> ir.Value | None:
+def _transposed_matrix(x: ir.Value | None) -> ir.Value | None:
     """Return the matrix whose two axes a Transpose swaps to compute `x`, else None."""
     node = made_by(x, "Transpose")
     exact = x is not None and x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -182,8 +178,8 @@ def _operand_of_transpose(x: ir.Value | None) -> ir.Value | None:
     return node.inputs[0] if list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] else None
 
 
-def _same_positions(shape: Dims | None, other: Dims) -> bool:
-    """Return whether shapes are proven to have equal positions, and the last axis is known."""
+def _has_equal_leading_axes(shape: Dims | None, other: Dims) -> bool:
+    """Return whether two shapes are equal except for the last axis, and the last axis is static."""
     if shape is None or not isinstance(shape[-1], int) or len(shape) not in (2, 3):
         return False
     return shape[:-1] == other[:-1] and None not in shape

@@ -76,12 +76,12 @@ def softmax_focal(
 
 
 def _label_alphas(op, like, hit, alpha):
-    """Write alpha of the class of every label; 0 where the label is no class index."""
+    """Write the class weight alpha of every label, 0 where the label is no class index."""
     numbers: Any = np.asarray(1.0 if alpha is None else alpha)
     classes = dims_of(like)[1]
     if numbers.ndim > 1 or (numbers.ndim and isinstance(classes, int) and len(numbers) != classes):
         given = argument("loss_options.alpha", alpha)
-        raise ValueError(f"{given}: give one number, or {classes}, one for every class")
+        raise ValueError(f"{given}: give one number, or {classes} numbers, one for every class")
     if numbers.ndim:
         numbers = numbers.reshape([-1] + [1] * (len(dims_of(like)) - 2))
     weights = op.const(numbers.astype(like.dtype.numpy()))
@@ -139,7 +139,7 @@ def softmax_dice(op, prediction, label, smooth=1.0, from_logits=True, ignore_ind
 
 
 def _dice_losses(op, p, t, smooth, first):
-    """1 - (2 sum(p t) + s) / (sum p + sum t + s), with sums over the axes from `first` on."""
+    """Write 1 - (2 sum(p t) + s) / (sum p + sum t + s), with sums over axes `first` and later."""
     axes = list(range(first, len(dims_of(p))))
     both = op.ReduceSum(p * t, axes, keepdims=0)
     total = op.ReduceSum(p, axes, keepdims=0) + op.ReduceSum(t, axes, keepdims=0)

@@ -84,7 +84,7 @@ def add_loss_output(
     spec = loss_spec(score_name, reduction, kwargs)
     proto, penalties = read(onx), penalty or {}
     chosen = choose_output(proto, output_index, inside=True)
-    _check_penalized(proto, penalties)
+    _check_penalized_weights(proto, penalties)
     model, values = _cut_to_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
     rename_unused_results(graph, {loss_name, label_name, weight_name})
@@ -95,7 +95,9 @@ def add_loss_output(
         losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
         if weight_name is not None:
             by_element = weight_per == "element"
-            losses = _weight_losses(op, model, losses, prediction, weight_name, by_element)
+            losses = _multiply_by_sample_weights(
+                op, model, losses, prediction, weight_name, by_element
+            )
         loss = _reduce_losses(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
@@ -107,19 +109,22 @@ def add_loss_output(
     return to_proto(model)
 
 
-def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
+def _check_penalized_weights(proto: ModelProto, penalties: Iterable[str]) -> None:
     """Raise `ValueError` for a penalty of a weight that is not a tensor of the main graph."""
     for ref in constant_refs(proto):
         attribute = ref.attribute or (ref.node and ref.node.domain == "ai.onnx.ml")
         if ref.name in penalties and (attribute or ref.graph is not proto.graph):
             where = "is an attribute" if attribute else "is in a subgraph or a local function"
-            raise ValueError(f"{ref.name!r} {where}: a penalty needs a tensor of the main graph")
+            raise ValueError(
+                f"the weight {ref.name!r} {where}: a penalty needs an initializer of the main "
+                "graph; leave it out"
+            )
 
 
 def _cut_to_outputs(
     proto: ModelProto, prediction: str, penalized: Iterable[str]
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
-    """Return the model reduced to the prediction and the penalized weights, and values by name."""
+    """Return the model cut to prediction and penalized weights, and the graph's values by name."""
     model = to_ir(raise_opset(proto))
     infer_file(model, confirm=confirmed_by_run(proto))
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
@@ -129,10 +134,10 @@ def _cut_to_outputs(
     return model, values
 
 
-def _weight_losses(
+def _multiply_by_sample_weights(
     op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, by_element: bool
 ) -> ir.Value:
-    """Write losses times a new input of sample weights, of elements or else of rows."""
+    """Write the losses times a new input of sample weights, one weight for each element or row."""
     # the input has no shape, because (N,) and (N, 1) are both accepted
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
@@ -141,8 +146,9 @@ def _weight_losses(
     shape = shapes.dims(losses)
     if not shape:
         raise ValueError(
-            "sample weights need one loss for each row, of known rank; the loss of output "
-            f"{prediction.name!r} has the shape {printable(losses.shape)}"
+            "sample weights need one loss for each row; the loss of output "
+            f"{prediction.name!r} has the shape {printable(losses.shape)}: declare the shape of "
+            "that output"
         )
     if by_element and len(shape) > 1:
         weight.shape = ir.Shape([None] * len(shape))
@@ -156,7 +162,7 @@ def _weight_losses(
 
 
 def _reduce_losses(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
-    """Write the sum or the mean of the losses, (1, 1)."""
+    """Write the sum or the mean over rows of the losses, of shape (1, 1)."""
     if shapes.rank(losses) == 2:
         loss = op.ReduceSum(losses, keepdims=1)
     else:
@@ -172,7 +178,10 @@ def _reduce_losses(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -
 def weight_penalty(
     op: Emit, w: ir.Value, l1: float | None, l2: float | None, zeros: bool = False
 ) -> ir.Value:
-    """Write the sum of `l1 |w| + l2 w^2`, (1, 1); `zeros`: also terms whose coefficient is 0."""
+    """Write the penalty `l1 |w| + l2 w^2` summed over `w`, (1, 1).
+
+    With `zeros`, terms whose coefficient is 0 are written, too.
+    """
     if not l1 and not l2:
         raise ValueError(f"the penalty of {w.name!r} is zero: give l1 or l2 a value above 0")
     flat = op.Reshape(w, [1, -1])
@@ -190,7 +199,7 @@ def weight_penalty(
 def add_penalties(
     op: Emit, loss: ir.Value, penalties: Mapping[str, Any], values: Mapping[str, ir.Value]
 ) -> ir.Value:
-    """Write `loss` plus the penalties of the named `values`, `{name: b}` or `{name: {l1, l2}}`."""
+    """Write `loss` plus penalties of weights, `{name: l2}` or `{name: {"l1": a, "l2": b}}`."""
     floats = {n: v for n, v in values.items() if v.dtype and v.dtype.is_floating_point()}
     for name, setting in penalties.items():
         if name not in floats:
@@ -201,7 +210,7 @@ def add_penalties(
 
 
 def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
-    """Return `{"l1": a, "l2": b}` for a mapping of them, or for a number b."""
+    """Return the penalty as `{"l1": a, "l2": b}`, given such a mapping or the number b alone."""
     given = dict(setting) if isinstance(setting, Mapping) else {"l2": setting}
     for key in given:
         if key not in ("l1", "l2"):
@@ -212,7 +221,7 @@ def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
 def choose_output(
     proto: ModelProto, index: int | str | None, remedy: str = "", inside: bool = False
 ) -> str:
-    """Return the name of the float tensor that is an output, by its index or name.
+    """Return the name of the float output that has an index or a name.
 
     `index=None` is the only float output; with `inside`, also the tensor of `scores_behind` if no
     output holds floats.
@@ -235,7 +244,10 @@ def choose_output(
         raise ValueError(f"the model has {len(floats)} float outputs: {say}, {choice}")
     if not isinstance(index, str) and not -len(outputs) <= index < len(outputs):
         given = argument("output_index", index)
-        raise ValueError(f"{given}: the model has {len(outputs)} outputs")
+        raise ValueError(
+            f"{given}: the model has {len(outputs)} outputs; give an index below {len(outputs)}, "
+            "or a name"
+        )
     name = index if isinstance(index, str) else outputs[index].name
     for output in outputs:
         if output.name == name and (non_tensor(output) or name not in floats):
@@ -247,7 +259,7 @@ def choose_output(
 
 
 def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the tensors inside a model that its outputs are made of, where these hold no floats.
+    """Return the names of the score tensors from which outputs that hold no floats are computed.
 
     They are the tensors in outputs that are maps, or else the scores of an ArgMax or TopK whose
     indices become labels. Each is named once; none is an output.
@@ -276,7 +288,7 @@ def float_outputs(proto: ModelProto) -> list[str]:
 def label_input(
     op: Emit, prediction: ir.Value, kind: LabelKind, loss_name: str, name: str
 ) -> ir.Value:
-    """Return the label input of a loss, which is not yet an input of the graph.
+    """Return a new value for the label of a loss, not yet registered as an input of the graph.
 
     A symbolic length of the prediction that no input has is unknown in the label: nothing would
     compare it with the labels of users, and a label of length 1 would be broadcast.
@@ -286,9 +298,13 @@ def label_input(
     """
     shape, dtype = shapes.dims(prediction), prediction.dtype
     if dtype is None or not dtype.is_floating_point():
-        raise ValueError(f"output {prediction.name!r} holds {dtype}: a loss needs floats")
+        raise ValueError(f"output {prediction.name!r} holds {dtype}: choose an output of floats")
     if not kind.accepts(shape):
-        raise ValueError(f"loss {loss_name!r} needs {kind.needs}, not {shape}")
+        raise ValueError(
+            f"the loss {loss_name!r} needs {kind.needs}; the output {prediction.name!r} has the "
+            "shape "
+            f"{shape}: choose another output or loss"
+        )
     shape = kind.shape(shape)
     if shape is not None:
         fed = {d for x in op.root.graph.inputs for d in shapes.dims(x) or ()}

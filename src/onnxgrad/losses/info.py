@@ -1,4 +1,4 @@
-"""The facts of a loss that trainers need, their JSON in a model, and nodes that check labels."""
+"""Facts of a loss for trainers (label bounds, reduction), stored in a model as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA = "onnxgrad.loss"  # key of the metadata entry
 
 @dataclass(frozen=True)
 class LossInfo:
-    """The facts of a loss that trainers need; None where one does not apply or is unknown.
+    """Facts of a loss for trainers, such as label bounds; unknown facts are None.
 
     Attributes:
         label: name of the label input.
@@ -62,7 +62,7 @@ class LossInfo:
         label_name: str | None = None,
         prediction_name: str | None = None,
     ) -> LossInfo:
-        """Return the facts of a loss for this prediction."""
+        """Return the facts of a loss when it is applied to this prediction."""
         classes = spec.label_kind.classes(shapes.dims(prediction))
         options = spec.all_options
         axis = options.get("axis")
@@ -81,11 +81,11 @@ class LossInfo:
 
     @property
     def bounds(self) -> LabelBounds | None:
-        """The values that labels may have; None: all values of their dtype."""
+        """The values that labels may have; None if labels may have all values of their dtype."""
         return LOSSES[self.loss].bounds if self.loss in LOSSES else None
 
     def to_metadata(self) -> str:
-        """Return the JSON that a model keeps."""
+        """Return the facts as JSON text for the metadata of a model."""
         always = ["label", "prediction", "reduction"]
         always += [] if self.classes is None else ["classes", "ignore_index"]
         entries = vars(self) | {"ignore_nan": self.ignore_nan or None}
@@ -93,13 +93,13 @@ class LossInfo:
 
     @classmethod
     def from_metadata(cls, text: str) -> LossInfo:
-        """Return the facts in the JSON that a model keeps; unknown keys are left out."""
+        """Return the facts read from JSON text in the metadata of a model, without unknown keys."""
         entries = json.loads(text)
         return cls(**{f.name: entries.get(f.name) for f in fields(cls)})
 
 
 def loss_info(proto: ModelProto) -> LossInfo:
-    """Return the facts that `add_loss_output` noted in a model; all None if there are none."""
+    """Return the facts of a loss from the metadata that `add_loss_output` wrote, else all None."""
     for entry in proto.metadata_props:
         if entry.key == METADATA:
             return LossInfo.from_metadata(entry.value)
@@ -107,7 +107,7 @@ def loss_info(proto: ModelProto) -> LossInfo:
 
 
 def require_labels(op: Emit, label: ir.Value, info: LossInfo) -> None:
-    """Write nodes that fail for labels which the loss does not take, as trainers refuse them.
+    """Write nodes that make a run fail if a label is outside of the values that the loss takes.
 
     The node that fails is a Reshape to a shape with another number of elements, whose name tells
     the valid labels: providers other than the CPU may not check the indices of a Gather, but all

@@ -1,4 +1,4 @@
-"""The logits in front of probabilities, also where a file writes out a softmax or a sigmoid.
+"""Logits from which a graph computes probabilities, also by Exp and Div instead of a Softmax node.
 
 Files write probabilities in many forms: a Softmax that is cast or transposed, e^x / sum(e^x),
 e^(x - logsumexp(x)), 1 / (1 + e^-x), sigmoids divided by their sum, or the columns 1 - p and p. The
@@ -40,33 +40,39 @@ _ONE = (1.0, 1.0)  # the range of the number 1
 
 
 def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.Value | None:
-    """Return z with softmax(z) = `x` along `axis`, or None if `x` is not proven to be a softmax."""
+    """Return the logits z with softmax(z) = `x` along `axis`, or None if there is no softmax."""
     node, n = x.producer(), rank(x)
     if node is None or node.domain or depth == 0:
         return None
     inputs = [v for v in node.inputs if v is not None]
     if len(moved_operands(node)) == 1:
-        before = _axis_before(node, x, axis)
+        before = _axis_in_first_operand(node, x, axis)
         z = None if before is None else softmax_logits(op, inputs[0], before, depth - 1)
-        return None if z is None else _write_like_node(op, node, z)
+        return None if z is None else _copy_node_with_operands(op, node, z)
     if n is None:
         return None
     if node.op_type == "Softmax":
-        return _give_shape(inputs[0], x) if int_attribute(node, "axis") % n == axis else None
+        return (
+            _declare_missing_shape(inputs[0], x)
+            if int_attribute(node, "axis") % n == axis
+            else None
+        )
     if node.op_type == "Exp":
         return _scores_of_log_softmax(inputs[0], axis, n)
     share = quotient(node) if node.op_type in ("Div", "Mul") else None
     if share is not None and {a % n for a in summed_axes(*share) or ()} == {axis}:
-        return _in_dtype_of(op, write_logarithm(op, behind_guard(share[0]), depth - 1), x)
+        return _cast_to_dtype_of(op, write_logarithm(op, behind_guard(share[0]), depth - 1), x)
     if node.op_type == "Concat" and len(inputs) == 2 and int_attribute(node, "axis") % n == axis:
         first, second = inputs
-        if _find_complement(first) is second or _find_complement(second) is first:
-            return _in_dtype_of(op, write_logarithm(op, x, depth - 1), x)
+        if _complement_operand(first) is second or _complement_operand(second) is first:
+            return _cast_to_dtype_of(op, write_logarithm(op, x, depth - 1), x)
     return None
 
 
-def _through_moves(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Callable[..., Any]:
-    """Return `find` that also looks behind nodes which move or join elements, as Concat does."""
+def _look_through_moves(
+    find: Callable[[Any, ir.Value, int], ir.Value | None],
+) -> Callable[..., Any]:
+    """Return `find` extended to look through nodes that move or join elements, such as Concat."""
 
     def found(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
         node = x.producer()
@@ -77,27 +83,27 @@ def _through_moves(find: Callable[[Any, ir.Value, int], ir.Value | None]) -> Cal
             return z
         parts = [found(op, v, depth - 1) for v in sources if v is not None]
         values = [z for z in parts if z is not None]
-        return _write_like_node(op, node, *values) if len(values) == len(parts) else None
+        return _copy_node_with_operands(op, node, *values) if len(values) == len(parts) else None
 
     return found
 
 
-@_through_moves
+@_look_through_moves
 def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Return z with sigmoid(z) = `x`, or None if the graph does not prove that there is one."""
+    """Return the logits z with sigmoid(z) = `x`, or None if the graph shows no sigmoid."""
     if (score := written_sigmoid(x)) is not None:
         s, negated = score
-        return _in_dtype_of(op, op.Neg(s) if negated else s, x)
-    if made_by(x, "Sub") and (p := _find_complement(x)) is not None:
+        return _cast_to_dtype_of(op, op.Neg(s) if negated else s, x)
+    if made_by(x, "Sub") and (p := _complement_operand(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
-        return None if z is None else _in_dtype_of(op, op.Neg(z), x)
+        return None if z is None else _cast_to_dtype_of(op, op.Neg(z), x)
     if node := made_by(x, "Where"):  # one form for scores above zero, one for scores below
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
 
 
-@_through_moves
+@_look_through_moves
 def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     """Write log(`x`) from the scores behind a sigmoid, softmax or exponential `x`, else None."""
     if (z := sigmoid_logits(op, x, depth)) is not None:
@@ -110,7 +116,7 @@ def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
 
 
 def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
-    """Return (s, negated) if a node computes `x` as the sigmoid of s, or of -s if it is negated.
+    """Return (s, negated) if nodes compute `x` as sigmoid(s), or sigmoid(-s) if negated, else None.
 
     The forms are Sigmoid, 1 / (1 + e^s) and e^s / (1 + e^s).
     """
@@ -130,11 +136,11 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
         return None
     if before_casts(share[0]) is before_casts(powers[0]):
         return power.inputs[0], False
-    return _without_sign(power.inputs[0]) if constant_range(share[0]) == _ONE else None
+    return _strip_negation(power.inputs[0]) if constant_range(share[0]) == _ONE else None
 
 
-def _without_sign(s: ir.Value) -> tuple[ir.Value, bool]:
-    """Return (z, negated) with 1 / (1 + e^s) the sigmoid of z, or of -z if it is negated."""
+def _strip_negation(s: ir.Value) -> tuple[ir.Value, bool]:
+    """Return (z, negated) such that 1 / (1 + e^s) is sigmoid(z), or sigmoid(-z) if negated."""
     if (node := made_by(s, "Neg")) and node.inputs[0] is not None:
         return node.inputs[0], False
     inputs = [v for v in node.inputs if v is not None] if (node := made_by(s, "Mul")) else []
@@ -153,26 +159,28 @@ def _scores_of_log_softmax(x: ir.Value, axis: int, n: int) -> ir.Value | None:
         axes: tuple[int, ...] | None = (int_attribute(node, "axis"),)
     else:
         axes = summed_axes(node.inputs[0], node.inputs[1], ("ReduceLogSumExp",))
-    return _give_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
+    return (
+        _declare_missing_shape(node.inputs[0], x) if {a % n for a in axes or ()} == {axis} else None
+    )
 
 
 def log_softmax_logits(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
-    """Return z if `x` is log(softmax(z)) along `axis`, else None."""
+    """Return the logits z if `x` is log(softmax(z)) along `axis`, else None."""
     n, node = rank(x), made_by(before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
     return None if n is None else _scores_of_log_softmax(x, axis, n)
 
 
-def _find_complement(x: ir.Value) -> ir.Value | None:
-    """Return p if `x` is 1 - p."""
+def _complement_operand(x: ir.Value) -> ir.Value | None:
+    """Return p if a node computes `x` as 1 - p, else None."""
     node = made_by(before_casts(x), "Sub")
     is_complement = node is not None and node.inputs[0] and constant_range(node.inputs[0]) == _ONE
     return node.inputs[1] if node is not None and is_complement else None
 
 
-def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
-    """Return the axis of the first operand that is `axis` of the result `x`, if it is kept whole.
+def _axis_in_first_operand(node: ir.Node, x: ir.Value, axis: int) -> int | None:
+    """Return the axis of a node's first operand that becomes, complete, `axis` of the result `x`.
 
     None: the node drops elements along the axis, or another operand chooses them one by one.
     """
@@ -200,26 +208,26 @@ def _axis_before(node: ir.Node, x: ir.Value, axis: int) -> int | None:
     return axis if sorted(int(i) % n for i in indices.ravel()) == list(range(n)) else None
 
 
-def _write_like_node(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
-    """Write a node like `node` whose first operands are `values`, and return its output."""
+def _copy_node_with_operands(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
+    """Write a copy of `node` with `values` as first operands, and return the copy's output."""
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
     attributes = {a.name: a.value for a in node.attributes.values()}
     z = op.emit(node.op_type, [*values, *node.inputs[len(values) :]], attributes)
-    return _in_dtype_of(op, z, node.outputs[0])
+    return _cast_to_dtype_of(op, z, node.outputs[0])
 
 
-def _in_dtype_of(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """Return `z` in the dtype of `x`, and with its shape if `z` has none; None for None."""
+def _cast_to_dtype_of(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
+    """Return `z` cast to the dtype of `x`, with its shape if `z` has none; None for `z=None`."""
     if z is None:
         return None
     if x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
         z = op.Cast(z, to=x.dtype)
-    return _give_shape(z, x)
+    return _declare_missing_shape(z, x)
 
 
-def _give_shape(z: ir.Value, x: ir.Value) -> ir.Value:
-    """Return `z`, with the shape of `x` if it has none."""
+def _declare_missing_shape(z: ir.Value, x: ir.Value) -> ir.Value:
+    """Return `z` after declaring the shape of `x` for it if `z` has no shape."""
     z.shape = x.shape if z.shape is None else z.shape
     return z
 
@@ -228,7 +236,7 @@ def _give_shape(z: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def refuse_other_columns(prediction: ir.Value) -> None:
-    """Raise `ValueError` if a lowering says that the columns are no scores of classes."""
+    """Raise `ValueError` if metadata of a value says that the columns are no scores of classes."""
     x: ir.Value | None = prediction
     while x is not None:
         if marks.NOT_CLASSES in x.meta:
@@ -237,7 +245,7 @@ def refuse_other_columns(prediction: ir.Value) -> None:
 
 
 def scores_of_votes(prediction: ir.Value) -> ir.Value:
-    """Return the scores s of a prediction votes + s / (3 (|s| + 1)); else the prediction.
+    """Return the scores s if the prediction is votes + s / (3 (|s| + 1)), else the prediction.
 
     skl2onnx writes classifiers of pairs of classes so: s are the sums of the scores of the pairs.
     Votes are steps without a gradient, and the second term is less than 1 / 3. So the loss is
@@ -250,10 +258,10 @@ def scores_of_votes(prediction: ir.Value) -> ir.Value:
     operands = [] if node is None else [v for v in node.inputs if v is not None]
     if node is None or len(operands) != 2:
         return prediction
-    votes = _step_operands(node, operands)
+    votes = _step_function_operands(node, operands)
     if len(votes) != 1:
         return prediction
-    scores = _before_squashing(next(v for v in operands if v is not votes[0]))
+    scores = _softsign_operand(next(v for v in operands if v is not votes[0]))
     low, high = value_range(scores)
     where = node_text(node)
     if low > -inf and high < inf:
@@ -274,8 +282,8 @@ def scores_of_votes(prediction: ir.Value) -> ir.Value:
     return scores
 
 
-def _step_operands(node: ir.Node, operands: Iterable[ir.Value]) -> list[ir.Value]:
-    """Return the operands that depend on data through step functions only, such as comparisons.
+def _step_function_operands(node: ir.Node, operands: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the operands that are step functions of data, such as counts of comparisons.
 
     Return none if every operand depends on data so.
     """
@@ -291,7 +299,7 @@ def _step_operands(node: ir.Node, operands: Iterable[ir.Value]) -> list[ir.Value
 
 
 def _is_step_function(node: ir.Node, data: Collection[ir.Value]) -> bool:
-    """Return whether the results of a node are constant between jumps, as functions of data.
+    """Return whether a node computes a step function of data, whose gradient is zero between jumps.
 
     Operators with a straight-through gradient are not: their integers stand for floats. Nor are
     operators of other domains: trees compute scores, no votes.
@@ -305,8 +313,8 @@ def _is_step_function(node: ir.Node, data: Collection[ir.Value]) -> bool:
     return bool(operator.no_gradient) or of_integers
 
 
-def _before_squashing(x: ir.Value) -> ir.Value:
-    """Return s if `x` is s / (c (|s| + 1)), else `x`."""
+def _softsign_operand(x: ir.Value) -> ir.Value:
+    """Return s if nodes compute `x` as the softsign s / (c (|s| + 1)), else `x`."""
     node = made_by(before_casts(x), "Div")
     if node is None or node.inputs[0] is None:
         return x
@@ -320,7 +328,7 @@ def _before_squashing(x: ir.Value) -> ir.Value:
 
 
 def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-    """Keep columns -z and z, the scores of two classes in a file, opposite during training.
+    """Keep the scores of two classes, columns -z and z, opposite to each other during training.
 
     Labels are computed from both columns, and outputs perhaps from one: trained apart, they would
     disagree. So the columns become -z and z, z half of their difference, and their weights have

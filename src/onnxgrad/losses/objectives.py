@@ -1,4 +1,4 @@
-"""The loss that a trainer minimizes: for each output, the weighted mean of the terms of a batch."""
+"""The loss that a trainer minimizes: a weighted mean over the terms of a batch for each output."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class LossObject(Protocol):
 
     @staticmethod
     def select(loss: Any, **options: Any) -> LossObject:
-        """Return `loss`, or an object of the class `loss` with these options."""
+        """Return the object `loss`, or an instance of the class `loss` with these options."""
 
     def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the terms for a prediction; the label is not yet an input of the graph."""
+        """Write the loss terms for a prediction; the label is not yet an input of the graph."""
 
 
 Loss = LossSpec | LossObject
@@ -88,25 +88,25 @@ class WrittenLoss:
         factor: float = 1.0,
         own: OwnGradients | None = None,
     ) -> None:
-        """Add the sums of one output."""
+        """Add the loss sum and the weight sum of one output."""
         self.sums.append(total)
         self.counts.append(count)
         self.factors.append(factor)
         self.gradients.append(own)
 
     def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
-        """Add losses of rows or elements, of known rank, that do not come from one label."""
+        """Add losses of rows or elements, of known rank, that have no label of their own."""
         total, count = sum_without_label(op, losses, self.weight, self.labels)
         self.add(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
-        """Add a label, and the facts that limit it; the reduction of all losses is the mean."""
+        """Add a label and the facts about its values, with "mean" as reduction of the loss."""
         name = str(label.name)
         self.labels.append(label)
         self.infos[name] = replace(info, label=name, prediction=prediction, reduction="mean")
 
     def seeds(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents that a sweep of sum_k scales_k sums_k starts with.
+        """Return the initial cotangents of the reverse sweep of sum_k scales_k sums_k, by value.
 
         Args:
             op: emitter of the graph.
@@ -149,7 +149,7 @@ class TrainingLoss:
     def differentiated(
         self, wrt: Sequence[ir.Value], mixed: MixedRows | None = None
     ) -> TrainingLoss:
-        """Return the loss of a graph that will be differentiated w.r.t. these values.
+        """Return a copy of the loss for a graph that will be differentiated w.r.t. these values.
 
         Raises:
             ValueError: rows are `mixed`, and a loss has no meaning for a mixture of them.
@@ -159,7 +159,7 @@ class TrainingLoss:
         return replace(self, wrt=wrt, mixed=mixed)
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the float tensors of the model that the losses are applied to.
+        """Return the names of the model's float tensors to which the losses are applied.
 
         Raises:
             ValueError: an unknown name, or a model with no float output or several and no name.
@@ -170,7 +170,7 @@ class TrainingLoss:
         return [choose_output(proto, None, remedy, inside=True)]
 
     def write(self, op: Emit, predictions: Values, weighted: bool = False) -> WrittenLoss:
-        """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
+        """Write the losses into the graph of `op`; `prepare` has lowered its operators before.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
         called "label", the labels of several outputs "label_<output>"; sample weights are called
@@ -208,10 +208,12 @@ class TrainingLoss:
                 axes = 1 if by_row or others else rank(first.terms.losses) or 1
                 written.weight = sample_weight(op, predictions.values(), axes, first.label)
             for name, one in found.items():
-                self._add_terms(op, written, name, one)
+                self._write_output_terms(op, written, name, one)
         return written
 
-    def _add_terms(self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms) -> None:
+    def _write_output_terms(
+        self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms
+    ) -> None:
         """Write the sum of the terms of one output, and add it to `written`."""
         weight, own = written.weight, None
         wrt = self.wrt if self.in_chunks and self.mixed is None else None
@@ -241,7 +243,7 @@ class TrainingLoss:
 def sample_weight(
     op: Emit, predictions: Iterable[ir.Value], axes: int = 1, label: ir.Value | None = None
 ) -> ir.Value:
-    """Return an input of sample weights, in the widest dtype of the sums.
+    """Return a new input of sample weights: float64 if a prediction is float64, else float32.
 
     Its shape is (N,), or has this number of axes; it is not yet an input of the graph. N is the
     number of rows of `label`, or without one, of the first prediction.
@@ -289,16 +291,17 @@ def training_loss(
     """
     if isinstance(loss, Mapping):
         by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}
-        _check_by_output(loss, by_output)
+        _check_arguments_by_output(loss, by_output)
     elif loss_weights:
         raise ValueError(
-            f"{named('loss_weights')} needs one loss for each output: "
+            f"{named('loss_weights')} takes the factors of several losses: give one loss for each "
+            "output, "
             f"{named('loss={output: loss}')}"
         )
     else:
         loss, options, class_weight = {None: loss}, {None: options}, {None: class_weight}
     losses: dict[str | None, Loss] = {
-        name: _loss_of_output(one, (options or {}).get(name), (class_weight or {}).get(name))
+        name: _select_output_loss(one, (options or {}).get(name), (class_weight or {}).get(name))
         for name, one in loss.items()
     }
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
@@ -306,15 +309,15 @@ def training_loss(
     return TrainingLoss(losses, factors, shapes, weight_shape, labeled, in_chunks)
 
 
-def _check_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def _check_arguments_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an argument that is not `{output: ...}` with the outputs of losses."""
     if not losses:
-        raise ValueError("loss has no output: give {output: loss}")
+        raise ValueError("loss is an empty dict: give {output: loss}")
     for name, values in arguments.items():
         given = named(name)
         if values is not None and not isinstance(values, Mapping):
             raise ValueError(
-                f"{given} must be {{output: ...}} for several losses; their outputs are "
+                f"{given} must be a dict {{output: ...}} for several losses; their outputs are "
                 f"{list(losses)}"
             )
         for output in values or ():
@@ -333,8 +336,8 @@ def takes_class_weight(loss: Any) -> bool:
     return isinstance(spec, LossSpec) and "class_weight" in spec.all_options
 
 
-def _loss_of_output(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
-    """Return the loss of one output, with None for options that the graph will decide."""
+def _select_output_loss(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
+    """Return the loss object of one output; options that the graph will decide are None."""
     chosen = dict(options or {})
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:

@@ -1,4 +1,4 @@
-"""Losses that other models compute, and distillation: a model learns the logits of another one."""
+"""Losses that a second ONNX model computes, and distillation from a teacher to a student."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEACHER = "teacher_logits"  # name of the label input
 
 
 class LossModel:
-    """A second ONNX model as the loss: its output is to be minimal.
+    """A second ONNX model as the loss: training minimizes the output of that model.
 
     Each of its inputs is the tensor of the trained model of the same name: an output, any other
     result, or an input. An input without such a tensor is a label. The weights of the loss model
@@ -79,7 +79,7 @@ class LossModel:
         self.reduction = reduction
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the results of the trained model that the loss model reads.
+        """Return the names of the trained model's values that the loss model reads.
 
         Raises:
             ValueError: it reads none, or `inputs` names no tensor of the trained model.
@@ -100,7 +100,7 @@ class LossModel:
         return list(dict.fromkeys(joined))
 
     def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
-        """Write the loss model into the graph.
+        """Write the nodes of the loss model into the graph.
 
         Raises:
             ValueError: tensors that do not fit the inputs of the loss model, or a loss of unknown
@@ -134,7 +134,7 @@ class LossModel:
 
 
 def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
-    """Return an input of sample weights, (N,); None if there is not one loss for each row."""
+    """Return a new input of sample weights (N,), or None if there is not one loss for each row."""
     first = (dims(rows) or (None,))[0]
     own = first is not None and (dims(losses) or ())[:1] == (first,)
     return sample_weight(op, [rows]) if own else None
@@ -142,7 +142,7 @@ def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
 
 @dataclass(eq=False, repr=False)
 class Distillation:
-    """A share of the divergence from a teacher, and a share of a hard loss: see `distillation`."""
+    """Weighted sum of a teacher's divergence and a loss of labels: see `distillation`."""
 
     teacher: ModelProto | None
     hard: Any
@@ -153,7 +153,7 @@ class Distillation:
     inputs: Mapping[str, str]
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the logits of the student, and of the outputs for the hard loss.
+        """Return the names of the student's logits and of the outputs for the loss of labels.
 
         Raises:
             ValueError: unknown names, several outputs, or an input of the teacher that the student
@@ -177,7 +177,7 @@ class Distillation:
         return names
 
     def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
-        """Write the loss, and the teacher, into the graph.
+        """Write the nodes of the loss and of the teacher model into the graph.
 
         Raises:
             ValueError: logits of the teacher and the student of different shapes, or an unknown
@@ -190,7 +190,7 @@ class Distillation:
         if weighted and written.weight is None:
             written.weight = sample_weight(op, [student])
         teacher = self._teacher_logits(op, written, student)
-        axis = _student_axis(self.axis, student)
+        axis = _student_class_axis(self.axis, student)
         with op:
             log_p, log_q = (
                 op.LogSoftmax(x / self.temperature, axis=axis) for x in (student, teacher)
@@ -200,7 +200,7 @@ class Distillation:
         return written
 
     def _teacher_logits(self, op: Any, written: WrittenLoss, student: ir.Value) -> ir.Value:
-        """Return the logits of the teacher: the output of its model, or a new label."""
+        """Return the teacher's logits: the teacher model's output, or else a new label input."""
         if self.teacher is None:
             label = ir.Value(name=op.name(TEACHER), type=student.type, shape=student.shape)
             written.add_label(label, student.name, LossInfo())
@@ -275,16 +275,19 @@ def distillation(
     return Distillation(proto, hard, temperature, alpha, output, axis, inputs or {})
 
 
-def _student_axis(axis: int | None, student: ir.Value) -> int:
-    """Return the axis of the classes of the logits of the student, counted from the first."""
+def _student_class_axis(axis: int | None, student: ir.Value) -> int:
+    """Return the index, from 0, of the class axis of the student's logits."""
     shape = dims(student)
     if shape is None or len(shape) < 2 or (axis is None and len(shape) > 2):
         raise ValueError(
-            f"the logits {student.name!r} have the shape {shape}: name the axis of the classes, "
-            "axis="
+            f"the logits {student.name!r} have the shape {shape}: pass axis=, the "
+            "axis of the classes"
         )
     if axis is None:
         return 1
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"axis={axis}: the logits {student.name!r} have the shape {shape}")
+        raise ValueError(
+            f"axis={axis} is no axis of the logits {student.name!r}, which have the shape {shape}: "
+            f"give an axis from {-len(shape)} to {len(shape) - 1}"
+        )
     return axis % len(shape)

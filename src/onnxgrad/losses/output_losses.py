@@ -1,4 +1,4 @@
-"""Losses computed from the outputs of a model, without labels."""
+"""Losses computed from the outputs of a model alone, without labels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OutputLoss:
             )
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the tensors that the loss takes.
+        """Return the names of the model's tensors from which the loss is computed.
 
         Raises:
             ValueError: an unknown name, or several float outputs and no names.
@@ -78,7 +78,7 @@ class OutputLoss:
         return [choose_output(proto, name) for name in self.names]
 
     def write(self, op: Any, predictions: Values, weighted: bool = False) -> WrittenLoss:
-        """Write the loss into the graph.
+        """Write the nodes of the loss into the graph.
 
         Raises:
             ValueError: an output whose shape the loss does not take, or a loss that is one number
@@ -101,7 +101,7 @@ class OutputLoss:
         return written
 
     def _split_embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
-        """Return the embeddings (N, D) that a loss by name takes; for a function, the outputs."""
+        """Return the embeddings (N, D) for a named loss, or the outputs for a loss function."""
         if self._parts is None:
             return values
         if len(values) == 1:
@@ -109,10 +109,14 @@ class OutputLoss:
             if shape is None or len(shape) != 3 or shape[1] not in (self._parts, None):
                 needs = f"(N, {self._parts}, D), or {self._parts} outputs (N, D)"
                 raise ValueError(
-                    f"{values[0].name!r} has the shape {shape}: the loss needs {needs}"
+                    f"{values[0].name!r} has the shape {shape}: the loss needs {needs}. Choose "
+                    "another output"
                 )
             return [at_index(op, values[0], i) for i in range(self._parts)]
         for value in values:
             if rank(value) != 2:
-                raise ValueError(f"{value.name!r} has the shape {dims(value)}, it must be (N, D)")
+                raise ValueError(
+                    f"{value.name!r} has the shape {dims(value)}, and this loss takes embeddings "
+                    "(N, D): choose another output"
+                )
         return values

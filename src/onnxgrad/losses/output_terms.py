@@ -1,4 +1,4 @@
-"""The terms of the loss of one output, written into a graph."""
+"""The terms of the loss of one model output, written into a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MixedRows:
     of_parts: bool = False
 
     def label_of_partners(self, op: Any, label: ir.Value) -> ir.Value:
-        """Write the labels of the partners.
+        """Write the labels of the partner rows with which the rows are mixed.
 
         Raises:
             ValueError: labels of elements, where elements are replaced.
@@ -51,25 +51,26 @@ class MixedRows:
         return self.take_partners(op, label)
 
     def take_partners(self, op: Any, x: ir.Value) -> ir.Value:
-        """Write the partner of each row of `x`, along the first axis."""
+        """Write for each row of `x` its partner row, gathered along the first axis."""
         rows = op.Gather(x, self.partners, axis=0)
         if (dims(x) or (None,))[0] != (dims(self.partners) or ())[0]:
             rows = op.Reshape(rows, op.Shape(x))  # which fails if `x` has another number of rows
         return op.set_type_like(rows, x)
 
     def blend(self, op: Any, own: ir.Value, other: ir.Value) -> ir.Value:
-        """Write `share` own + (1 - `share`) other, in the dtype of `own`."""
+        """Write the mix `share` * own + (1 - `share`) * other, in the dtype of `own`."""
         share = op.Cast(self.share, to=own.dtype)
         rest = op.Sub(op.const(1.0, own.dtype), share)
         return op.set_type_like(op.Add(op.Mul(own, share), op.Mul(other, rest)), own)
 
 
 def check_mixable(losses: Mapping[str | None, Any]) -> None:
-    """Raise `ValueError` for a loss that is not a mean over rows with a label each."""
+    """Raise `ValueError` for a loss that mixup cannot use, as it mixes single rows and labels."""
     for loss in losses.values():
         if not isinstance(loss, LossSpec):
             raise ValueError(
-                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave it "
+                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave "
+                "mix "
                 "out"
             )
         if not loss.mixes:
@@ -81,7 +82,7 @@ def check_mixable(losses: Mapping[str | None, Any]) -> None:
 
 @dataclass(frozen=True)
 class OutputTerms:
-    """The terms of the loss of one output, in a graph.
+    """The terms of the loss of one model output, as values of a graph.
 
     - `label`: the label, which is not yet an input of the graph; or a value that the graph computes
       from its inputs.
@@ -110,7 +111,7 @@ def formula_terms(
     mixed: MixedRows | None = None,
     labeled: bool = True,
 ) -> OutputTerms:
-    """Write the terms of a formula, applied to the logits behind a prediction if there are some.
+    """Write the terms of a loss formula, applied to the logits before a prediction, if any.
 
     Args:
         op: emitter of the graph.
@@ -161,6 +162,6 @@ def formula_terms(
 
 
 def widen_label(label: ir.Value) -> None:
-    """Declare a label of 16 bits in float32."""
+    """Declare the label input as float32 if its dtype is float16 or bfloat16."""
     if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
         label.type = ir.TensorType(ir.DataType.FLOAT)

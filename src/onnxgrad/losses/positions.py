@@ -1,4 +1,4 @@
-"""The positions at which logits of a large vocabulary are compared with labels."""
+"""Positions (row, token) at which logits of a large vocabulary are compared with labels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightedLabels:
 
 
 class LabelPositions:
-    """The positions whose labels have a loss, in chunks that are filled up with weights of 0.
+    """The positions whose labels count, in chunks of equal size, padded by positions of weight 0.
 
     A chunk has at most `most` positions; None: all positions are one chunk.
 
@@ -79,7 +79,7 @@ class LabelPositions:
         )
 
     def _flatten_weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
-        """Write the weights of all positions along one axis; `last` is the shape of a column."""
+        """Write sample weights as a vector, one for each position; `last` is a column's shape."""
         op = self.op
         if rank(weight) == 1:
             weight = op.Reshape(weight, [-1] + [1] * ((rank(label) or 1) - 1))
@@ -90,13 +90,13 @@ class LabelPositions:
         return op.Reshape(every, [-1])
 
     def _split_chunks(self, x: ir.Value, *width: int) -> ir.Value:
-        """Write `x` (positions, *width) in chunks, (count, size, *width)."""
+        """Reshape `x` (positions, *width) to chunks, (count of chunks, size of a chunk, *width)."""
         y = self.op.Reshape(x, self.op.vector(*self.lengths, *width))
         y.type, y.shape = x.type, ir.Shape([None, None, *width])
         return y
 
     def gather_chunks(self, x: ir.Value) -> ir.Value:
-        """Write the positions of `x`, (rows, tokens, width) or (rows, width), in chunks."""
+        """Write the elements of `x` (..., width) at the positions with labels, in chunks."""
         width = (dims(x) or (None,))[-1]
         assert isinstance(width, int)
         flat = x if rank(x) == 2 else self.op.Reshape(x, [-1, width])
@@ -106,7 +106,7 @@ class LabelPositions:
 
 
 def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
-    """Write the weighted sum; a value whose weight is 0 may be infinite."""
+    """Write the sum of `values * weights`; values of weight 0, perhaps infinite, add nothing."""
     zero = op.const(0.0, weights.dtype)
     total = op.ReduceSum(op.Where(op.Equal(weights, zero), zero, values * weights), keepdims=0)
     total.shape = ir.Shape([])
@@ -116,7 +116,7 @@ def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
 def logit_gradient(
     op: Emit, p: ir.Value, hits: tuple[ir.Value, ir.Value], weights: ir.Value, share: float
 ) -> ir.Value:
-    """Write dz = w (p - t): t is `share`, and larger by -minus_t at the indices, (i, minus_t)."""
+    """Write the gradient w.r.t. logits, w (p - t); t is `share`, or `share` - minus_t at labels."""
     index, minus_t = hits
     dz = op.ScatterElements(p, index, minus_t, axis=1, reduction="add")
     return (dz - share if share else dz) * weights

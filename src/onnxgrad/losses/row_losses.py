@@ -1,4 +1,4 @@
-"""The losses of the rows, found in a graph that reduces them to one number."""
+"""The loss of each row, found in a graph that reduces these losses to one number."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 
 
-class _NotASum(ValueError):
-    """An output is not recognized as the sum or the mean of losses of the rows."""
+class _NotALossSum(ValueError):
+    """Raised for an output that is not recognized as a sum or mean of one loss for each row."""
 
 
 def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProto:
@@ -68,9 +68,9 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     for output in graph.outputs:
         try:
             with op:
-                score = op.Cast(_row_losses(op, output, depends, data), to=output.dtype)
+                score = op.Cast(_write_row_losses(op, output, depends, data), to=output.dtype)
                 score = op.name_output(score, output_name, score, set(graph.inputs))
-        except _NotASum as e:
+        except _NotALossSum as e:
             refusals.append(f"{output.name!r}: {e}")
             continue
         graph.outputs[:] = [score]
@@ -84,68 +84,70 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     )
 
 
-def _row_losses(
+def _write_row_losses(
     op: Any, total: ir.Value | None, depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
     """Write the losses of the rows whose sum or mean is `total`, times constant factors."""
     node = None if total is None else total.producer()
     if total is None or node is None or node.domain or total is not node.outputs[0]:
         name = None if total is None else total.name
-        raise _NotASum(f"{name!r} is not the first output of a standard operator")
+        raise _NotALossSum(f"{name!r} is not the first output of a standard operator")
     op_type, operands = node.op_type, node.inputs
     if op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-        return _losses_of_operator(op, node)
+        return _row_losses_of_operator(op, node)
     if operator_of(node).terms is not None:
-        return _losses_of_reduction(op, node, data)
+        return _row_losses_of_reduction(op, node, data)
     varying = [x for x in operands if x in depends]
     if op_type in SAME_ELEMENTS or (op_type == "Div" and varying == [*operands]):
-        return _row_losses(op, operands[0], depends, data)
+        return _write_row_losses(op, operands[0], depends, data)
     if op_type == "Neg" or (op_type == "Sub" and varying == [operands[1]]):
-        return op.Neg(_row_losses(op, varying[0], depends, data))
+        return op.Neg(_write_row_losses(op, varying[0], depends, data))
     if op_type in ("Add", "Sum", "Sub") and len(varying) == 1:
-        return _row_losses(op, varying[0], depends, data)
+        return _write_row_losses(op, varying[0], depends, data)
     if len(varying) == 1 and (op_type == "Mul" or (op_type == "Div" and varying[0] is operands[0])):
         factor = next(x for x in operands if x is not varying[0])
         if set(shapes.dims(factor) or ()) <= {1}:
             number = op.Reshape(factor, [])
-            return op.emit(op_type, [_row_losses(op, varying[0], depends, data), number], {})
-    raise _NotASum(f"it is computed by {node_text(node)}, not by a sum or a mean")
+            return op.emit(op_type, [_write_row_losses(op, varying[0], depends, data), number], {})
+    raise _NotALossSum(f"the output is computed by {node_text(node)}, not by a sum or a mean")
 
 
-def _losses_of_operator(op: Any, node: Any) -> ir.Value:
-    """Write the losses of the rows of a loss operator of ONNX, without its reduction."""
+def _row_losses_of_operator(op: Any, node: Any) -> ir.Value:
+    """Write the row losses of an ONNX operator such as SoftmaxCrossEntropyLoss, unreduced."""
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
-        raise _NotASum(f"{node_text(node)} does not reduce: its reduction is 'none'")
+        raise _NotALossSum(f"{node_text(node)} does not reduce: its reduction is 'none'")
     losses = op.emit(node.op_type, node.inputs, attributes | {"reduction": "none"})
     losses.shape = node.inputs[1].shape  # the shape of the labels
-    return _sum_columns(op, losses, reduction == "mean")
+    return _reduce_columns(op, losses, reduction == "mean")
 
 
-def _losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
-    """Write the terms of a reduction to one number, added or averaged for each row."""
+def _row_losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
+    """Write the operand of a ReduceSum or ReduceMean, summed or averaged for each row."""
     x, reduced, write_terms = node.inputs[0], shapes.dims(node.outputs[0]), operator_of(node).terms
     assert x is not None
     assert write_terms is not None
     shape = shapes.dims(x)
     if set(reduced or ()) - {1} or (reduced is None and len(node.inputs) > 1):
         shown = reduced or "unknown"
-        raise _NotASum(f"{node_text(node)} does not reduce to one number: its shape is {shown}")
+        raise _NotALossSum(f"{node_text(node)} does not reduce to one number: its shape is {shown}")
     first = shape[0] if shape else None
-    if shape == () or (isinstance(first, int) and not _may_be_rows(first, data)):
-        raise _NotASum(f"{node_text(node)} reduces the shape {shape}, which has no axis of rows")
-    return _sum_columns(op, write_terms(op, x), node.op_type == "ReduceMean")
+    if shape == () or (isinstance(first, int) and not _may_be_row_count(first, data)):
+        raise _NotALossSum(
+            f"{node_text(node)} reduces the shape {shape}, which has no axis of rows"
+        )
+    return _reduce_columns(op, write_terms(op, x), node.op_type == "ReduceMean")
 
 
-def _may_be_rows(length: int, data: list[ir.Value]) -> bool:
-    """Return whether an axis of this length may be the rows, or the rows times another axis."""
+def _may_be_row_count(length: int, data: list[ir.Value]) -> bool:
+    """Return whether an axis length is a multiple of the row count of an input."""
     lengths = [shape[0] for x in data if (shape := shapes.dims(x))]
     return any(isinstance(d, int) and d and length % d == 0 for d in lengths)
 
 
-def _sum_columns(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
-    """Write one column with the sum or the mean of each row of losses; (N,) is not changed."""
+def _reduce_columns(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
+    """Write the sum or mean of each row of losses, (N, 1); losses (N,) are returned unchanged."""
     shape = shapes.dims(losses)
     if shape is not None and (len(shape) == 1 or shape[1:] == (1,)):
         return losses

@@ -1,4 +1,4 @@
-"""The nodes of a second model, copied into a graph; its weights are constants there."""
+"""Copy the nodes of a second model into a graph, with that model's weights as constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnxgrad.operators.shapes import Dim, Dims, dims
 
 
 def read_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:
-    """Return the part of `model` that computes a float tensor: `output`, or the only float output.
+    """Return the part of `model` that computes the tensor `output`, or else its only float output.
 
     Raises:
         ValueError: there is no such tensor, or several; the message names the `argument`.
@@ -51,20 +51,20 @@ def write_model(
         ValueError: a value that does not fit its input.
         ModelError: the model cannot be written in the opset of the graph.
     """
-    proto, values = _widen_halves(op, proto, values)
+    proto, values = _cast_halves_to_float32(op, proto, values)
     prefix = op.name("model") + "/"
-    stated = _at_opset(_declare_shapes(proto, values, prefix, what), op.opset, what)
+    stated = _convert_to_opset(_declare_shapes(proto, values, prefix, what), op.opset, what)
     model = prepare(stated, outputs=[stated.graph.output[0].name])
-    _check_opset(model, op.opset, what)
+    _check_operators_in_opset(model, op.opset, what)
     symbols = {d for v in values.values() for d in dims(v) or () if isinstance(d, str)}
     _rename_values(model.graph, op.name, symbols, prefix)
     return _move_nodes(op, model, values)
 
 
-def _widen_halves(
+def _cast_halves_to_float32(
     op: Emit, proto: ModelProto, values: Mapping[str, ir.Value]
 ) -> tuple[ModelProto, Mapping[str, ir.Value]]:
-    """Return the model and values in float32, if an input has 16 bits and its value is float32."""
+    """Return model and values in float32, if a float32 value is fed to an input of 16 bits."""
     kinds = {x.name: x.type.tensor_type.elem_type for x in proto.graph.input}
     widens = (v.dtype == ir.DataType.FLOAT and kinds.get(n) in HALVES for n, v in values.items())
     if not any(widens):
@@ -76,7 +76,7 @@ def _widen_halves(
 def _declare_shapes(
     proto: ModelProto, values: Mapping[str, ir.Value], prefix: str, what: str
 ) -> ModelProto:
-    """Return a copy whose inputs have the shapes of `values`, and other symbols with the prefix.
+    """Return a copy of the model with input shapes of `values`, and other symbols prefixed.
 
     The symbols of an input with a value are replaced in inputs without a value, too.
     """
@@ -88,7 +88,7 @@ def _declare_shapes(
     lengths: dict[str, Dim] = {}
     inputs = [ir.from_proto(x) for x in stated.graph.input]
     given = [x for x in inputs if x.name in values]
-    fixed = {x.name: _common_shape(x, values[x.name], lengths, what) for x in given}
+    fixed = {x.name: _input_shape_from_value(x, values[x.name], lengths, what) for x in given}
     for info, x in zip(stated.graph.input, inputs, strict=True):
         declared = dims(x)
         known = [lengths.get(d) if isinstance(d, str) else d for d in declared or ()]
@@ -101,7 +101,9 @@ def _declare_shapes(
     return stated
 
 
-def _common_shape(x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims | None:
+def _input_shape_from_value(
+    x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: str
+) -> Dims | None:
     """Return the shape of input `x` with the lengths of `value`; add its symbols to `lengths`."""
     declared, shape = dims(x), dims(value)
     where = f"input {printable(x.name)!r} of {what}"
@@ -115,18 +117,24 @@ def _common_shape(x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: s
     if shape is None or declared is None:
         return shape
     if not may_be_equal(shape, declared):
-        raise ValueError(f"{value.name!r} has the shape {shape}, and {where} takes {[*declared]}")
+        raise ValueError(
+            f"{value.name!r} has the shape {shape}, and {where} takes {[*declared]}: choose "
+            "another tensor"
+        )
     for a, b in zip(shape, declared, strict=True):
         if isinstance(b, str) and a is not None:
             before = lengths.setdefault(b, a)
             if isinstance(before, int) and isinstance(a, int) and before != a:
-                raise ValueError(f"{where}: its symbol {b!r} is {before} and {a}")
+                raise ValueError(
+                    f"{where} has the dimension {b!r}, which is {before} in one value that is fed "
+                    f"and {a} in {value.name!r}: feed values of equal lengths"
+                )
             lengths[b] = before if isinstance(before, int) else a
     return tuple(b if isinstance(b, int) else a for a, b in zip(shape, declared, strict=True))
 
 
 def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
-    """Return whether two shapes are not proven to be different."""
+    """Return whether two shapes may be equal: no static dimensions differ."""
     if a is None or b is None:
         return True
     return len(a) == len(b) and not any(
@@ -134,28 +142,31 @@ def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
     )
 
 
-def _at_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
-    """Return the model converted to an opset, newer or older."""
+def _convert_to_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
+    """Return the model converted to the version `opset`, which may be newer or older."""
     proto = inlined(proto)
     version = get_onnx_opset(proto)
     if version == opset:
         return proto
     try:
         if proto.functions:
-            raise ModelError("it has local functions with a rule")
+            raise ModelError("it has local functions with gradient rules")
         return convert(proto, version, opset)
     except ModelError as e:
         raise ModelError(_opset_error(what, version, opset, str(e))) from e
 
 
-def _check_opset(model: ir.Model, opset: int, what: str) -> None:
-    """Raise `ModelError` for operators that an opset does not have, and for local functions."""
+def _check_operators_in_opset(model: ir.Model, opset: int, what: str) -> None:
+    """Raise `ModelError` for operators that the version `opset` lacks, and for local functions."""
     for node in all_nodes(model.graph):
         if not exists(node, opset):
             reason = f"{node.op_type} is newer"
             raise ModelError(_opset_error(what, model.opset_imports[""], opset, reason))
     if model.functions:
-        raise ModelError(f"{what} has local functions with a rule, which cannot be copied")
+        raise ModelError(
+            f"{what} has local functions with gradient rules, which cannot be copied: export it "
+            "without these functions"
+        )
 
 
 def _opset_error(what: str, version: int, opset: int, reason: str) -> str:
@@ -169,7 +180,7 @@ def _opset_error(what: str, version: int, opset: int, reason: str) -> str:
 def _rename_values(
     graph: ir.Graph, name: Callable[[str], str], symbols: set[str], prefix: str
 ) -> None:
-    """Give new names to all values but the inputs, and to symbols not in `symbols`.
+    """Rename all values except the inputs, and all symbolic dimensions not in `symbols`.
 
     The graph to which they are moved may use the old names.
     """

@@ -1,4 +1,4 @@
-"""The record of a loss: its formula, its labels and its options."""
+"""The record of a loss: its formula, the labels that it takes and its options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Options = Mapping[str, Any]
 
 
 class LabelBounds(NamedTuple):
-    """The values that labels may have: `text` names them; they are a list, or else a range."""
+    """The values that labels may have, as a list or a range; `text` describes them in messages."""
 
     text: str
     values: tuple[float, ...] = ()
@@ -32,13 +32,13 @@ class LabelBounds(NamedTuple):
     most: float = math.inf
 
     def test(self, labels: np.ndarray) -> np.ndarray:
-        """Return which labels are among the values."""
+        """Return an array that tells for each label whether its value is allowed."""
         if self.values:
             return np.isin(labels, self.values)
         return (labels >= self.least) & (labels <= self.most)
 
     def write(self, op: Any, label: ir.Value) -> ir.Value:
-        """Write which elements of a label in a graph are among the values."""
+        """Write nodes that tell for each element of a label whether its value is allowed."""
         if self.values:
             return reduce(op.Or, (op.Equal(label, value) for value in self.values))
         sides = []
@@ -81,12 +81,12 @@ LIKE_PREDICTION = LabelKind()
 
 
 def like_prediction(rank: int, needs: str) -> LabelKind:
-    """Return the kind of labels that are like the prediction, which has at least `rank` axes."""
+    """Return the `LabelKind` of labels like the prediction, which has `rank` axes or more."""
     return LabelKind(accepts=lambda f: f is not None and len(f) >= rank, needs=needs)
 
 
 def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
-    """Return the kind of labels that are class indices, for classes along `axis`, by default 1.
+    """Return the `LabelKind` of class indices, for classes along `axis` of a prediction.
 
     Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
     The prediction has at least `rank` axes.
@@ -204,32 +204,32 @@ class LossSpec:
 
     @property
     def may_ignore_nan(self) -> bool:
-        """Whether labels are floats, and no `ignore_index` leaves labels out."""
+        """Whether NaN may mark ignored labels: they are floats and there is no `ignore_index`."""
         return not self.has_ignore_index and self.label_kind.dtype is None
 
     @property
     def label_kind(self) -> LabelKind:
-        """The kind of the labels."""
+        """The dtype and shape of the labels."""
         return self.labels(self.all_options)
 
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
-        terms, _ = self._write_terms(self.formula, op, prediction, label)
+        terms, _ = self._write_loss_terms(self.formula, op, prediction, label)
         return terms.losses if terms.weights is None else terms.losses * terms.weights
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch."""
-        terms, nan = self._write_terms(self.write_terms or self.formula, op, prediction, label)
+        terms, nan = self._write_loss_terms(self.write_terms or self.formula, op, prediction, label)
         if nan is None:
             return terms
         zero = op.const(0.0, terms.losses.dtype)
         weights = op.const(1.0, zero.dtype) if terms.weights is None else terms.weights
         return Terms(terms.losses, op.Where(nan, zero, weights))
 
-    def _write_terms(
+    def _write_loss_terms(
         self, write: Callable[..., Any], op: Any, prediction: ir.Value, label: ir.Value
     ) -> tuple[Terms, ir.Value | None]:
-        """Write the terms by a formula, and which labels are NaN; None if NaN has no meaning."""
+        """Write the terms, and the mask of NaN labels, or None if NaN labels are not ignored."""
         label = known = shaped_label(op, label, prediction)
         options, nan = self.options, None
         if self.ignore_nan and "ignore_nan" in signature(self.formula).parameters:
@@ -246,7 +246,7 @@ class LossSpec:
     def _zero_nan_losses(
         self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value
     ) -> ir.Value:
-        """Write the losses, with 0 where the label is NaN.
+        """Write the losses with 0 in place of each loss whose label is NaN.
 
         Raises:
             ValueError: there is not one loss for each label.
@@ -262,7 +262,7 @@ class LossSpec:
         return op.Where(nan, op.const(0.0, losses.dtype), losses)
 
     def for_labels(self, shape: Sequence[int]) -> LossSpec:
-        """Return the loss for labels of this shape, which decide `soft_labels=None`.
+        """Return the loss for labels of this shape, which tells one-hot labels from class indices.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
         additional last axis of length 1). `losses.applied_to.decide_options` compares them.
@@ -276,7 +276,7 @@ LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
 
 
 def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
-    """Register a formula by `names`, with `fields` of its `LossSpec`."""
+    """Return a decorator that registers a formula under `names`, with `fields` of `LossSpec`."""
 
     def add(formula: AnyFormula) -> AnyFormula:
         LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})

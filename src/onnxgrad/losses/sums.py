@@ -1,4 +1,4 @@
-"""The weighted sum of the terms of a loss, and the sum of their weights.
+"""The weighted sum of the terms of a loss, and the sum of the weights.
 
 The sum of the weights is computed from labels and sample weights alone, so that it is cheap without
 the forward pass. The number of terms is therefore taken from the shape of the labels; where the
@@ -27,7 +27,7 @@ Extents = list[int | ir.Value]
 def sum_and_count(
     op: Any, terms: Terms, label: ir.Value, weight: ir.Value | None = None
 ) -> tuple[ir.Value, ir.Value]:
-    """Write sum(w l) and sum(w), scalars of the dtype of the losses.
+    """Write the weighted sum of losses, sum(w l), and of weights, sum(w), in the losses' dtype.
 
     Args:
         op: emitter of the graph.
@@ -48,13 +48,16 @@ def sum_and_count(
     if not shape and dims(label) == () and w is None and weight is None:
         return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one term
     if not shape:
-        raise ValueError("a loss must have one number for every element or row, not one for all")
+        raise ValueError(
+            "a loss must have one number for every element or row, not one for all: leave out "
+            "the last mean or sum"
+        )
     # whether the weights are not broadcast to the losses
     of_weights = None if w is None else dims(w)
     covers = of_weights is not None and len(of_weights) == len(shape)
     covers = covers and all(a != 1 or d == 1 for a, d in zip(of_weights or (), shape, strict=True))
     if not covers:
-        losses, extents, every = _shape_by_label(op, losses, label)
+        losses, extents, every = _loss_shape_from_label(op, losses, label)
         if every and w is None and weight is None:  # Size is fewer nodes than the shape
             return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
         target = op.vector(*extents)
@@ -79,7 +82,7 @@ def sum_and_count(
 def sum_without_label(
     op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
-    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
+    """Write two scalars: the weighted sum of losses of rows or elements, and the sum of weights.
 
     `losses` have a known rank. The sum of the weights is computed from inputs of the graph and
     labels, where they are proven to have the lengths of `losses`.
@@ -118,7 +121,7 @@ def element_count(
 
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
-    """Write weights in the shape of `like`; the Reshape fails if there are more of them."""
+    """Write sample weights broadcast to the shape of `like`; a Reshape fails if they do not fit."""
     every = op.emit(
         "Expand", [weight, shape], {}, fresh=True
     )  # Expand is not left out if symbols are equal
@@ -139,7 +142,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
 def _infer_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
-    """Return losses and label of known rank: by inference, or else of rank 2, (N, terms)."""
+    """Return losses and label with known ranks, inferred, or else by a reshape to (N, terms)."""
     count = len(op.graph.inputs)
     op.graph.inputs.extend(v for v in (label, *inputs) if v.producer() is None)
     infer(ir.Model(op.graph, ir_version=8))
@@ -154,8 +157,10 @@ def _infer_ranks(
     return flat[0], flat[1]
 
 
-def _shape_by_label(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Extents, bool]:
-    """Return the losses, their lengths read from the label, and whether each label has a loss.
+def _loss_shape_from_label(
+    op: Any, losses: ir.Value, label: ir.Value
+) -> tuple[ir.Value, Extents, bool]:
+    """Return the losses, their shape computed from the label, and whether each label has a loss.
 
     The axes of the losses are some axes of the label, in their order, and axes of length 1.
     """

@@ -1,4 +1,4 @@
-"""The range of the elements of a value, from the operators that compute it.
+"""The range of the elements of a value, derived from the operators that compute the value.
 
 The range tells probabilities, which lie between 0 and 1, from scores.
 """
@@ -23,27 +23,27 @@ _DEPTH = 32  # nodes in a row that a search visits
 
 
 def value_range(x: ir.Value) -> Range:
-    """Return bounds of the elements of `x` for any weights and data, infinite where none follow."""
-    return _known_range(x, _DEPTH, {})
+    """Return (low, high), bounds of the elements of `x` for any data; unknown is infinite."""
+    return _cached_range(x, _DEPTH, {})
 
 
-def _known_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
-    """Return the range of `x`, and keep it in `ranges`."""
+def _cached_range(x: ir.Value | None, depth: int, ranges: dict[ir.Value, Range]) -> Range:
+    """Return (low, high) of the elements of `x`, and cache it in `ranges`."""
     if x is None or not depth:
         return _UNBOUNDED
     if x not in ranges:
-        ranges[x] = _range_of_result(x, lambda v: _known_range(v, depth - 1, ranges))
+        ranges[x] = _range_of_result(x, lambda v: _cached_range(v, depth - 1, ranges))
     return ranges[x]
 
 
 def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Range:
-    """Return the range of `x` from the ranges of the operands of its node."""
+    """Return (low, high) of the result `x` of a node, from the ranges of the node's operands."""
     node = x.producer()
     if node is None or made_by(x, "Constant"):
         return constant_range(x) or _UNBOUNDED
     if x.dtype == ir.DataType.BOOL:
         return 0.0, 1.0
-    if sources := [*moved_operands(node), *_results_of_bodies(node, x)]:
+    if sources := [*moved_operands(node), *_body_results(node, x)]:
         lows, highs = zip(*map(range_of, sources), strict=True)
         return min(lows), max(highs)
     share = quotient(node)
@@ -59,7 +59,7 @@ def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) 
 
 
 def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
-    """Return the operands whose elements a node moves or casts, and perhaps leaves out or repeats.
+    """Return the operands of a node that only moves, casts, selects or repeats elements; else ().
 
     Each element of the results is an element of these operands. There are none if a node computes
     elements.
@@ -69,8 +69,8 @@ def moved_operands(node: ir.Node) -> Sequence[ir.Value | None]:
     return node.inputs if node.op_type == "Concat" else node.inputs[:1]
 
 
-def _results_of_bodies(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
-    """Return the values that the output `x` of an If, Loop or Scan may take."""
+def _body_results(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
+    """Return the values of the bodies that become the output `x` of an If, Loop or Scan."""
     graphs, index = list(subgraphs(node)), x.index() or 0
     if not graphs or node.domain:
         return []
@@ -83,7 +83,7 @@ def _results_of_bodies(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
 
 
 def constant_range(x: ir.Value) -> Range | None:
-    """Return the range of a constant of one element; larger tensors may be weights."""
+    """Return (value, value) for a scalar constant, else None: larger tensors may be weights."""
     array = constant(x)
     if array is None or array.size != 1 or array.dtype.kind not in "fiu":
         return None
@@ -91,7 +91,7 @@ def constant_range(x: ir.Value) -> Range | None:
 
 
 def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Return (a, b) if the node computes a / b, as Div, Reciprocal (a = 1) or a Mul with one."""
+    """Return (a, b) if a node computes a / b, as Div, Reciprocal (a = 1) or Mul by a Reciprocal."""
     inputs = [v for v in node.inputs if v is not None]
     if node.domain:
         return None
@@ -112,7 +112,7 @@ def summed_axes(
     total: ir.Value | None,
     reductions: tuple[str, ...] = ("ReduceSum", "ReduceL1"),
 ) -> tuple[int, ...] | None:
-    """Return the axes over which `total` is the sum of `x`, broadcast against `x`, else None.
+    """Return the axes over which `total` sums `x`, if `total` is broadcast to `x`; else None.
 
     `reductions` are the operators that count as a sum. The sum may be guarded against zero, and
     then `x`, too, by 1 where the sum is zero.
@@ -126,7 +126,7 @@ def summed_axes(
             total = node.inputs[0]
         elif made_by(total, "Where", "Max", "Clip", "Add"):  # each of them guards against zero
             operands = node.inputs[node.op_type == "Where" :]
-            rest = [v for v in operands if v is not None and not _is_guard(v)]
+            rest = [v for v in operands if v is not None and not _is_zero_guard(v)]
             if len(rest) != 1:
                 return None
             guarded, total = True, rest[0]
@@ -137,11 +137,11 @@ def summed_axes(
         return None
     base = behind_guard(x) if guarded else x
     is_of_x = before_casts(node.inputs[0]) is before_casts(base)
-    return _aligned_axes(node, x, column) if is_of_x else None
+    return _broadcast_axes(node, x, column) if is_of_x else None
 
 
-def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
-    """Return the axes of a reduction of `x`, if the result or `column` is broadcast along them."""
+def _broadcast_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
+    """Return the axes of the reduction `node` of `x` if its result is broadcast along them."""
     n, kept = rank(x), int_attribute(node, "keepdims")
     if n is None:
         stated = constant(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -154,8 +154,8 @@ def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[
     return tuple(along) if is_aligned else None
 
 
-def _is_guard(x: ir.Value) -> bool:
-    """Return whether `x` is a number >= 0, or such a number where a condition holds, else 0."""
+def _is_zero_guard(x: ir.Value) -> bool:
+    """Return whether `x` guards a sum against zero: a constant >= 0, perhaps times a boolean."""
     if (value := constant_range(x)) is not None:
         return value[0] >= 0
     node = x.producer()
@@ -163,18 +163,20 @@ def _is_guard(x: ir.Value) -> bool:
         return False
     if node.op_type == "Cast":
         return node.inputs[0].dtype == ir.DataType.BOOL
-    return node.op_type == "Mul" and all(v is not None and _is_guard(v) for v in node.inputs)
+    return node.op_type == "Mul" and all(v is not None and _is_zero_guard(v) for v in node.inputs)
 
 
 def behind_guard(x: ir.Value) -> ir.Value:
-    """Return p if `x` is p plus a guard, as p + 1 in rows whose sum is zero, else `x`."""
+    """Return p if `x` is p plus a guard against zero, such as p + 1 where a sum is 0; else `x`."""
     node = made_by(x, "Add")
-    rest = [] if node is None else [v for v in node.inputs if v is not None and not _is_guard(v)]
+    rest = (
+        [] if node is None else [v for v in node.inputs if v is not None and not _is_zero_guard(v)]
+    )
     return rest[0] if len(rest) == 1 else x
 
 
 def before_casts(x: ir.Value) -> ir.Value:
-    """Return the operand of the casts and identities that compute `x`, or `x`."""
+    """Return the value before the Cast and Identity nodes that compute `x`; without them `x`."""
     while (node := made_by(x, "Identity", "Cast")) is not None:
         if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:
             break

@@ -40,7 +40,7 @@ OwnGradients = Callable[[Emit, ir.Value], Pairs]  # writes gradients times a sca
 
 
 def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> WeightedLabels | None:
-    """Return the labels, without sample weights, of a cross entropy to be computed in chunks.
+    """Return the labels of a cross-entropy that is computed in chunks, without sample weights.
 
     None: it is another loss, or has too few classes.
     """
@@ -69,7 +69,7 @@ def write_in_chunks(
     wrt: Sequence[ir.Value],
     plain: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ir.Value, OwnGradients]:
-    """Write the sum of the weighted losses and the sum of the weights, as scalars.
+    """Write the cross-entropy in chunks: the weighted sum of losses and the sum of weights.
 
     Args:
         op: emitter of the graph.
@@ -98,14 +98,14 @@ def write_in_chunks(
         by_words = BlockwiseLoss(op, head, positions, axes, sizes, labels.smoothing)
         total, own = by_words.total, partial(by_words.write_gradients, shared, wanted)
     else:
-        total, pairs = _write_by_positions(op, head, positions, shared, wanted, labels.smoothing)
+        total, pairs = _write_position_scan(op, head, positions, shared, wanted, labels.smoothing)
         own = scale_gradients(pairs)
     total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
 
 
 def scale_gradients(pairs: Pairs) -> OwnGradients:
-    """Return the function that writes these gradients times a scalar."""
+    """Return a function that writes the given gradients multiplied by a scalar."""
 
     def write(op: Emit, scale: ir.Value) -> Pairs:
         found = []
@@ -120,7 +120,7 @@ def scale_gradients(pairs: Pairs) -> OwnGradients:
 # -- chunks of positions ---------------------------------------------------------------------------
 
 
-def _write_by_positions(
+def _write_position_scan(
     op: Emit,
     head: Head,
     positions: LabelPositions,
@@ -128,7 +128,7 @@ def _write_by_positions(
     wanted: Sequence[ir.Value],
     smoothing: float,
 ) -> tuple[ir.Value, Pairs]:
-    """Write a Scan over chunks of positions: the losses, and the gradients w.r.t. some values.
+    """Write a Scan over chunks of positions, with the loss and gradients w.r.t. weights, features.
 
     The loss and the gradients w.r.t. `shared` are added up over chunks; the gradients w.r.t. the
     leaves `wanted` are one for each chunk.

@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary by blocks of words, each of which is computed twice.
+"""Cross-entropy over a large vocabulary by blocks of words; logits of a block are computed twice.
 
 One pass over the blocks computes the logarithm of the sum of the exponentials. Another one computes
 the logits of each block again, and the gradients (Wijmans et al. 2024, arXiv:2411.09009).
@@ -26,7 +26,7 @@ Pairs = list[tuple[ir.Value, ir.Value]]
 
 
 def block_sizes(words: Any) -> tuple[int, int] | None:
-    """Return the numbers of all words and of the words in a block, a divisor near `BLOCK`.
+    """Return the size of the vocabulary, and of a block of words, a divisor near `BLOCK`.
 
     None: the number of words is not static, or has no such divisor.
     """
@@ -39,7 +39,7 @@ def block_sizes(words: Any) -> tuple[int, int] | None:
 
 
 class BlockwiseLoss:
-    """The loss by blocks of words; `total` is the sum of the losses.
+    """The cross-entropy by blocks of words; `total` is the sum of the losses.
 
     Args:
         op: emitter of the graph.
@@ -62,28 +62,28 @@ class BlockwiseLoss:
         self.op, self.head, self.axes, self.smoothing = op, head, axes, smoothing
         (self.words, self.block), self.dtype = sizes, positions.weights.dtype
         self.length = op.name("positions")
-        self.leaves = {x: self._only_chunk(positions.gather_chunks(x)) for x in head.leaves}
-        self.target = op.Unsqueeze(self._only_chunk(positions.target), [1])
+        self.leaves = {x: self._squeeze_chunk(positions.gather_chunks(x)) for x in head.leaves}
+        self.target = op.Unsqueeze(self._squeeze_chunk(positions.target), [1])
         self.target.shape = ir.Shape([self.length, 1])
-        self.weights = op.Unsqueeze(self._only_chunk(positions.weights), [1])
+        self.weights = op.Unsqueeze(self._squeeze_chunk(positions.weights), [1])
         self.weights.shape = ir.Shape([self.length, 1])
         self.lse, losses = self._write_losses()
         self.total = weighted_sum(op, losses, self.weights)
 
-    def _only_chunk(self, chunks: ir.Value) -> ir.Value:
-        """Write the only chunk, (size, ...) of (1, size, ...)."""
+    def _squeeze_chunk(self, chunks: ir.Value) -> ir.Value:
+        """Write the only chunk without its first axis: (size, ...) for `chunks` (1, size, ...)."""
         rows = self.op.Squeeze(chunks, [0])
         rows.type = chunks.type
         rows.shape = ir.Shape([self.length, *(dims(chunks) or ())[2:]])
         return rows
 
     def _write_losses(self) -> tuple[ir.Value, ir.Value]:
-        """Write the logsumexp of the logits, and the losses, each (positions, 1)."""
+        """Write the logsumexp of the logits of each position, and its loss, (positions, 1)."""
         op, zero, dtype = self.op, self.op.zeros_like(self.weights), self.dtype
         assert dtype is not None
         least = op.set_type_like(zero + op.const(_LEAST[dtype], dtype), zero)
         starts = [least, zero, zero, *([zero] if self.smoothing else [])]
-        inner, operands, sliced = self._begin_body(starts)
+        inner, operands, sliced = self._begin_scan_body(starts)
         most, total, chosen, *sums = inner.graph.inputs[: len(starts)]
         with inner:
             z = self.head.write_logits(inner, self.leaves | sliced, self.block)
@@ -106,12 +106,12 @@ class BlockwiseLoss:
     def write_gradients(
         self, shared: Sequence[ir.Value], wanted: Sequence[ir.Value], op: Emit, scale: ir.Value
     ) -> Pairs:
-        """Write the gradients of the sum times `scale` w.r.t. `shared` and the leaves `wanted`."""
+        """Write gradients of the loss times `scale` w.r.t. weights `shared`, features `wanted`."""
         self.op = op
         scanned = [x for x in shared if x in self.axes]
         summed = [*(x for x in shared if x not in self.axes), *(self.leaves[x] for x in wanted)]
         weights = self.weights * op.Cast(scale, to=self.dtype)
-        inner, operands, sliced = self._begin_body([op.zeros_like(x) for x in summed])
+        inner, operands, sliced = self._begin_scan_body([op.zeros_like(x) for x in summed])
         before = inner.graph.inputs[: len(summed)]
         with inner:
             z = self.head.write_logits(inner, self.leaves | sliced, self.block)
@@ -131,10 +131,10 @@ class BlockwiseLoss:
         totals = (op.set_type_like(y, x) for y, x in zip(results, summed, strict=False))
         return [*zip(summed, totals, strict=True), *zip(scanned, whole, strict=True)]
 
-    def _begin_body(
+    def _begin_scan_body(
         self, starts: Sequence[ir.Value]
     ) -> tuple[Emit, list[ir.Value], dict[ir.Value, ir.Value]]:
-        """Return the body of a Scan over blocks, its operands, and a block of each value of `axes`.
+        """Return the body of a Scan over blocks of words, its operands, and the slices of weights.
 
         The last input of the body is the first word of the block.
         """
@@ -170,7 +170,7 @@ class BlockwiseLoss:
         return inner, operands, sliced
 
     def _index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
-        """Write the label as an index into the block, or 0, and whether it is inside."""
+        """Write each label as an index into the block, or 0, and whether the label is inside."""
         index = self.target - inner.graph.inputs[-1]
         inside = inner.And(
             inner.GreaterOrEqual(index, np.int64(0)), inner.Less(index, np.int64(self.block))
@@ -184,7 +184,7 @@ class BlockwiseLoss:
         return self.op.emit_many("Scan", operands, attributes, outputs, fresh=True)
 
     def _join_blocks(self, stack: ir.Value, like: ir.Value) -> ir.Value:
-        """Write the gradient of `like` from the gradients of its blocks, stacked along axis 0."""
+        """Join the gradients of blocks of the weight `like`, stacked along axis 0."""
         op, axis, shape = self.op, self.axes[like], dims(like) or ()
         part = [*shape[:axis], self.block, *shape[axis + 1 :]]
         stack.type = like.type

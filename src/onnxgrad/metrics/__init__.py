@@ -1,4 +1,4 @@
-"""Metrics of predictions, computed batch by batch."""
+"""Metrics of predictions, updated batch by batch and computed at the end."""
 
 from onnxgrad.lazy_names import offer_names
 

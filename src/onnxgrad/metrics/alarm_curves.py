@@ -1,4 +1,4 @@
-"""False alarms per hour against missed events, of detectors that listen all the time."""
+"""False alarms per hour against missed events, for detectors that listen all the time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AlarmCurve(NamedTuple):
     missed: np.ndarray
 
     def at(self, missed: float) -> tuple[float, float]:
-        """Return threshold and false alarms where at most a share `missed` of the events is missed.
+        """Return (threshold, false alarms per hour) for at most a share `missed` of missed events.
 
         Of several thresholds, it is the one with the fewest false alarms per hour.
 
@@ -42,7 +42,7 @@ class AlarmCurve(NamedTuple):
         if not len(allowed):
             raise ValueError(
                 f"missed={missed}: at every threshold, a share of {self.missed.min():.3g} or more "
-                "of the events is missed: allow more"
+                "of the events is missed: give a larger missed="
             )
         best = allowed[np.argmin(self.per_hour[allowed])]
         return float(self.thresholds[best]), float(self.per_hour[best])
@@ -51,7 +51,7 @@ class AlarmCurve(NamedTuple):
 def false_alarms(
     scores: Any, labels: Any, seconds: float, thresholds: Any = None, hold: float = 0.0
 ) -> AlarmCurve:
-    """Count alarms without an event, per hour, and events without an alarm, for thresholds.
+    """Return the curve of false alarms per hour and of the share of missed events over thresholds.
 
     A window over the threshold gives an alarm, unless another window did less than `hold` seconds
     before. An alarm is false if the label of the window is 0. An event is a run of windows with the
@@ -77,12 +77,16 @@ def false_alarms(
         >>> og.metrics.false_alarms(scores, labels, seconds=1, thresholds=[0.5]).per_hour.tolist()
         [1800.0]
     """
-    listed = [_as_files(part) for part in (scores, labels)]
+    listed = [_arrays_by_file(part) for part in (scores, labels)]
     if [len(s) for s in listed[0]] != [len(y) for y in listed[1]]:
-        raise ValueError("scores and labels have different numbers of windows")
+        raise ValueError(
+            "scores and labels have different numbers of windows: pass one label for each score"
+        )
     all_scores, y = (np.concatenate(part) for part in listed)
     if not np.isin(y, (0, 1)).all() or y.min(initial=1) == y.max(initial=0):
-        raise ValueError("labels must be 0, and 1 for the windows of events, and both must occur")
+        raise ValueError(
+            "labels must be 1 for windows of events and 0 for all others, and both must occur"
+        )
     gap = max(1, int(np.ceil(hold / seconds - 1e-9)))
     file = np.repeat(np.arange(len(listed[0])), [len(s) for s in listed[0]])
     at = np.arange(len(y)) + file * gap  # windows of other files are never within `hold`
@@ -99,14 +103,14 @@ def false_alarms(
     counts = []
     for threshold in thresholds:
         over = np.flatnonzero(all_scores >= threshold)
-        counts.append(np.sum(y[over[_alarms_given(at[over], gap)]] == 0))
+        counts.append(np.sum(y[over[_alarm_indices(at[over], gap)]] == 0))
     hours = np.sum(y == 0) * seconds / 3600
     missed = np.searchsorted(best, thresholds) / len(best)
     return AlarmCurve(thresholds, np.array(counts) / hours, missed)
 
 
-def _alarms_given(times: np.ndarray, gap: int) -> np.ndarray:
-    """Return the indices of the ascending times at which there is an alarm, `gap` apart or more."""
+def _alarm_indices(times: np.ndarray, gap: int) -> np.ndarray:
+    """Return the indices of the times at which a detector alarms, at least `gap` apart."""
     if gap == 1:
         return np.arange(len(times))
     kept, i = [], 0
@@ -116,8 +120,8 @@ def _alarms_given(times: np.ndarray, gap: int) -> np.ndarray:
     return np.array(kept, np.int64)
 
 
-def _as_files(values: Any) -> list[np.ndarray]:
-    """Return one array of numbers for each file."""
+def _arrays_by_file(values: Any) -> list[np.ndarray]:
+    """Return a list of arrays, one for each file, from such a list or from one array."""
     several = isinstance(values, Sequence) and len(values) and np.ndim(values[0]) > 0
     return [np.asarray(v, np.float64).ravel() for v in (values if several else [values])]
 
@@ -148,19 +152,21 @@ class FalseAlarms(Metric):
         self.seconds, self.missed = seconds, missed
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches.
+        """Forget all batches of earlier evaluations.
 
         Raises:
             ValueError: the predictions are not scores of one of two classes.
         """
         if prediction.threshold is None:
             raise ValueError(
-                f"metric {self.name!r} needs one score for each row, of one of two classes"
+                f"metric {self.name!r} needs one score for each row: choose an output with scores "
+                "of one "
+                "of two classes"
             )
         super().begin(prediction)
 
     def update(self, prediction: Any, label: Any, weight: Any = None) -> None:
-        """Add a batch; rows of weight 0 do not count, and others are equal."""
+        """Add a batch of scores and labels; weights only leave out rows, those of weight 0."""
         scores, y = np.ravel(prediction), np.ravel(label)
         counts = slice(None) if weight is None else np.ravel(weight) > 0
         self._batches.append((scores[counts], y[counts]))

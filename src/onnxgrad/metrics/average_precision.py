@@ -1,4 +1,4 @@
-"""Metrics of detectors: mean average precision, and the confusion of classes."""
+"""Metrics of object detectors: mean average precision, and the confusion matrix of boxes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Boxes = Sequence[np.ndarray]
 
 
 class _BoxMetric(Metric):
-    """A metric of boxes, whose value is computed from all batches together."""
+    """Base of metrics of boxes, computed from the boxes of all batches together."""
 
     def __init__(self, read: Callable[[Any, Any], tuple[Boxes, Boxes]]) -> None:
         self.read = read
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._true: list[np.ndarray] = []
         self._found: list[np.ndarray] = []
 
     def update(self, prediction: Any, label: Any, weight: np.ndarray | None = None) -> None:
-        """Add a batch; raise `ValueError` for sample weights."""
+        """Add a batch of predictions and labels; raise `ValueError` for sample weights."""
         self.check_begun()
         refuse_weights(self.name, weight)
         found, true = self.read(prediction, label)
@@ -37,7 +37,7 @@ class _BoxMetric(Metric):
 
 
 class MeanAveragePrecision(_BoxMetric):
-    """Mean over classes, and thresholds of the IoU, of the average precision, by pycocotools.
+    """Mean average precision (mAP) over classes and IoU thresholds, computed by pycocotools.
 
     Args:
         read: function from a batch of predictions and labels to the boxes of both, an array for
@@ -74,7 +74,7 @@ class MeanAveragePrecision(_BoxMetric):
             self.name += "_per_class"
 
     def compute(self) -> float | np.ndarray:
-        """Return the value over all batches since `begin`."""
+        """Return the mean average precision over all batches since `begin`."""
         self.check_begun()
         images = [{"id": i + 1} for i in range(len(self._true))]
         notes: list[dict[str, Any]] = [
@@ -83,7 +83,10 @@ class MeanAveragePrecision(_BoxMetric):
             for c, *box in boxes.tolist()
         ]
         if not notes:
-            raise ValueError(f"metric {self.name!r} has nothing to compute: there are no boxes")
+            raise ValueError(
+                f"metric {self.name!r} has nothing to compute: the labels have no boxes; evaluate "
+                "rows with boxes"
+            )
         for number, note in enumerate(notes, 1):
             note |= {"id": number, "area": float(np.prod(note["bbox"][2:]))}
         found = [
@@ -137,7 +140,7 @@ class BoxConfusion(_BoxMetric):
         self.classes, self.score, self.iou = classes, score, iou
 
     def compute(self) -> np.ndarray:
-        """Return the matrix over all batches since `begin`."""
+        """Return the confusion matrix over all batches since `begin`."""
         self.check_begun()
         count = self.classes
         if count is None:
@@ -162,7 +165,7 @@ class BoxConfusion(_BoxMetric):
 
 
 def _box_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the IoU of each pair of boxes (n, 4) and (m, 4), (n, m)."""
+    """Return the IoU (n, m) of each pair of boxes from `first` (n, 4) and `second` (m, 4)."""
     near = np.maximum(first[:, None, :2], second[None, :, :2])
     far = np.minimum(first[:, None, 2:], second[None, :, 2:])
     both = np.prod(np.maximum(far - near, 0), axis=2)
@@ -171,7 +174,7 @@ def _box_overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _import_pycocotools() -> Any:
-    """Return the classes COCO and COCOeval."""
+    """Return the classes COCO and COCOeval of pycocotools."""
     try:
         from pycocotools import coco, cocoeval  # type: ignore[import-untyped]
     except ImportError as e:
@@ -180,12 +183,12 @@ def _import_pycocotools() -> Any:
 
 
 def _as_coco_box(box: Sequence[float]) -> list[float]:
-    """Return x, y, width and height of a box x1, y1, x2, y2."""
+    """Return a box (x1, y1, x2, y2) as (x, y, width, height)."""
     return [box[0], box[1], box[2] - box[0], box[3] - box[1]]
 
 
 def _precision_by_class(true: dict, found: list[dict], iou: float | None) -> dict[int, np.ndarray]:
-    """Return the precisions at all levels of recall by class, without classes that have no box."""
+    """Return by class the precisions at all levels of recall, without classes that lack boxes."""
     COCO, COCOeval = _import_pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()

@@ -1,4 +1,4 @@
-"""The interface of metrics, and the facts of a prediction that they need."""
+"""The interface of metrics, and the record of a prediction (classes, axis) that metrics need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxgrad.errors import EvaluationError
 
 @dataclass(frozen=True)
 class PredictionInfo:
-    """The kind of a prediction: scores of classes, of one of two classes, or numbers.
+    """The kind of a prediction: scores of several classes, one score of two classes, or numbers.
 
     Attributes:
         classes: number of classes, if the prediction has a score for each; otherwise None.
@@ -72,7 +72,7 @@ class Metric:
     _info: PredictionInfo | None = None
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches.
+        """Forget all batches of earlier evaluations.
 
         Args:
             prediction: the kind of the predictions of all batches.
@@ -86,7 +86,7 @@ class Metric:
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch.
+        """Add a batch of predictions and labels.
 
         Args:
             prediction: array (rows, ...).
@@ -110,9 +110,11 @@ class Metric:
 
     @property
     def info(self) -> PredictionInfo:
-        """The argument of `begin`; raises EvaluationError before `begin` is called."""
+        """The `PredictionInfo` passed to `begin`; raises EvaluationError before `begin`."""
         if self._info is None:
-            raise EvaluationError(f"metric {self.name!r}: call begin first")
+            raise EvaluationError(
+                f"metric {self.name!r}: call begin(prediction) before update and compute"
+            )
         return self._info
 
     def check_begun(self) -> None:
@@ -129,7 +131,7 @@ class Metric:
 
 @dataclass
 class RunningMean:
-    """A weighted mean of values that come in batches."""
+    """A weighted mean of values that are added batch by batch."""
 
     total: float | np.ndarray = 0.0
     weight: float | np.ndarray = 0.0  # (outputs,) if each value has a weight
@@ -160,7 +162,7 @@ class RunningMean:
 
 
 def no_rows_error(name: str) -> ValueError:
-    """Return the error of a metric of this name without rows."""
+    """Return the error for a metric of this name that has no rows to evaluate."""
     return ValueError(
         f"metric {name!r} has nothing to compute: there are no rows, or all of them have weight 0 "
         "or the ignored label"

@@ -33,7 +33,7 @@ AVERAGES = ("binary", "macro", "micro", "weighted", "per_class")
 
 @dataclass
 class Accuracy(MeanMetric):
-    """Share of the labels that the prediction hits.
+    """Accuracy: share of the labels that are equal to the predicted class.
 
     If the prediction is a score of one of two classes, each of its elements counts as one.
     """
@@ -41,7 +41,7 @@ class Accuracy(MeanMetric):
     name = "accuracy"
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Return whether each row hits."""
+        """Return for each row whether the predicted class is the label."""
         return rows.predicted(self.info) == rows.true
 
 
@@ -75,7 +75,7 @@ class TopK(Accuracy):
         self.name = f"top_{self.k}_accuracy"
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         if self.k >= self.n_classes:
             raise ValueError(
@@ -83,7 +83,7 @@ class TopK(Accuracy):
             )
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Return whether the class of each label is among the k classes of the highest scores."""
+        """Return for each row whether its label is among the k classes with the highest scores."""
         if rows.scores.ndim == 1:  # of two classes, so that k is 1
             return super().values(rows)
         true = rows.true[:, None]
@@ -93,17 +93,17 @@ class TopK(Accuracy):
 
 
 class CountMetric(ClassMetric):
-    """Base of metrics of three weighted counts of each class: labels, predictions, and hits."""
+    """Base of metrics from weighted counts of labels, predictions and hits of each class."""
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
         # whether a class is predicted or a label, of any weight
         self._present = np.zeros(self.n_classes, bool)
 
     def add(self, rows: Rows) -> None:
-        """Count the rows of a batch."""
+        """Add the rows of a batch to the counts."""
         predicted, true, weight = rows.predicted(self.info), rows.true, rows.weight
         hit, n = predicted == true, self.n_classes
         self._hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
@@ -111,7 +111,7 @@ class CountMetric(ClassMetric):
         self._true += np.bincount(true, weight, n)
         self._present[predicted] = self._present[true] = True
 
-    def _require_rows(self) -> None:
+    def _refuse_no_rows(self) -> None:
         """Raise `ValueError` if no label has a weight above 0."""
         self.check_begun()
         if not self._true.any():
@@ -125,15 +125,15 @@ class BalancedAccuracy(CountMetric):
     name = "balanced_accuracy"
 
     def compute(self) -> float:
-        """Return the mean recall."""
-        self._require_rows()
+        """Return the mean recall over all batches."""
+        self._refuse_no_rows()
         labels = self._true > 0
         return float((self._hit[labels] / self._true[labels]).mean())
 
 
 @dataclass
 class Precision(CountMetric):
-    """Share of the predictions of a class that hit: hits / predictions.
+    """Precision: share of the predictions of a class that are right, hits / predictions.
 
     As scikit-learn's `precision_score`, averages are over the classes that occur as label or
     prediction.
@@ -163,18 +163,19 @@ class Precision(CountMetric):
             self.higher_is_better = None
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         if self.average == "binary" and self.n_classes != 2:
             kind = type(self).name
             raise ValueError(
-                f"metric {self.name!r} is the value of class 1 of two, but there are "
+                f"metric {self.name!r} is the value of class 1 of two classes, and the prediction "
+                "has "
                 f"{self.n_classes} classes: use '{kind}_macro', '{kind}_micro' or '{kind}_weighted'"
             )
 
     def compute(self) -> float | np.ndarray:
-        """Return the average, or the value of each class."""
-        self._require_rows()
+        """Return the average over classes, or the values of all classes."""
+        self._refuse_no_rows()
         parts = np.stack(self._class_counts())
         if self.average == "binary":
             return float(self._divide_counts(parts[:, 1:])[0])
@@ -186,18 +187,18 @@ class Precision(CountMetric):
         return float(np.average(self._divide_counts(parts), weights=weights))
 
     def _divide_counts(self, parts: np.ndarray) -> np.ndarray:
-        """Return numerators / denominators, `zero_division` where the denominator is 0."""
+        """Return `parts[0] / parts[1]` for each class, `zero_division` where the divisor is 0."""
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
     def _class_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numerators and the denominators of the classes."""
+        """Return two counts of each class, whose quotient is the metric of the class."""
         return self._hit, self._predicted
 
 
 @dataclass
 class Recall(Precision):
-    """Share of the labels of a class that are hit: hits / labels.
+    """Recall: share of the labels of a class that are predicted, hits / labels.
 
     As scikit-learn's `recall_score`; arguments and errors as in `Precision`.
     """
@@ -258,18 +259,18 @@ class ConfusionMatrix(ClassMetric):
     higher_is_better = None
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._matrix = np.zeros((self.n_classes, self.n_classes), np.int64)
 
     def add(self, rows: Rows) -> None:
-        """Count the rows of a batch."""
+        """Add the rows of a batch to the counts."""
         n = self.n_classes
         cells = rows.true * n + rows.predicted(self.info)
         self._matrix = self._matrix + np.bincount(cells, rows.weight, n * n).reshape(n, n)
 
     def compute(self) -> np.ndarray:
-        """Return the matrix."""
+        """Return the confusion matrix of all batches."""
         self.check_begun()
         if not self._matrix.any():
             raise no_rows_error(self.name)

@@ -1,4 +1,4 @@
-"""Metrics made of functions, and of metrics of torchmetrics."""
+"""Metrics made from a user's function, or from a metric of torchmetrics."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class FunctionMetric(Metric):
         return copy.copy(self)  # the function may be an object that cannot be copied
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._weighted = False
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch; raise `ValueError` for weights that the function does not take."""
+        """Add a batch; raise `ValueError` for sample weights if the function takes none."""
         self.check_begun()
         parameters = signature(self.function).parameters
         takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
@@ -94,7 +94,7 @@ class FunctionMetric(Metric):
         """Return the result of the function for all data."""
         arrays = self._join_batches()
         options = {"sample_weight": arrays[2]} if self._weighted else {}
-        return _as_number(self.function(arrays[0], arrays[1], **options))
+        return _float_or_array(self.function(arrays[0], arrays[1], **options))
 
 
 class TorchMetric(Metric):
@@ -112,7 +112,7 @@ class TorchMetric(Metric):
 
     def __init__(self, metric: Any) -> None:
         if type(metric).__name__ == "MetricCollection":
-            raise ValueError("pass the metrics of a MetricCollection one by one")
+            raise ValueError("a MetricCollection is no metric: pass its metrics one by one")
         self.metric = metric
         self.name = type(metric).__name__
         self.higher_is_better = getattr(metric, "higher_is_better", None)
@@ -121,7 +121,7 @@ class TorchMetric(Metric):
         return f"TorchMetric({self.metric!r})"
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self.metric.reset()
         self._rows = 0
@@ -129,14 +129,14 @@ class TorchMetric(Metric):
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch."""
+        """Add a batch of predictions and labels."""
         import torch
 
         info, ignored = self.info, getattr(self.metric, "ignore_index", None)
         refuse_weights(self.name, weight)
         if info.ignore_index not in (None, ignored) and (label == info.ignore_index).any():
             raise ValueError(
-                f"labels have the ignored index {info.ignore_index}: create {self.name!r} with "
+                f"labels hold ignore_index {info.ignore_index}: create {self.name!r} with "
                 f"ignore_index={info.ignore_index}"
             )
         if info.classes is not None:
@@ -144,19 +144,19 @@ class TorchMetric(Metric):
         if not len(prediction):  # torchmetrics fails for an empty batch
             return
         self._rows += len(prediction)
-        arrays = (prediction, self._shape_label(prediction, label))
+        arrays = (prediction, self._reshape_label(prediction, label))
         device = self.metric.device
         self.metric.update(*(torch.tensor(np.ascontiguousarray(a), device=device) for a in arrays))
 
-    def _shape_label(self, prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """Return labels of the shape that torchmetrics takes, class indices as integers."""
+    def _reshape_label(self, prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
+        """Return labels reshaped as torchmetrics expects, with class indices as integers."""
         shape = prediction.shape
         if self.info.classes is not None and label.shape != shape:
             shape = shape[:1] + shape[2:]
         if label.size != np.prod(shape):
             raise ValueError(
-                f"metric {self.name!r}: labels of a prediction of shape {prediction.shape} have "
-                f"shape {shape}, not {label.shape}"
+                f"metric {self.name!r}: labels of a prediction of shape {prediction.shape} "
+                f"must have the shape {shape}, not {label.shape}"
             )
         regression = self.info.classes is None and self.info.threshold is None
         if not regression and (label == np.floor(label)).all():
@@ -164,19 +164,21 @@ class TorchMetric(Metric):
         return label.reshape(shape)
 
     def compute(self) -> float | np.ndarray:
-        """Return the value that the metric computes."""
+        """Return the value that the metric of torchmetrics computes."""
         self.check_begun()
         if not self._rows:
             raise no_rows_error(self.name)
         value = self.metric.compute()
         if not hasattr(value, "detach"):
             raise ValueError(
-                f"metric {self.name!r} computes a {type(value).__name__}, not a number"
+                f"metric {self.name!r} computes a {type(value).__name__}, not a number: choose a "
+                "metric of "
+                "one number"
             )
-        return _as_number(value.detach().cpu().numpy())
+        return _float_or_array(value.detach().cpu().numpy())
 
 
-def _as_number(value: Any) -> float | np.ndarray:
-    """Return a float for an array of one number, else the array."""
+def _float_or_array(value: Any) -> float | np.ndarray:
+    """Return the float in an array of one number, and other arrays unchanged."""
     array = np.asarray(value)
     return float(array.reshape(())) if array.size == 1 else array

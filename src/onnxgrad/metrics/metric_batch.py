@@ -1,4 +1,4 @@
-"""Batches of all shapes as rows that metrics compare, and the bases of metrics of classes."""
+"""Batches of any shape as rows of predictions and labels, and base classes of metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
 
 
 class Rows(NamedTuple):
-    """Predictions and labels, one of each in a row, without rows whose label is ignored.
+    """Rows of one prediction and one label each, without the rows whose label is ignored.
 
     Attributes:
         scores: (rows, classes), or (rows,) for scores of one of two classes.
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     @property
     def true(self) -> np.ndarray:
-        """Class indices of the labels; for shares, the class of the largest share."""
+        """Class indices of the labels; for soft labels, the class of the largest share."""
         if self.scores.ndim == 1:
             return (self.label > 0.5).astype(np.int64)
         return self.label.argmax(axis=1) if self.label.ndim == 2 else self.label
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class MetricBatch:
-    """A batch of a metric; errors have the `name` of the metric.
+    """A batch of predictions and labels for the metric `name`, which error messages state.
 
     Raises:
         ValueError: arrays that are not numbers or do not fit, and NaN.
@@ -58,7 +58,7 @@ class MetricBatch:
         self.label = self._check_numbers("label", self.label, self.info.ignore_nan)
 
     def class_rows(self) -> Rows:
-        """Return the batch as rows of scores and labels."""
+        """Return the batch as rows of class scores and labels."""
         info = self.info
         if info.classes is None:
             self._require_equal_shapes()
@@ -71,10 +71,10 @@ class MetricBatch:
             if not keep.all():
                 scores, label = scores[keep], label[keep]
                 weight = None if weight is None else weight[keep]
-        return Rows(scores, self._check_classes(label), weight)
+        return Rows(scores, self._check_class_labels(label), weight)
 
     def number_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return predictions and labels as float64 (rows, outputs), and the weights.
+        """Return predictions and labels as float64 (rows, outputs), and the sample weights.
 
         Weights are (rows,), or (rows, outputs) if each label has its weight, or NaN is left out.
         """
@@ -93,14 +93,14 @@ class MetricBatch:
         return f, y, weight
 
     def _flatten_classes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores (rows, classes), and labels: class indices, or shares of the classes."""
+        """Return scores (rows, classes), and labels: class indices (rows,), or soft labels."""
         shape, label, classes = self.prediction.shape, self.label, self.info.classes
         assert classes is not None
         axis = self.info.axis + len(shape) if self.info.axis < 0 else self.info.axis
         if not 0 < axis < len(shape) or shape[axis] != classes:
             raise ValueError(
                 f"metric {self.name!r}: a prediction of shape {shape} has no {classes} classes "
-                f"along axis {self.info.axis}"
+                f"along axis {self.info.axis}: pass the output that the loss is computed from"
             )
         scores = np.moveaxis(self.prediction, axis, -1).reshape(-1, classes)
         if label.shape == shape:
@@ -110,7 +110,7 @@ class MetricBatch:
             raise self._shape_error(f"{items} of class indices, or {shape}")
         return scores, label.reshape(-1)
 
-    def _check_classes(self, label: np.ndarray) -> np.ndarray:
+    def _check_class_labels(self, label: np.ndarray) -> np.ndarray:
         """Return the labels, class indices as int64; raise `ValueError` for other labels."""
         classes = self.info.classes
         found = f"from {label.min()} to {label.max()}" if label.size else "none"
@@ -119,25 +119,24 @@ class MetricBatch:
             if not is_share and not (abs(label) == 1).all():
                 raise ValueError(
                     f"metric {self.name!r}: labels of two classes are 0 and 1, -1 and 1, or "
-                    f"between 0 and 1, not {found}; ignore_index names one to leave out"
+                    f"between 0 and 1, not {found}; ignore_index names a label to leave out"
                 )
             return label
         if label.ndim == 2:
             if not is_share:
                 raise ValueError(
-                    f"metric {self.name!r}: labels that are shares of the classes are from 0 to 1, "
-                    f"not {found}"
+                    f"metric {self.name!r}: soft labels must be numbers from 0 to 1, not {found}"
                 )
             return label
         if labels_outside(label, classes).any():
             raise ValueError(
                 f"metric {self.name!r}: class indices must be integers from 0 to {classes - 1}, "
-                f"not {found}; ignore_index names one to leave out"
+                f"not {found}; ignore_index names a label to leave out"
             )
         return label.astype(np.int64, copy=False)
 
     def _check_numbers(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
-        """Return an array of numbers with rows; raise `ValueError` for NaN unless `nan`."""
+        """Return `array` as numbers, at least 1-D; raise `ValueError` for NaN unless `nan`."""
         array = np.asarray(array)
         if array.dtype.kind == "V":  # dtypes of ml_dtypes, such as bfloat16
             array = array.astype(np.float32)
@@ -147,38 +146,41 @@ class MetricBatch:
                 f"dtype {array.dtype} and shape {array.shape}"
             )
         if array.dtype.kind == "f" and not nan and np.isnan(array).any():
-            raise ValueError(f"metric {self.name!r}: the {what} has NaN")
+            raise ValueError(f"metric {self.name!r}: the {what} has NaN: evaluate rows without NaN")
         return array
 
     def _item_weights(self, items: int) -> np.ndarray | None:
-        """Return the weights of the items, from weights in the shape of the label or of rows."""
+        """Return one weight for each item (position), from weights of rows or of single labels."""
         if self.weight is None:
             return None
         weight, label = np.asarray(self.weight, np.float64), self.label.shape
         if weight.shape != label[:1] and (weight.shape != label or weight.size != items):
             raise ValueError(
-                f"metric {self.name!r}: weights of {label[0]} rows have shape {label[:1]}, not "
+                f"metric {self.name!r}: sample weights of {label[0]} rows must have the shape "
+                f"{label[:1]}, not "
                 f"{weight.shape}"
             )
         if not ((weight >= 0) & (weight < np.inf)).all():
-            raise ValueError(f"metric {self.name!r}: weights must be finite and 0 or more")
+            raise ValueError(f"metric {self.name!r}: sample weights must be finite and 0 or more")
         return weight.ravel().repeat(items // weight.size) if weight.size else weight
 
     def _require_equal_shapes(self) -> None:
-        """Raise `ValueError` if the label has not one number for each number of the prediction."""
-        if _without_ones(self.prediction.shape) != _without_ones(self.label.shape):
+        """Raise `ValueError` unless label and prediction have one shape, up to axes of length 1."""
+        if _without_trailing_ones(self.prediction.shape) != _without_trailing_ones(
+            self.label.shape
+        ):
             raise self._shape_error(f"{self.prediction.shape}")
 
     def _shape_error(self, needs: str) -> ValueError:
-        """Return the error of labels in another shape than the prediction needs."""
+        """Return the error for labels of a wrong shape; `needs` is the right shape."""
         return ValueError(
-            f"metric {self.name!r}: labels of a prediction of shape {self.prediction.shape} have "
-            f"shape {needs}, not {self.label.shape}"
+            f"metric {self.name!r}: labels of a prediction of shape {self.prediction.shape} must "
+            f"have the shape {needs}, not {self.label.shape}"
         )
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the axes of length 1 at its end, the first axis excepted."""
+def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without trailing axes of length 1; the first axis is kept."""
     end = len(shape)
     while end > 1 and shape[end - 1] == 1:
         end -= 1
@@ -207,31 +209,31 @@ class ClassMetric(Metric):
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch."""
+        """Add a batch of predictions and labels."""
         self.add(MetricBatch(self.name, self.info, prediction, label, weight).class_rows())
 
     def add(self, rows: Rows) -> None:
-        """Add the rows of a batch."""
+        """Add the rows of a batch to the metric."""
         raise NotImplementedError
 
 
 class MeanMetric(ClassMetric):
-    """Base of metrics that are a mean over the rows; a subclass overrides `values`."""
+    """Base of metrics that are a mean over rows; a subclass overrides `values`."""
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._mean = RunningMean()
 
     def add(self, rows: Rows) -> None:
-        """Add the values of a batch."""
+        """Add the values of a batch to the mean."""
         self._mean.add(self.values(rows), rows.weight)
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Return the value of each row."""
+        """Return the value of each row, whose mean is the metric."""
         raise NotImplementedError
 
     def compute(self) -> float:
-        """Return the mean."""
+        """Return the mean over the rows of all batches."""
         self.check_begun()
         return float(self._mean.compute(self.name))

@@ -33,10 +33,10 @@ class LogLoss(MeanMetric):
     higher_is_better = False
 
     def values(self, rows: Rows) -> np.ndarray:
-        """Return -log p of each row; raise ValueError for probabilities outside of [0, 1]."""
+        """Return -log p of each row's label; raise ValueError for probabilities not in [0, 1]."""
         if rows.scores.ndim == 1:
             rows = rows._replace(label=np.maximum(rows.label, 0))  # labels may be -1 and 1
-        return _row_losses(self.name, self.info, rows)
+        return _log_losses(self.name, self.info, rows)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Perplexity(LogLoss):
     name = "perplexity"
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         if prediction.classes is None:
             raise ValueError(
@@ -97,7 +97,11 @@ class AUC(ClassMetric):
         scores, weight = rows.scores, rows.weight
         if self.n_classes > 2:
             logits = self.info.from_logits
-            scores = np.exp(_log_softmax(scores)) if logits else _check_sums(self.name, scores)
+            scores = (
+                np.exp(_log_softmax(scores))
+                if logits
+                else _check_probability_sums(self.name, scores)
+            )
         elif scores.ndim == 2:  # rows rank by the difference of their logits
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
@@ -105,21 +109,21 @@ class AUC(ClassMetric):
         self._batches.append((scores.copy(), rows.true.copy(), weight))
 
     def compute(self) -> float:
-        """Return the area.
+        """Return the area under the ROC curve.
 
         Raises:
             ValueError: there is no row, or one of the classes is no label.
         """
         scores, true, weight = self._join_batches()
         if scores.ndim == 1:
-            return self._class_area(scores, true, weight, 1)
-        areas = [self._class_area(s, true, weight, k) for k, s in enumerate(scores.T)]
+            return self._class_roc_area(scores, true, weight, 1)
+        areas = [self._class_roc_area(s, true, weight, k) for k, s in enumerate(scores.T)]
         return float(np.mean(areas))
 
-    def _class_area(
+    def _class_roc_area(
         self, scores: np.ndarray, true: np.ndarray, weight: np.ndarray, k: int
     ) -> float:
-        """Return the area of class `k` against the rest."""
+        """Return the area under the ROC curve of class `k` against the other classes."""
         order = np.argsort(scores, kind="stable")[::-1]
         scores, hit, weight = scores[order], (true == k)[order], weight[order]
         ends = np.r_[
@@ -130,47 +134,54 @@ class AUC(ClassMetric):
         if not (right[-1] and wrong[-1]):
             raise ValueError(
                 f"metric {self.name!r} is undefined: {'all' if right[-1] else 'no'} labels with a "
-                f"weight above 0 are of class {k}"
+                f"weight above 0 are of class {k}: evaluate rows of this class and of others"
             )
         area = (np.diff(wrong) * (right[1:] + right[:-1])).sum() / 2
         return float(area / (right[-1] * wrong[-1]))
 
 
-def _row_losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
-    """Return -log p of each row."""
+def _log_losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
+    """Return the log loss -log p of the label of each row."""
     scores, label = rows.scores, rows.label
     if scores.ndim == 1:
         if info.from_logits:
             scores = scores.astype(np.float64, copy=False)
             losses = [np.logaddexp(0, scores), np.logaddexp(0, -scores)]
         else:
-            losses = [-_clipped_log(1 - scores), -_clipped_log(_check_bounds(name, scores))]
+            losses = [
+                -_clipped_log(1 - scores),
+                -_clipped_log(_check_probability_bounds(name, scores)),
+            ]
         return (1 - label) * losses[0] + label * losses[1]
-    logs = _log_softmax(scores) if info.from_logits else _clipped_log(_check_sums(name, scores))
+    logs = (
+        _log_softmax(scores)
+        if info.from_logits
+        else _clipped_log(_check_probability_sums(name, scores))
+    )
     if label.ndim == 1:
         return -np.take_along_axis(logs, label[:, None], axis=1)[:, 0]
     return -np.multiply(label, logs, out=np.zeros(logs.shape), where=label != 0).sum(axis=1)
 
 
 def _log_softmax(scores: np.ndarray) -> np.ndarray:
-    """Return the logarithms of the softmax of each row, in float64."""
+    """Return the log-softmax of each row, in float64."""
     shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def _eps_of(array: np.ndarray) -> np.floating:
-    """Return the eps of the dtype of an array; for integers, of float64."""
+def _dtype_eps(array: np.ndarray) -> np.floating:
+    """Return the machine epsilon of an array's dtype; for integers, the epsilon of float64."""
     return np.finfo(array.dtype if array.dtype.kind == "f" else np.float64).eps
 
 
 def _clipped_log(probabilities: np.ndarray) -> np.ndarray:
-    """Return the logarithms, in float64, of probabilities clipped to [eps, 1 - eps]."""
-    eps = _eps_of(probabilities)
+    """Return log p in float64, for probabilities p clipped to [eps, 1 - eps]."""
+    eps = _dtype_eps(probabilities)
     return np.log(np.clip(probabilities.astype(np.float64), eps, 1 - eps))
 
 
-def _check_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
-    """Return probabilities; raise `ValueError` if one is not from 0 to 1."""
+def _check_probability_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
+    """Return the probabilities unchanged; raise `ValueError` if any is not between 0 and 1."""
     if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
         raise ValueError(
             f"metric {name!r}: probabilities are from 0 to 1, not from {probabilities.min()} to "
@@ -179,10 +190,10 @@ def _check_bounds(name: str, probabilities: np.ndarray) -> np.ndarray:
     return probabilities
 
 
-def _check_sums(name: str, probabilities: np.ndarray) -> np.ndarray:
-    """Return probabilities; warn if the probabilities of a row do not add up to 1."""
-    sums = _check_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
-    if not (abs(sums - 1) <= np.sqrt(_eps_of(probabilities))).all():
+def _check_probability_sums(name: str, probabilities: np.ndarray) -> np.ndarray:
+    """Return the probabilities unchanged; warn if the probabilities of a row do not sum to 1."""
+    sums = _check_probability_bounds(name, probabilities).sum(axis=1, dtype=np.float64)
+    if not (abs(sums - 1) <= np.sqrt(_dtype_eps(probabilities))).all():
         warnings.warn(
             f"metric {name!r}: the probabilities of a row do not add up to 1", stacklevel=2
         )

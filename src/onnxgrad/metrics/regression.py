@@ -1,4 +1,4 @@
-"""Metrics of numbers; the values of several outputs are averaged, as in scikit-learn.
+"""Metrics of regression; the values of several outputs are averaged, as in scikit-learn.
 
 Examples:
     >>> import numpy as np
@@ -37,40 +37,40 @@ class MAE(Metric):
     _by_output: ClassVar[bool] = False
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._mean, self._outputs = RunningMean(), None
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch."""
+        """Add a batch of predictions and labels."""
         f, y, weight = MetricBatch(self.name, self.info, prediction, label, weight).number_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
-                f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "
-                f"{self._outputs}"
+                f"metric {self.name!r}: rows have {f.shape[1]} numbers, and rows of earlier "
+                f"batches had {self._outputs}: use one width in all batches"
             )
         self._outputs = f.shape[1]
         self._add_rows(f, y, weight)
 
     def compute(self) -> float:
-        """Return the mean over all outputs, or over all labels if each label has a weight."""
+        """Return the mean error over all outputs, or over all labels if each label has a weight."""
         self.check_begun()
         values, weight = self._output_values(self._mean.compute(self.name)), self._mean.weight
         shares = None if np.ndim(weight) == 0 else weight > 0 if self._by_output else weight
         return float(np.average(values, weights=shares))
 
     def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
-        """Add predictions and labels (rows, outputs)."""
+        """Add the errors of predictions `f` and labels `y`, both (rows, outputs)."""
         self._mean.add(self._label_errors(f, y), weight)
 
     def _label_errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return the error of each label."""
+        """Return the error of prediction `f` for each label `y`."""
         return abs(f - y)
 
     def _output_values(self, means: float | np.ndarray) -> float | np.ndarray:
-        """Return the metric of each output from the mean error of each output."""
+        """Return the metric of each output, computed from the mean error of each output."""
         return means
 
 
@@ -123,19 +123,19 @@ class R2(MSE):
     higher_is_better = True
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._first: np.ndarray | None = None
 
     def compute(self) -> float:
-        """Return the coefficient.
+        """Return the coefficient of determination.
 
         Raises:
             ValueError: there are fewer than two rows.
         """
         self.check_begun()
         if 0 < self._mean.rows < 2:
-            raise ValueError(f"metric {self.name!r} needs two rows or more")
+            raise ValueError(f"metric {self.name!r} needs two rows or more: evaluate more rows")
         return super().compute()
 
     def _add_rows(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:

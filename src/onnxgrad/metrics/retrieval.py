@@ -1,4 +1,4 @@
-"""Metrics of embeddings: the rows that a search by cosines finds, and the ranks of pairs."""
+"""Metrics of embeddings: retrieval by cosine similarity, and the rank correlation of pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUERIES_AT_ONCE = 1024  # queries compared with the corpus at once
 
 
 class EmbeddingMetric(Metric):
-    """A metric of all embeddings (rows, D) at once, with one label for each row."""
+    """Base of metrics of all embeddings (rows, D) together, with one label for each row."""
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
@@ -32,7 +32,10 @@ class EmbeddingMetric(Metric):
                 f"{z.shape} with {y.shape}"
             )
         if not np.isfinite(z).all():
-            raise ValueError(f"metric {self.name!r}: the embeddings are not finite")
+            raise ValueError(
+                f"metric {self.name!r}: the embeddings hold NaN or infinity: train with a lower "
+                "rate"
+            )
         if weight is not None and (np.asarray(weight) != 1).any():
             raise ValueError(f"metric {self.name!r} takes no sample weights: do not pass any")
         lengths = np.linalg.norm(z, axis=1, keepdims=True)
@@ -41,7 +44,7 @@ class EmbeddingMetric(Metric):
 
 @dataclass
 class Retrieval(EmbeddingMetric):
-    """Recall or hit rate of the k rows with the largest cosines to a query.
+    """Recall or hit rate at k: among the k rows with the largest cosines to a query.
 
     A row is a hit if it has the class of the query. The value is the mean over queries, without
     rows that are alone in their class. In `update`, labels are the
@@ -83,7 +86,7 @@ class Retrieval(EmbeddingMetric):
         self.name = f"{start}{self.measure}_at_{self.k}"
 
     def compute(self) -> float:
-        """Return the mean over queries; raise `ValueError` if no class has two rows."""
+        """Return the mean recall or hit rate; raise `ValueError` if no class has two rows."""
         z, y = self._join_batches()
         _, first, inverse, counts = np.unique(y, True, True, True)
         several = counts[inverse] > 1
@@ -92,7 +95,8 @@ class Retrieval(EmbeddingMetric):
             query &= first[inverse] == np.arange(len(y))
         if not query.any():
             raise ValueError(
-                f"metric {self.name!r}: no class has two rows, a query and one to find"
+                f"metric {self.name!r}: no class has two rows, a query and a row to find: evaluate "
+                "more rows"
             )
         values = []
         numbers = np.flatnonzero(query)
@@ -111,7 +115,7 @@ class Retrieval(EmbeddingMetric):
 
 @dataclass
 class CosineSpearman(EmbeddingMetric):
-    """Spearman's rank correlation of cosines with labels, of consecutive rows as pairs.
+    """Spearman's rank correlation of cosines with labels; consecutive rows are the pairs.
 
     Rows 0 and 1 are a pair, and 2 and 3; both rows have the label of their pair. Equal values have
     the mean of their ranks.
@@ -131,7 +135,7 @@ class CosineSpearman(EmbeddingMetric):
     name = "cosine_spearman"
 
     def compute(self) -> float:
-        """Return the correlation; raise `ValueError` if it is undefined, or rows are no pairs."""
+        """Return the rank correlation; raise `ValueError` if undefined, or rows are no pairs."""
         z, y = self._join_batches()
         if len(y) % 2 or (y[::2] != y[1::2]).any():
             raise ValueError(
@@ -141,12 +145,13 @@ class CosineSpearman(EmbeddingMetric):
         ranks = [_average_ranks(v) for v in ((z[::2] * z[1::2]).sum(axis=1), y[::2])]
         if any(np.ptp(r) == 0 for r in ranks):
             raise ValueError(
-                f"metric {self.name!r} is undefined: all cosines or all labels are equal"
+                f"metric {self.name!r} is undefined, as all cosines or all labels are equal: "
+                "evaluate other rows"
             )
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _average_ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of values; equal values have the mean of their ranks."""
+    """Return the ranks of values, from 1; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

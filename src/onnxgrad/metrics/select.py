@@ -1,4 +1,4 @@
-"""Metrics by name, and from the objects and functions that users pass."""
+"""Selection of a metric by its name, or from an object or function that users pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
 
 
 def select(metric: Any) -> Metric:
-    """Return the metric of a name, an object or a function.
+    """Return the `Metric` for a name, a metric object or a function.
 
     Args:
         metric: a `Metric`; a name such as "accuracy", "top_5_accuracy" or "f1_macro"; a metric of

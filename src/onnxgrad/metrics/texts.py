@@ -1,4 +1,4 @@
-"""Metrics of texts: error rates of characters and words, and entities, runs of labeled words."""
+"""Metrics of texts: error rates of characters and words, and the F1 of named entities."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class TextErrorRate(Metric):
         self.read, self.unit, self.name = read, unit, "cer" if unit == "characters" else "wer"
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self.edits, self.length = 0.0, 0.0
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch, with one weight for each row."""
+        """Add a batch of predictions and labels, with one weight for each row."""
         from rapidfuzz.distance import Levenshtein
 
         factors = np.ones(len(label)) if weight is None else np.asarray(weight)
@@ -67,10 +67,13 @@ class TextErrorRate(Metric):
             self.length += factor * len(parts[1])
 
     def compute(self) -> float:
-        """Return the rate of all batches; raise ValueError if labels are empty."""
+        """Return the error rate of all batches; raise ValueError if all labels are empty."""
         self.check_begun()
         if not self.length:
-            raise ValueError(f"metric {self.name!r} has nothing to compute: all labels are empty")
+            raise ValueError(
+                f"metric {self.name!r} has nothing to compute, as all labels are empty: evaluate "
+                "rows with text"
+            )
         return float(self.edits / self.length)
 
 
@@ -107,11 +110,13 @@ class EntityF1(Metric):
         self.classes, self.options = list(classes), {}
         if scheme is not None:
             if not isinstance(known := getattr(schemes, scheme, None), type):
-                raise ValueError(f"scheme={scheme!r}: seqeval has IOB1, IOB2, IOE1, IOE2, IOBES")
+                raise ValueError(
+                    f"scheme={scheme!r}: choose a scheme of seqeval: IOB1, IOB2, IOE1, IOE2, IOBES"
+                )
             self.options = {"mode": "strict", "scheme": known}
 
     def begin(self, prediction: PredictionInfo) -> None:
-        """Forget all batches."""
+        """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._true: list[list[str]] = []
         self._found: list[list[str]] = []
@@ -131,5 +136,8 @@ class EntityF1(Metric):
         from seqeval.metrics import f1_score
 
         if not any(self._true):
-            raise ValueError(f"metric {self.name!r} has nothing to compute: no word has a label")
+            raise ValueError(
+                f"metric {self.name!r} has nothing to compute, as no word has a label: evaluate "
+                "rows with labels"
+            )
         return float(f1_score(self._true, self._found, zero_division=0, **self.options))

@@ -1,4 +1,4 @@
-"""Optimizers: chained transforms that turn a gradient into a step, written as ONNX nodes.
+"""Optimizers: chains of transforms that turn a gradient into a weight step, written as ONNX nodes.
 
 The input of the first transform is the gradient; the output of the last one is added to the weight.
 A transform may keep slots from step to step. Optimizers are frozen dataclasses: compared, printed

@@ -1,4 +1,4 @@
-"""Transforms that scale each element of a step by its earlier gradients."""
+"""Transforms that scale gradients elementwise by averages of earlier gradients (Adam, RMSprop)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnxgrad.optimizers.base import (
 
 
 @dataclass(frozen=True)
-class _Moments(Optimizer):
+class _AdamMoments(Optimizer):
     """Slots m <- b1 m + u and v <- b2 v + u^2: the means of Adam divided by 1 - b1 and 1 - b2.
 
     This saves one node for each slot, and squares of small gradients do not vanish.
@@ -35,20 +35,20 @@ class _Moments(Optimizer):
     def __post_init__(self) -> None:
         check_range(0.0, 1.0, b1=self.b1, b2=self.b2)
 
-    def _new_m(self, slots: Slots, u: Any) -> Any:
+    def _updated_mean(self, slots: Slots, u: Any) -> Any:
         return self.b1 * slots["m"] + u
 
-    def _new_v(self, slots: Slots, u: Any) -> Any:
+    def _updated_mean_square(self, slots: Slots, u: Any) -> Any:
         return self.b2 * slots["v"] + u * u
 
-    def _slot_factors(self, op: Any, t: Any) -> tuple[Any, Any]:
-        """Write (1 - b1) / (1 - b1^t) and (1 - b2) / (1 - b2^t), float64: factors of m and v."""
+    def _bias_corrections(self, op: Any, t: Any) -> tuple[Any, Any]:
+        """Write the corrections (1 - b1) / (1 - b1^t) of m, (1 - b2) / (1 - b2^t) of v, float64."""
         one, two = (1.0 - power(op, b, t) for b in (self.b1, self.b2))
         return (1 - self.b1) / one, (1 - self.b2) / two
 
 
 @dataclass(frozen=True)
-class ScaleByAdam(_Moments):
+class ScaleByAdam(_AdamMoments):
     """m <- b1 m + (1 - b1) u;  v <- b2 v + (1 - b2) u^2;  u -> m' / (sqrt(v') + eps),
     m' = m / (1 - b1^t), v' = v / (1 - b2^t).  Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
 
@@ -66,16 +66,18 @@ class ScaleByAdam(_Moments):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The moments that the options need."""
+        """Names of the slots of the moments that the options need."""
         return (*(("m",) if self.b1 else ()), "v", *(("largest",) if self.amsgrad else ()))
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the moments and their quotient."""
+        """Write the nodes of both moments and of the step, their quotient."""
         t, unit = to_float64(op, inputs.step), sqrt(1 - self.b2)
         root = op.Sqrt(1.0 - power(op, self.b2, t))
         # sqrt(v') = unit / root sqrt(slot), so that all corrections are scalars
         scale = root * ((1 - self.b1) / unit) / (1.0 - power(op, self.b1, t))
-        new = {"v": self._new_v(slots, u)} | ({"m": self._new_m(slots, u)} if self.b1 else {})
+        new = {"v": self._updated_mean_square(slots, u)} | (
+            {"m": self._updated_mean(slots, u)} if self.b1 else {}
+        )
         v = new["v"]
         if self.amsgrad:
             v = new["largest"] = op.Max(slots["largest"], v)
@@ -84,7 +86,7 @@ class ScaleByAdam(_Moments):
         return quotient * _cast_like(op, scale, u), new
 
     def _eps_factor(self, root: Any) -> Any:
-        """Return the factor of eps; `root` is sqrt(1 - b2^t)."""
+        """Return the factor of eps in the denominator of the step; `root` is sqrt(1 - b2^t)."""
         return root
 
 
@@ -106,7 +108,7 @@ class ScaleByAdamEpsHat(ScaleByAdam):
 
 
 @dataclass(frozen=True)
-class ScaleByAdamax(_Moments):
+class ScaleByAdamax(_AdamMoments):
     """m <- b1 m + (1 - b1) u;  n <- max(b2 n, |u| + eps);  u -> m / (1 - b1^t) / n.
     Kingma & Ba 2015, arXiv:1412.6980, algorithm 2.
 
@@ -122,15 +124,15 @@ class ScaleByAdamax(_Moments):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the mean and the norm."""
-        m = self._new_m(slots, u)
+        """Write the nodes of the mean, the maximum norm and the step."""
+        m = self._updated_mean(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
         first = (1 - self.b1) / (1.0 - power(op, self.b1, to_float64(op, inputs.step)))
         return m / norm * _cast_like(op, first, u), {"m": m, "norm": norm}
 
 
 @dataclass(frozen=True)
-class ScaleByNadam(_Moments):
+class ScaleByNadam(_AdamMoments):
     """m, v as Adam;  u -> ((1 - mu_t) / (1 - p_t) u + mu_t+1 / (1 - p_t+1) m) / (sqrt(v') + eps),
     mu_t = b1 (1 - 0.96^(t d) / 2), p_t = mu_1 ... mu_t.  Dozat 2016.
 
@@ -147,31 +149,31 @@ class ScaleByNadam(_Moments):
     elementwise = True
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return () for the product, which is the same for all weights."""
+        """Return () for the slot of the product of momenta mu, else the weight's shape."""
         return () if slot == "mu_product" else shape
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> float:
-        """Return 1 for the product."""
+        """Return 1 for the slot of the product of the momentum schedule mu, else 0."""
         return 1.0 if slot == "mu_product" else 0.0
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the moments and the look-ahead."""
+        """Write the nodes of both moments and of the step with Nesterov's look-ahead."""
         t = to_float64(op, inputs.step)
-        root = op.Sqrt(self._slot_factors(op, t)[1])
+        root = op.Sqrt(self._bias_corrections(op, t)[1])
         mu, mu_next = (
             self.b1 * (1.0 - 0.5 * power(op, 0.96, self.momentum_decay * s)) for s in (t, t + 1.0)
         )
         product = to_float64(op, slots["mu_product"]) * mu
         of_u = (1.0 - mu) / (1.0 - product) / root
         of_m = (1 - self.b1) * mu_next / (1.0 - product * mu_next) / root
-        m, v = self._new_m(slots, u), self._new_v(slots, u)
+        m, v = self._updated_mean(slots, u), self._updated_mean_square(slots, u)
         ahead = u * _cast_like(op, of_u, u) + m * _cast_like(op, of_m, u)
         new = {"m": m, "v": v, "mu_product": _cast_like(op, product, u)}
         return ahead / (op.Sqrt(v) + _cast_like(op, self.eps / root, u)), new
 
 
 @dataclass(frozen=True)
-class ScaleByRadam(_Moments):
+class ScaleByRadam(_AdamMoments):
     """m, v as Adam;  u -> m' r sqrt(1 - b2^t) / (sqrt(v) + eps) if rho > 5 else m',
     rho = n - 2 t b2^t / (1 - b2^t), n = 2 / (1 - b2) - 1,
     r^2 = (rho - 4) (rho - 2) n / ((n - 4) (n - 2) rho).  Liu et al. 2020, arXiv:1908.03265.
@@ -188,10 +190,10 @@ class ScaleByRadam(_Moments):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the moments and the rectified quotient."""
-        m, v = self._new_m(slots, u), self._new_v(slots, u)
+        """Write the nodes of both moments and of the step, their rectified quotient."""
+        m, v = self._updated_mean(slots, u), self._updated_mean_square(slots, u)
         t = to_float64(op, inputs.step)
-        first, second = self._slot_factors(op, t)
+        first, second = self._bias_corrections(op, t)
         longest = 2 / (1 - self.b2) - 1
         mean = m * _cast_like(op, first, u)
         if longest <= 5:  # rho stays below it
@@ -206,8 +208,7 @@ class ScaleByRadam(_Moments):
 
 @dataclass(frozen=True)
 class ScaleByAdagrad(Optimizer):
-    """s <- s + u^2;  u -> u / (1 + (t - 1) lr_decay) / (sqrt(s) + eps).
-    Duchi, Hazan & Singer 2011.
+    """s <- s + u^2;  u -> u / (1 + (t - 1) lr_decay) / (sqrt(s) + eps). Duchi, Hazan & Singer 2011.
 
     Examples:
         >>> from onnxgrad.optimizers import ScaleByAdagrad
@@ -223,11 +224,11 @@ class ScaleByAdagrad(Optimizer):
     elementwise = True
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> float:
-        """Return the initial sum."""
+        """Return the initial value of the slot of the sum of squares."""
         return self.initial_accumulator_value
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the sum of squares and the quotient."""
+        """Write the nodes of the sum of squares and of the step."""
         total = slots["sum"] + u * u
         u = u / (op.Sqrt(total) + self.eps)
         if self.lr_decay:
@@ -253,7 +254,7 @@ class ScaleByAdadelta(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the two means of squares and the quotient."""
+        """Write the nodes of both means of squares and of the step."""
         v = self.rho * slots["v"] + (1 - self.rho) * (u * u)
         step = op.Sqrt((slots["steps"] + self.eps) / (v + self.eps)) * u
         return step, {"v": v, "steps": self.rho * slots["steps"] + (1 - self.rho) * (step * step)}
@@ -278,11 +279,11 @@ class ScaleByRms(Optimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The mean of squares, and the mean if it is subtracted."""
+        """Names of the slots: the mean of squares, and the mean of gradients if `centered`."""
         return ("v", "m") if self.centered else ("v",)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the means and the quotient."""
+        """Write the nodes of the means and of the step."""
         v = self.alpha * slots["v"] + (1 - self.alpha) * (u * u)
         if not self.centered:
             return u / (op.Sqrt(v) + self.eps), {"v": v}
@@ -309,15 +310,17 @@ class Rprop(Optimizer):
     def __post_init__(self) -> None:
         if not 0 < self.etas[0] < 1 < self.etas[1]:
             raise ValueError(
-                f"etas must be a factor between 0 and 1 and one above 1, not {self.etas!r}"
+                "etas must be two factors, the first between 0 and 1 and the second above 1, not "
+                f"{self.etas!r}"
             )
         if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0 means not started
             raise ValueError(
-                f"step_sizes must be positive, the least one first, not {self.step_sizes!r}"
+                "step_sizes must be two positive numbers, the lower bound first, not "
+                f"{self.step_sizes!r}"
             )
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the step sizes and the signs."""
+        """Write the nodes of the step sizes and of the step, by the signs of gradients."""
         size = slots["size"]
         size = op.Where(op.Equal(size, 0.0), op.Neg(inputs.minus_learning_rate), size)
         product = u * slots["last"]
@@ -346,11 +349,11 @@ class ScaleByLion(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the sign and the mean."""
+        """Write the nodes of the mean of gradients and of the step, a sign."""
         mean = self.b1 * slots["m"] + (1 - self.b1) * u
         return op.Sign(mean), {"m": self.b2 * slots["m"] + (1 - self.b2) * u}
 
 
 def _cast_like(op: Any, scalar: ir.Value, x: ir.Value) -> ir.Value:
-    """Write a scalar in the dtype of `x`."""
+    """Write a Cast of a scalar to the dtype of `x`."""
     return op.Cast(scalar, to=x.dtype)

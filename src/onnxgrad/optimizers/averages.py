@@ -1,4 +1,4 @@
-"""Transforms around an optimizer that average the weights after its steps."""
+"""Wrappers of an optimizer that average the weights after each step (EMA, SWA, Lookahead)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
 @dataclass(frozen=True)
 class Around(Composite):
-    """Base of transforms around a whole optimizer, learning rate included.
+    """Base of transforms that wrap a whole optimizer, learning rate included.
 
     A subclass names the slots that it adds in `own`, and overrides `around`.
     """
@@ -38,25 +38,27 @@ class Around(Composite):
         if not isinstance(inner, Optimizer):
             raise ValueError(f"{name} takes an optimizer such as adam(), not {inner!r}")
         if self.own and inner.averages:
-            raise ValueError(f"{inner} averages weights already: use only one of {name} and it")
+            raise ValueError(
+                f"{inner} averages weights already: use this optimizer or {name}, not both"
+            )
         if taken := set(self.own) & set(inner.slots):
             raise ValueError(
-                f"{inner} has a slot {min(taken)!r}, and so has {name}: rename the slot of the "
+                f"both {inner} and {name} have a slot {min(taken)!r}: rename the slot of the "
                 "optimizer"
             )
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
-        """The optimizer."""
+        """The wrapped optimizer, as a tuple of one."""
         return (self.optimizer,)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots of the optimizer, and of the added slots."""
+        """Names of the slots of the wrapped optimizer, and of the added slots."""
         return (*self.optimizer.slots, *self.own)
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of a slot."""
+        """Return the shape of the slot `slot` of a weight of shape `shape`."""
         return shape if slot in self.own else self.optimizer.slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
@@ -64,30 +66,30 @@ class Around(Composite):
         return weight if slot in self.own else self.optimizer.slot_initial(slot, weight)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return this transform around the optimizer of one weight."""
+        """Return this transform around the wrapped optimizer's version for one weight."""
         return replace(self, optimizer=self.optimizer.for_weight(name, shape))
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
-        """Write the nodes of the optimizer that need all gradients."""
+        """Write the wrapped optimizer's nodes that need all gradients; return new gradients."""
         return self.optimizer.across(op, gradients)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the optimizer, then the nodes of `around`."""
+        """Write the nodes of the wrapped optimizer, then the nodes of `around`."""
         inner = {slot: slots[slot] for slot in self.optimizer.slots}
         u, new = self.optimizer.update(op, u, inner, self.inner_inputs(inputs))
         u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
         return u, new | own
 
     def inner_inputs(self, inputs: UpdateInputs) -> UpdateInputs:
-        """Return the inputs of the optimizer."""
+        """Return the `UpdateInputs` that the wrapped optimizer gets."""
         return inputs
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes after the step `u` of the optimizer: the new step and added slots."""
+        """Write nodes behind the wrapped optimizer's step `u`; return new step and added slots."""
         return u, {}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight that the optimizer evaluates."""
+        """Return the weight to evaluate and export, as the wrapped optimizer says."""
         return self.optimizer.evaluated(weight, slots, steps)
 
 
@@ -104,16 +106,16 @@ class Ema(Around):
         check_range(0.0, 1.0, decay=self.decay)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
-        """Return the weight for the average, or zero if the bias is divided out."""
+        """Return the initial average: the weight, or zero with bias correction."""
         return 0.0 if self.debias and slot in self.own else super().slot_initial(slot, weight)
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the average."""
+        """Write the nodes of the moving average."""
         new = inputs.weight + u
         return u, {"average": self.decay * slots["average"] + (1 - self.decay) * new}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the average; without a step, the weight."""
+        """Return the average as the weight to evaluate; before the first step, the weight."""
         if not steps or "average" not in slots:
             return weight
         correction = 1 - self.decay**steps if self.debias else 1.0
@@ -135,7 +137,7 @@ class Swa(Around):
         check_range(1, np.inf, start=self.start, every=self.every)
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the average; its share of the new weights is zero at other steps."""
+        """Write the nodes of the average; at other steps, the new weights have the share 0."""
         since = to_float64(op, inputs.step) - float(self.start)
         counts = op.And(
             op.GreaterOrEqual(since, 0.0), op.Equal(op.Mod(since, float(self.every), fmod=1), 0.0)
@@ -146,7 +148,7 @@ class Swa(Around):
         return u, {"average": average + (inputs.weight + u - average) * share}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the average; before the step `start`, the weight."""
+        """Return the average as the weight to evaluate; before step `start`, the weight."""
         return slots["average"] if steps >= self.start and "average" in slots else weight
 
 
@@ -163,7 +165,7 @@ class Lookahead(Around):
         check_range(1, np.inf, every=self.every)
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the slow weights; both factors are zero between the synchronizations."""
+        """Write the nodes of the slow weights, which change at every k-th step only."""
         t = to_float64(op, inputs.step)
         syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
         ahead = inputs.weight + u - slots["slow"]
@@ -171,7 +173,7 @@ class Lookahead(Around):
         return u - ahead * (syncs * (1 - self.alpha)), {"slow": slow}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the slow weights."""
+        """Return the slow weights as the weights to evaluate."""
         return slots.get("slow", weight)
 
 
@@ -193,15 +195,15 @@ class ScheduleFree(Around):
             raise ValueError(f"b1 must be between 0 and 1, not {self.b1!r}")
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return () for the slots of one number, about the learning rates so far."""
+        """Return () for slots of learning rates, which are scalars, else the weight's shape."""
         return () if slot in self.own[1:] else super().slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
-        """Return the weight for z."""
+        """Return the initial value of a slot: the weight for z, 0 for scalars."""
         return 0.0 if slot in self.own[1:] else super().slot_initial(slot, weight)
 
     def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write z, and w without x: w <- w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
+        """Write z, and w without a slot of x: w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
         weight = op.Pow(to_float64(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
         total = to_float64(op, slots["weight_sum"]) + weight
@@ -212,7 +214,7 @@ class ScheduleFree(Around):
         return step, {"z": slots["z"] + u, "weight_sum": total, "largest_rate": rate}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return x = w + (1 / b1 - 1) (w - z)."""
+        """Return x = w + (1 / b1 - 1) (w - z), the weight to evaluate."""
         if "z" not in slots:
             return weight
         return weight + (1 / self.b1 - 1) * (weight - slots["z"])

@@ -1,4 +1,4 @@
-"""The interface of optimizers, and chains of them."""
+"""The interface of optimizers, and chains of optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """Values of the step's graph that the update of one weight may read.
+    """Values in the graph of a training step that the update of one weight may read.
 
     Attributes:
         weight: the weight before the step.
@@ -44,7 +44,7 @@ class UpdateInputs:
 
 
 class Optimizer:
-    """Base of the transforms of a step; a transform of your own overrides `update` and `slots`.
+    """Base of optimizers and transforms; your own transform overrides `update` and `slots`.
 
     Attributes:
         elementwise: whether each element of the step depends only on the same element of the
@@ -101,11 +101,11 @@ class Optimizer:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots of a weight."""
+        """Names of the slots (optimizer states) of a weight."""
         return ()
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of a slot of a weight of shape `shape`; by default the same.
+        """Return the shape of a slot for a weight of shape `shape`; by default that shape.
 
         () is one number, which weights that are updated together share.
         """
@@ -116,7 +116,7 @@ class Optimizer:
         return 0.0
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the optimizer of one weight; by default this one.
+        """Return the optimizer for one weight; by default `self`.
 
         Weights with equal optimizers are updated together. Only what this returns is asked for
         `slots`, `slot_shape`, `slot_initial`, `update` and `evaluated`.
@@ -127,7 +127,7 @@ class Optimizer:
         """Raise ValueError for a pattern that matches none of the names of the trained weights."""
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
-        """Write the nodes that need all gradients at once, and return the new gradients.
+        """Write the nodes that need the gradients of all weights, and return the new gradients.
 
         This comes before all calls of `update`. The gradients of small weights may be one vector.
         """
@@ -145,7 +145,7 @@ class Optimizer:
 
 
 class Composite(Optimizer):
-    """Base of optimizers that are made of other optimizers, `members`, and have their properties.
+    """Base of optimizers composed of other optimizers, `members`, whose properties it combines.
 
     A class that overrides `update` may have to state these properties itself.
     """
@@ -169,17 +169,17 @@ class Composite(Optimizer):
 
     @property
     def first_step(self) -> int:  # type: ignore[override]
-        """Return the first step of the last member that begins."""
+        """Return the step at which the last of the members begins to train."""
         return max(member.first_step for member in self.members)
 
     @property
     def usual_rate(self) -> float | None:  # type: ignore[override]
-        """Return the learning rate of the first member that has a usual one."""
+        """Return the usual learning rate of the first member that states a usual learning rate."""
         rates = (member.usual_rate for member in self.members)
         return next((rate for rate in rates if rate is not None), None)
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check the patterns of all members."""
+        """Raise ValueError if a pattern of weight names in a member matches none of the names."""
         names = list(names)
         for member in self.members:
             member.check_names(names)
@@ -187,7 +187,7 @@ class Composite(Optimizer):
 
 @dataclass(frozen=True)
 class Chain(Composite):
-    """Transforms applied one after the other.
+    """A chain of transforms, applied one after the other.
 
     Raises:
         ValueError: a part that needs all gradients at once (`clip_by_global_norm`) after one that
@@ -208,47 +208,49 @@ class Chain(Composite):
                 raise ValueError(f"{part} needs all gradients at once: put it first in the chain")
             if part.averages and i + 1 < len(self.parts):
                 raise ValueError(
-                    f"{part} averages the new weights: put the parts after it into its optimizer"
+                    f"{part} averages the new weights: pass the transforms behind it as part of "
+                    "its "
+                    "argument optimizer"
                 )
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
-        """The parts."""
+        """The transforms of the chain."""
         return self.parts
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots of all parts; a name of several parts gets the index of the part."""
+        """Names of the slots of all transforms; equal names get the transform's index as suffix."""
         return tuple(name for names in self._slot_names() for name in names.values())
 
     @property
     def rate_first(self) -> bool:  # type: ignore[override]
-        """Return whether the first part, and no other, multiplies by the learning rate."""
+        """Return whether the first transform alone multiplies by the learning rate."""
         return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of a slot of one of the parts."""
-        part, own = self._part_of(slot)
+        """Return the shape of a slot, as the transform with this slot states it."""
+        part, own = self._transform_of_slot(slot)
         return part.slot_shape(own, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
-        """Return the initial value of a slot of one of the parts."""
-        part, own = self._part_of(slot)
+        """Return the initial value of a slot, as the transform with this slot states it."""
+        part, own = self._transform_of_slot(slot)
         return part.slot_initial(own, weight)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the chain of the parts for one weight."""
+        """Return the chain of the transforms' versions for one weight."""
         parts = tuple(part.for_weight(name, shape) for part in self.parts)
         return self if parts == self.parts else replace(self, parts=parts)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
-        """Write the nodes of the leading parts that need all gradients."""
+        """Write the nodes of transforms that need all gradients; return the new gradients."""
         for part in self.parts:
             gradients = part.across(op, gradients)
         return gradients
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of all parts."""
+        """Write the nodes of all transforms, in order; return the new step and slots."""
         new: Slots = {}
         for part, names in zip(self.parts, self._slot_names(), strict=True):
             own = {slot: slots[name] for slot, name in names.items()}
@@ -257,20 +259,20 @@ class Chain(Composite):
         return u, new
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight that the last part evaluates."""
+        """Return the weight to evaluate and export, as the last transform says."""
         own = {slot: slots[name] for slot, name in self._slot_names()[-1].items() if name in slots}
         return self.parts[-1].evaluated(weight, own, steps)
 
     def _slot_names(self) -> list[dict[str, str]]:
-        """Return for every part `{its slot: name of the slot in the chain}`."""
+        """Return for every transform `{name of a slot: name of this slot in the chain}`."""
         all_slots = [slot for part in self.parts for slot in part.slots]
         return [
             {slot: f"{slot}{i}" if all_slots.count(slot) > 1 else slot for slot in part.slots}
             for i, part in enumerate(self.parts)
         ]
 
-    def _part_of(self, name: str) -> tuple[Optimizer, str]:
-        """Return the part with the slot `name` of the chain, and the name of the slot there."""
+    def _transform_of_slot(self, name: str) -> tuple[Optimizer, str]:
+        """Return the transform with the chain's slot `name`, and its own name of the slot."""
         parts = zip(self.parts, self._slot_names(), strict=True)
         return {new: (part, old) for part, names in parts for old, new in names.items()}[name]
 
@@ -292,22 +294,22 @@ class Excluding(Optimizer):
         super().check_names(names)
 
     def excludes(self, name: str) -> bool:
-        """Return whether one of the patterns matches the name."""
+        """Return whether a pattern in `exclude` matches the name of a weight."""
         return matches(name, self.exclude)
 
 
 def to_float64(op: Any, scalar: ir.Value) -> ir.Value:
-    """Return a scalar as float64, in which 1 - b^t keeps its digits."""
+    """Write a Cast of a scalar to float64, in which 1 - b^t keeps its digits."""
     return op.Cast(scalar, to=ir.DataType.DOUBLE)
 
 
 def power(op: Any, base: float, t: ir.Value) -> ir.Value:
-    """Return base^t."""
+    """Write the node of the power base^t."""
     return op.Pow(op.const(base, t.dtype), t)
 
 
 def norm(op: Any, x: ir.Value) -> ir.Value:
-    """Return the Euclidean norm of all elements, a scalar."""
+    """Write the Euclidean norm of all elements of a tensor, a scalar."""
     return op.Sqrt(op.ReduceSumSquare(x, keepdims=0))
 
 
@@ -317,7 +319,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise ValueError for a pattern that matches none of the names."""
+    """Raise ValueError for a pattern that matches none of the weight names."""
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -330,7 +332,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
 
 
 def check_range(low: float, high: float, **arguments: float) -> None:
-    """Raise ValueError for an argument that is not in [low, high)."""
+    """Raise ValueError for a named argument that is not in [low, high)."""
     for name, value in arguments.items():
         if not low <= value < high:
             bounds = f"at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g})"

@@ -1,4 +1,4 @@
-"""Several optimizers in one step: by patterns of names, or by the shapes of weights."""
+"""Several optimizers in one training, chosen by patterns of weight names or by weight shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """How a group of weights is trained.
+    """The optimizer, learning rate factor and start of a group of weights.
 
     Args:
         optimizer: None is the `default` of `param_groups`.
@@ -60,14 +60,16 @@ class ParamGroup:
         check_count("start", self.start, 0)
 
     def resolved(self, default: Optimizer | None) -> Optimizer:
-        """Return the optimizer of the group.
+        """Return the optimizer of the group, with its rate, weight decay and start applied.
 
         Raises:
             ValueError: there is no optimizer, or it has no weight decay.
         """
         optimizer = self.optimizer or default
         if optimizer is None:
-            raise ValueError(f"{self} has no optimizer: give it one, or give a default")
+            raise ValueError(
+                f"{self} has no optimizer: give it optimizer=, or give param_groups default="
+            )
         if self.weight_decay is not None:
             changed = with_weight_decay(optimizer, self.weight_decay)
             if changed is None:
@@ -90,25 +92,25 @@ class WithRate(Around):
         check_range(0.0, float("inf"), rate=self.rate)
 
     def inner_inputs(self, inputs: UpdateInputs) -> UpdateInputs:
-        """Return the inputs with the learning rate times the factor."""
+        """Return the `UpdateInputs` with the learning rate multiplied by the factor."""
         return replace(inputs, minus_learning_rate=inputs.minus_learning_rate * self.rate)
 
 
 @dataclass(frozen=True)
 class Starting(Around):
-    """An optimizer that begins after a number of steps, and counts steps from then on."""
+    """An optimizer that begins after `start` steps, and counts its own steps from then on."""
 
     start: int = 0
     rate_first = False
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer is elementwise."""
+        """Return whether the wrapped optimizer computes each element from the same element only."""
         return self.optimizer.elementwise
 
     @property
     def averages(self) -> bool:  # type: ignore[override]
-        """Return whether the optimizer averages weights."""
+        """Return whether the wrapped optimizer averages weights."""
         return self.optimizer.averages
 
     @property
@@ -117,7 +119,7 @@ class Starting(Around):
         return self.start + self.optimizer.first_step
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the optimizer; before it begins, their results do not count."""
+        """Write the wrapped optimizer's nodes; before `start`, the step is 0 and slots are kept."""
         begun, number = op.Greater(inputs.step, float(self.start)), inputs.step - float(self.start)
         number = op.Max(number, op.const(1.0, number.dtype))
         step, new = super().update(op, u, slots, replace(inputs, step=number))
@@ -128,18 +130,18 @@ class Starting(Around):
         }
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight that the optimizer evaluates after the steps since `start`."""
+        """Return the weight to evaluate, as the wrapped optimizer says for steps since `start`."""
         return self.optimizer.evaluated(weight, slots, max(steps - self.start, 0))
 
 
 class OptimizerChoice(Composite):
-    """Base of the choice of an optimizer for each weight, which `for_weight` returns."""
+    """Base of optimizers that choose a member for each weight; `for_weight` returns that member."""
 
     def check_members(self) -> None:
-        """Raise ValueError for a member that needs all gradients at once."""
+        """Raise ValueError for a member that needs the gradients of all weights at once."""
         for member in self.members:
             if not isinstance(member, Optimizer):
-                raise ValueError(f"an optimizer such as adam() is needed, not {member!r}")
+                raise ValueError(f"pass an optimizer such as adam(), not {member!r}")
             if member.joint:
                 raise ValueError(
                     f"{member} needs all gradients at once: put it first in a Chain, before the "
@@ -148,13 +150,13 @@ class OptimizerChoice(Composite):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the slots that a weight may have; `for_weight` says which it has."""
+        """Names of the slots of all members; a weight has the slots of the member chosen for it."""
         return tuple(dict.fromkeys(slot for member in self.members for slot in member.slots))
 
 
 @dataclass(frozen=True)
 class ParamGroups(OptimizerChoice):
-    """The optimizer of the first pattern that matches the name of the weight; else the default."""
+    """A choice of optimizers by weight name: the first pattern that matches, else the default."""
 
     groups: tuple[tuple[str, Optimizer], ...]
     default: Optimizer | None = None
@@ -164,7 +166,7 @@ class ParamGroups(OptimizerChoice):
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
-        """All optimizers."""
+        """The optimizers of all groups, and the default."""
         default = () if self.default is None else (self.default,)
         return (*(optimizer for _, optimizer in self.groups), *default)
 
@@ -174,37 +176,38 @@ class ParamGroups(OptimizerChoice):
         Raises:
             ValueError: no pattern matches, and there is no default.
         """
-        _, optimizer = self._group_of(name)
+        _, optimizer = self._group_of_weight(name)
         return optimizer.for_weight(name, shape)
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError for a pattern that is the first match of no name."""
+        """Raise ValueError for a pattern that is not the first match of any weight name."""
         names = list(names)
-        first = {self._group_of(name)[0] for name in names}
+        first = {self._group_of_weight(name)[0] for name in names}
         patterns = [pattern for pattern, _ in self.groups]
         check_patterns(patterns, names)
         for pattern in patterns:
             if pattern not in first:
                 raise ValueError(
-                    f"patterns before {pattern!r} match all weights that it matches: put it first"
+                    f"earlier patterns match all weights that {pattern!r} matches: put {pattern!r} "
+                    "first"
                 )
         super().check_names(names)
 
-    def _group_of(self, name: str) -> tuple[str | None, Optimizer]:
+    def _group_of_weight(self, name: str) -> tuple[str | None, Optimizer]:
         for pattern, optimizer in self.groups:
             if matches(name, (pattern,)):
                 return pattern, optimizer
         if self.default is None:
             raise ValueError(
                 f"no pattern of param_groups matches the weight {printable(name)}: "
-                "add one, or give a default"
+                "add a pattern, or give a default"
             )
         return None, self.default
 
 
 @dataclass(frozen=True)
 class ByRank(Excluding, OptimizerChoice):
-    """One optimizer for matrices, another for all other weights and those with excluded names."""
+    """One optimizer for matrices, and another one for all other weights and for excluded names."""
 
     matrices: Optimizer
     other: Optimizer
@@ -216,11 +219,11 @@ class ByRank(Excluding, OptimizerChoice):
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
-        """Both optimizers."""
+        """The optimizer of matrices and the optimizer of other weights."""
         return self.matrices, self.other
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the optimizer of one weight."""
+        """Return the optimizer chosen for one weight."""
         matrix = len(shape) == 2 and not self.excludes(name)
         return (self.matrices if matrix else self.other).for_weight(name, shape)
 
@@ -258,7 +261,7 @@ def param_groups(
 
 
 def with_weight_decay(optimizer: Any, decay: float) -> Any | None:
-    """Return a copy with another weight decay, or None if nothing in it decays weights."""
+    """Return a copy of an optimizer with another weight decay, or None if it has no decay."""
     if isinstance(optimizer, AddDecayedWeights):
         return replace(optimizer, decay=decay)
     if isinstance(optimizer, Adafactor):

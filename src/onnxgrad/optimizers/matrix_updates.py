@@ -1,4 +1,4 @@
-"""Transforms of whole tensors, which are not elementwise: LAMB, Adafactor, Muon."""
+"""Transforms that need whole weight tensors, not single elements: LAMB, Adafactor, Muon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScaleByTrustRatio(Optimizer):
     """
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the two norms and the product."""
+        """Write the nodes of both norms and of the scaled step."""
         of_w, of_u = norm(op, inputs.weight), norm(op, u)
         positive = op.And(op.Greater(of_w, 0.0), op.Greater(of_u, 0.0))
         return u * op.Where(positive, of_w / of_u, op.const(1.0, u.dtype)), {}
@@ -64,21 +64,21 @@ class Adafactor(Excluding):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The means; before `for_weight`, all means that a weight may have."""
+        """Names of the slots of means; before `for_weight`, all means that a weight may have."""
         factors = ("row", "column")
         return (*factors, "v") if self.factored is None else factors if self.factored else ("v",)
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of means over the last axis, or the one before it."""
+        """Return the shape of a slot: means over the weight's last axis, or the axis before it."""
         return {"row": (*shape[:-1], 1), "column": (*shape[:-2], 1, *shape[-1:])}.get(slot, shape)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the optimizer of one weight, with its form of V, and without decay if excluded."""
+        """Return the optimizer for one weight: matrices factor V, excluded names do not decay."""
         decay = 0.0 if self.excludes(name) else self.weight_decay
         return replace(self, weight_decay=decay, exclude=(), factored=len(shape) > 1)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the means, the scaled step and its limit."""
+        """Write the nodes of the means and of the step, which is scaled and clipped."""
         t, w, shape = to_float64(op, inputs.step), inputs.weight, _static_shape(u)
         eps1 = self.eps[0] or float(np.finfo(u.dtype.numpy()).eps)
         share = op.Cast(op.Pow(t, op.const(self.beta2_decay, t.dtype)), to=u.dtype)
@@ -134,7 +134,7 @@ class Orthogonalize(Optimizer):
             raise unknown("adjust_lr_fn", self.adjust_lr_fn, _RATIOS)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the mean, and the iterations with the smaller of X XT and XT X."""
+        """Write the mean and the Newton-Schulz iterations, with the smaller of X XT and XT X."""
         mean = self.momentum * slots["momentum"] + (1 - self.momentum) * u
         x = self.momentum * mean + (1 - self.momentum) * u if self.nesterov else mean
         (rows, columns), (a, b, c) = _static_shape(u), self.ns_coefficients
@@ -157,7 +157,7 @@ _RATIOS = {
 
 
 def _static_shape(u: ir.Value) -> Shape:
-    """Return the shape of a step, which is static as the shapes of weights are."""
+    """Return the static shape of a step."""
     shape = shapes.static(shapes.dims(u))
     assert shape is not None
     return shape

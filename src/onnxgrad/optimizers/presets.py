@@ -1,4 +1,4 @@
-"""Optimizers by name: functions without the learning rate, which is an argument of training.
+"""Functions that return optimizers by name; the learning rate is an argument of training.
 
 `weight_decay` and `exclude` mean the same in all of them. `exclude` are patterns of `fnmatch`,
 case-sensitive, of the names of weights that do not decay; training raises ValueError for a pattern
@@ -38,7 +38,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs a momentum above 0")
     trace = (Trace(momentum, nesterov),) if momentum else ()
-    return _with_penalty(weight_decay, exclude, *trace)
+    return _chain_with_l2_penalty(weight_decay, exclude, *trace)
 
 
 def momentum(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = ()) -> Optimizer:
@@ -49,7 +49,7 @@ def momentum(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
         >>> og.optimizers.momentum(0.8).slots
         ('velocity',)
     """
-    return _with_penalty(weight_decay, exclude, Trace(decay))
+    return _chain_with_l2_penalty(weight_decay, exclude, Trace(decay))
 
 
 def nesterov(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = ()) -> Optimizer:
@@ -60,7 +60,7 @@ def nesterov(decay: float = 0.9, weight_decay: float = 0.0, exclude: Patterns = 
         >>> og.optimizers.nesterov(0.8)
         Chain(parts=(Trace(decay=0.8, nesterov=True), ScaleByLearningRate()))
     """
-    return _with_penalty(weight_decay, exclude, Trace(decay, nesterov=True))
+    return _chain_with_l2_penalty(weight_decay, exclude, Trace(decay, nesterov=True))
 
 
 def adam(
@@ -86,7 +86,7 @@ def adam(
         >>> print(trainer.trained_coef_["w"].round(3))  # the first step of Adam is lr sign(g)
         [1. 4.]
     """
-    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
+    return _chain_with_l2_penalty(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
 
 
 def adamw(
@@ -105,7 +105,9 @@ def adamw(
         >>> optimizer.parts[1].decay, optimizer.slots
         (0.1, ('m', 'v'))
     """
-    return _chain_with_decay(weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad))
+    return _chain_with_weight_decay(
+        weight_decay, exclude, adaptive.ScaleByAdam(b1, b2, eps, amsgrad)
+    )
 
 
 def adamax(
@@ -122,7 +124,7 @@ def adamax(
         >>> adamax().slots
         ('m', 'norm')
     """
-    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdamax(b1, b2, eps))
+    return _chain_with_l2_penalty(weight_decay, exclude, adaptive.ScaleByAdamax(b1, b2, eps))
 
 
 def nadam(
@@ -141,7 +143,7 @@ def nadam(
         ('m', 'v', 'mu_product')
     """
     nadam = adaptive.ScaleByNadam(b1, b2, eps, momentum_decay)
-    return _with_penalty(weight_decay, exclude, nadam)
+    return _chain_with_l2_penalty(weight_decay, exclude, nadam)
 
 
 def radam(
@@ -158,7 +160,7 @@ def radam(
         >>> radam().slots
         ('m', 'v')
     """
-    return _with_penalty(weight_decay, exclude, adaptive.ScaleByRadam(b1, b2, eps))
+    return _chain_with_l2_penalty(weight_decay, exclude, adaptive.ScaleByRadam(b1, b2, eps))
 
 
 def adagrad(
@@ -177,7 +179,7 @@ def adagrad(
         ('sum',)
     """
     scale = adaptive.ScaleByAdagrad(lr_decay, initial_accumulator_value, eps)
-    return _with_penalty(weight_decay, exclude, scale)
+    return _chain_with_l2_penalty(weight_decay, exclude, scale)
 
 
 def adadelta(
@@ -190,7 +192,7 @@ def adadelta(
         >>> adadelta().slots
         ('v', 'steps')
     """
-    return _with_penalty(weight_decay, exclude, adaptive.ScaleByAdadelta(rho, eps))
+    return _chain_with_l2_penalty(weight_decay, exclude, adaptive.ScaleByAdadelta(rho, eps))
 
 
 def rmsprop(
@@ -209,7 +211,9 @@ def rmsprop(
         ('v', 'm', 'velocity')
     """
     trace = (Trace(momentum),) if momentum else ()
-    return _with_penalty(weight_decay, exclude, adaptive.ScaleByRms(alpha, eps, centered), *trace)
+    return _chain_with_l2_penalty(
+        weight_decay, exclude, adaptive.ScaleByRms(alpha, eps, centered), *trace
+    )
 
 
 def rprop(
@@ -239,7 +243,7 @@ def lion(
         >>> lion().slots
         ('m',)
     """
-    return _chain_with_decay(weight_decay, exclude, adaptive.ScaleByLion(b1, b2))
+    return _chain_with_weight_decay(weight_decay, exclude, adaptive.ScaleByLion(b1, b2))
 
 
 def lamb(
@@ -257,7 +261,7 @@ def lamb(
         >>> lamb().elementwise
         False
     """
-    adam, decay = adaptive.ScaleByAdam(b1, b2, eps), _weight_decay(weight_decay, exclude)
+    adam, decay = adaptive.ScaleByAdam(b1, b2, eps), _weight_decay_transform(weight_decay, exclude)
     return Chain((adam, decay, ScaleByTrustRatio(), ScaleByLearningRate()))
 
 
@@ -319,7 +323,7 @@ def muon(
     """
     matrices = Orthogonalize(momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
     others = other.resolved(adamw()) if isinstance(other, ParamGroup) else other or adamw()
-    return ByRank(_chain_with_decay(weight_decay, (), matrices), others, exclude)
+    return ByRank(_chain_with_weight_decay(weight_decay, (), matrices), others, exclude)
 
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
@@ -378,31 +382,31 @@ def gradual_unfreezing(
         100
     """
     if isinstance(patterns, str):  # its letters would be the patterns
-        raise ValueError(f"patterns is a list: write [{patterns!r}]")
+        raise ValueError(f"patterns must be a list: write [{patterns!r}]")
     check_count("every", every)
     chosen = list(patterns)
     if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"patterns must be one or more, and different, not {chosen}")
+        raise ValueError(f"patterns must be one or more different patterns, not {chosen}")
     shared = select(optimizer)
     return param_groups(
         {p: ParamGroup(shared, rate**i, start=i * every) for i, p in enumerate(chosen)}
     )
 
 
-def _with_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
-    """Return the chain of an L2 penalty, unless `decay` is 0, the parts, and the learning rate."""
-    penalty = _weight_decay(decay, exclude)
+def _chain_with_l2_penalty(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
+    """Return the chain of an L2 penalty (unless `decay` is 0), `parts`, and the learning rate."""
+    penalty = _weight_decay_transform(decay, exclude)
     chain = (*((penalty,) if decay else ()), *parts, ScaleByLearningRate())
     return Chain(chain) if len(chain) > 1 else chain[0]
 
 
-def _chain_with_decay(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
-    """Return the chain in which weight decay follows the other parts."""
-    return Chain((*parts, _weight_decay(decay, exclude), ScaleByLearningRate()))
+def _chain_with_weight_decay(decay: float, exclude: Patterns, *parts: Optimizer) -> Optimizer:
+    """Return the chain of `parts`, decoupled weight decay, and the learning rate."""
+    return Chain((*parts, _weight_decay_transform(decay, exclude), ScaleByLearningRate()))
 
 
-def _weight_decay(decay: float, exclude: Patterns) -> Optimizer:
-    """Return the transform that adds the weight decay."""
+def _weight_decay_transform(decay: float, exclude: Patterns) -> Optimizer:
+    """Return the transform that adds `decay` times the weight, except for excluded names."""
     if exclude and not decay:
         raise ValueError("exclude= names weights that do not decay: give a weight_decay, too")
     return AddDecayedWeights(decay, exclude)

@@ -1,4 +1,4 @@
-"""Transforms by the learning rate, momentum and weight decay, and limits on gradients."""
+"""Transforms by learning rate, momentum and weight decay, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScaleByLearningRate(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the product."""
+        """Write the nodes of the step -lr u."""
         return u * inputs.minus_learning_rate, {}
 
 
@@ -51,7 +51,7 @@ class Trace(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the velocity."""
+        """Write the nodes of the velocity and of the step."""
         velocity = slots["velocity"] + u
         decayed = self.decay * velocity
         return (decayed + u if self.nesterov else velocity), {"velocity": decayed}
@@ -80,12 +80,12 @@ class AddDecayedWeights(Excluding):
     elementwise = True
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
-        """Return the decay of one weight: zero if it is excluded."""
+        """Return the transform for one weight, with a decay of 0 if its name is excluded."""
         decay = 0.0 if self.excludes(name) else self.decay
         return replace(self, decay=decay, exclude=())
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the sum."""
+        """Write the nodes of the step u + decay w."""
         return (u + self.decay * inputs.weight if self.decay else u), {}
 
 
@@ -100,7 +100,7 @@ class Clip(Optimizer):
         check_positive("value", self.value, infinite=True)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the bounds."""
+        """Write the nodes of the clipped step."""
         return op.Min(op.Max(u, -self.value), self.value), {}
 
 
@@ -114,7 +114,7 @@ class ClipByNorm(Optimizer):
         check_positive("norm", self.norm, infinite=True)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the norm and the product."""
+        """Write the nodes of the norm and of the scaled step."""
         return u * op.Min(self.norm / (norm(op, u) + _EPS), 1.0), {}
 
 
@@ -129,7 +129,7 @@ class ClipByGlobalNorm(Optimizer):
         check_positive("norm", self.norm, infinite=True)
 
     def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
-        """Write the norm of all gradients, in the widest of their dtypes, and the products."""
+        """Write the norm of all gradients, in their widest dtype, and the scaled gradients."""
         widest = max((g.dtype for g in gradients if g.dtype), key=lambda dtype: dtype.bitwidth)
         squares = [op.Cast(op.ReduceSumSquare(g, keepdims=0), to=widest) for g in gradients]
         with op:

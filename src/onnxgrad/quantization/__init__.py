@@ -1,1 +1,1 @@
-"""Quantization by onnxruntime, in the form that trains."""
+"""Quantization by onnxruntime, to models with QuantizeLinear nodes that can be trained."""

@@ -1,4 +1,4 @@
-"""Calls of `onnxruntime.quantization`, which logs, prints, and works on files."""
+"""Call `onnxruntime.quantization` on models in memory, without its logs and prints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PRODUCTS = ["MatMul", "Gemm"]  # operators whose weights onnxruntime reads in b
 
 
 def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
-    """Return `proto` in a form that onnxruntime quantizes well, or `proto` itself.
+    """Return `proto` with BatchNormalization fused and a newer opset, where quantization needs it.
 
     An opset whose QuantizeLinear has no axis is raised. onnxruntime makes BatchNormalization nodes
     part of the convolutions in front of them: nodes in between would be rounded, and then no kernel
@@ -48,7 +48,7 @@ def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
 
     before, after = folder / "given.onnx", folder / "prepared.onnx"
     save(proto, before)
-    with _muted_onnxruntime(), _as_model_error():
+    with _muted_onnxruntime(), _errors_as_model_error():
         large = external.inline_nbytes(proto) > external.IN_MODEL
         quant_pre_process(before, after, skip_symbolic_shape=True, save_as_external_data=large)
     return read(after)
@@ -56,7 +56,7 @@ def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
 
 @dataclass
 class QuantizationJob:
-    """The arguments of a quantization by onnxruntime.
+    """A quantization by onnxruntime: its arguments, and `run`.
 
     Attributes:
         weights: name of a `QuantType`.
@@ -81,7 +81,7 @@ class QuantizationJob:
     def run(
         self, proto: ModelProto, folder: Path, feeds: Iterator[dict[str, Any]] | None
     ) -> ModelProto:
-        """Return the quantized model, with stored integers.
+        """Return the model quantized by onnxruntime, with weights stored as integers.
 
         Raises:
             ModelError: onnxruntime cannot quantize it.
@@ -90,7 +90,7 @@ class QuantizationJob:
         save(proto, before)
         large = external.inline_nbytes(proto) > external.IN_MODEL or bool(external.files_of(proto))
         left: list[str] = []
-        with _muted_onnxruntime(), _as_model_error():
+        with _muted_onnxruntime(), _errors_as_model_error():
             if feeds is None:
                 self._quantize_weights(before, after, large)
             else:
@@ -102,7 +102,7 @@ class QuantizationJob:
     def _quantize_activations(
         self, before: Path, after: Path, feeds: list[dict[str, Any]], large: bool
     ) -> list[str]:
-        """Quantize weights and activations; return the nodes that stay floats, for masks."""
+        """Quantize weights and activations; return the names of nodes that stay float for masks."""
         from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static
         from onnxruntime.quantization.calibrate import save_tensors_data
         from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
@@ -113,7 +113,7 @@ class QuantizationJob:
         types = QuantType[self.weights], QuantType[self.activations]
         operators = self.operators or sorted({*QLinearOpsRegistry, *QDQRegistry})
         model = update_opset_version(load_model_with_shape_infer(before), *types)
-        _name_nodes(model.graph)
+        _name_unnamed_nodes(model.graph)
         onnx.save_model(model, before, save_as_external_data=large)
 
         ranges = self._activation_ranges("MinMax", before, operators, feeds, set(), large)
@@ -152,7 +152,7 @@ class QuantizationJob:
         without: set[str],
         large: bool,
     ) -> Any:
-        """Return the ranges of all activations but `without`, by a method of calibration."""
+        """Return the calibrated ranges of all activations except the names in `without`."""
         from onnxruntime.quantization import CalibrationMethod
         from onnxruntime.quantization.calibrate import create_calibrator
 
@@ -166,7 +166,7 @@ class QuantizationJob:
         return calibrator.compute_data()
 
     def _quantize_weights(self, before: Path, after: Path, large: bool) -> None:
-        """Quantize weights alone."""
+        """Quantize the weights of the model file `before` alone, and write the file `after`."""
         from onnxruntime.quantization import QuantType
         from onnxruntime.quantization.quantize import update_opset_version
         from onnxruntime.quantization.registry import QDQRegistry
@@ -175,7 +175,7 @@ class QuantizationJob:
         known = _PRODUCTS if blocks else sorted(QDQRegistry)
         operators = known if self.operators is None else self.operators
         model = update_opset_version(onnx.load(before), kind, block_size=blocks)
-        quantizer = _weight_quantizer()(
+        quantizer = _weight_quantizer_class()(
             model,
             self.per_channel or bool(blocks),
             self.reduce_range,
@@ -191,16 +191,16 @@ class QuantizationJob:
         quantizer.model.save_model_to_file(after, large)
 
 
-def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Name the nodes without a name, in place: onnxruntime leaves nodes out by name."""
+def _name_unnamed_nodes(graph: onnx.GraphProto) -> None:
+    """Give unnamed nodes a name, in place: onnxruntime excludes nodes by name."""
     taken = {node.name for node in graph.node}
     for node in graph.node:
         if not node.name:
             node.name = unused(node.op_type, taken)
 
 
-def _weight_quantizer() -> Any:
-    """Return the class of onnxruntime that quantizes, without activations and biases.
+def _weight_quantizer_class() -> Any:
+    """Return a subclass of onnxruntime's QDQQuantizer that quantizes weights only.
 
     Blocks are along the inputs of a product, where its scales per channel are along the outputs.
     """
@@ -208,16 +208,16 @@ def _weight_quantizer() -> Any:
 
     class WeightQuantizer(QDQQuantizer):
         def quantize_activation_tensor(self, tensor_name: str) -> None:
-            """Leave it in floats."""
+            """Do nothing, so that the tensor stays float."""
 
         def quantize_output_same_as_input(self, *_: str) -> None:
-            """Leave it in floats."""
+            """Do nothing, so that the tensor stays float."""
 
         def quantize_bias_tensor(self, *_: Any) -> None:
-            """Leave it in floats."""
+            """Do nothing, so that the tensor stays float."""
 
         def quantize_weight_tensor_per_channel(self, tensor_name: str, axis: int) -> None:
-            """Quantize a weight; in blocks, only if it is a matrix."""
+            """Quantize a weight by channel or block; blocks are for matrices only."""
             weight = self.initializers.get(tensor_name)
             if self.block_size and (weight is None or len(weight.dims) != 2):
                 return
@@ -225,7 +225,7 @@ def _weight_quantizer() -> Any:
             super().quantize_weight_tensor_per_channel(tensor_name, other)
 
         def quantize_weight_tensor(self, tensor_name: str) -> None:
-            """Quantize a weight, if it has the axis of the channels that blocks need."""
+            """Quantize a weight with one scale; blocks, which need an axis, skip it."""
             if not self.block_size:
                 super().quantize_weight_tensor(tensor_name)
 
@@ -234,7 +234,7 @@ def _weight_quantizer() -> Any:
 
 @contextmanager
 def _muted_onnxruntime() -> Iterator[None]:
-    """Drop the records that onnxruntime logs by the root logger, and its prints, in the block."""
+    """Suppress onnxruntime's log records and prints inside the `with` block."""
     root, drop = logging.getLogger(), logging.NullHandler()
     own = logging.getLogger("onnxruntime.quantization")
     level = own.level
@@ -255,8 +255,8 @@ def _reject_record(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _as_model_error() -> Iterator[None]:
-    """Raise errors of onnxruntime in the block as `ModelError`, but not errors of the data."""
+def _errors_as_model_error() -> Iterator[None]:
+    """Convert onnxruntime's errors in the `with` block to `ModelError`, except errors of data."""
     try:
         yield
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Values that stay floats because masks are in them: no scale covers both a mask and scores."""
+"""Find values that hold attention masks and must stay float: no scale fits mask and scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
 def mask_values(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
-    """Return the values that hold masks; nodes that read or write them stay floats.
+    """Return the values that hold masks; nodes that read or write these values stay float.
 
     1. Values that are not finite, or beyond 1e6.
     2. Scores, values of which a Softmax reads sums, that range over more than 64. Results of a
@@ -51,7 +51,7 @@ def mask_values(graph: GraphProto, ranges: Mapping[str, Range]) -> set[str]:
 
 
 def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
-    """Return the ranges of the constants that sums and scalings read."""
+    """Return the (low, high) ranges of the constants that Add, Mul and similar nodes read."""
     readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
     read = {name for node in readers for name in node.input}
     stored = {t.name: t for t in graph.initializer if t.name in read and t.data_type in _FLOATS}
@@ -60,7 +60,7 @@ def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
 
 
 def _values_before_softmax(graph: GraphProto, makers: Mapping[str, NodeProto]) -> set[str]:
-    """Return the values of which Softmax reads sums, moved, selected or scaled."""
+    """Return the values that reach a Softmax through sums, scalings, moves and selections."""
     pending = [x for node in graph.node if node.op_type == "Softmax" for x in node.input]
     found: set[str] = set()
     while pending:

@@ -1,4 +1,4 @@
-"""`quantize`: a model as onnxruntime quantizes it, in the form that trains."""
+"""`quantize`: quantize a model by onnxruntime so that it can still be trained."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def quantize(
     operators: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
 ) -> ModelProto:
-    """Return `model` quantized by onnxruntime, in the form that trains.
+    """Return `model` quantized by onnxruntime, in a form that can still be trained.
 
     Weights and biases are floats, under their names, with QuantizeLinear and DequantizeLinear
     behind weights and around products. A `Trainer` trains them by default, the gradient passing
@@ -123,7 +123,7 @@ def quantize(
             "quantize needs data to find the ranges of activations: pass some rows, or "
             f"{argument('activations', None)} to quantize weights alone"
         )
-    _refuse_quantized(proto)
+    _refuse_quantized_model(proto)
     job = QuantizationJob(
         weights=_WEIGHTS[weights],
         activations=None if activations is None else _ACTIVATIONS[activations],
@@ -132,7 +132,7 @@ def quantize(
         calibration=_CALIBRATIONS[calibration],
         reduce_range=reduce_range,
         operators=None if operators is None else as_list(operators),
-        exclude=_matching_nodes(proto, as_list(exclude)),
+        exclude=_nodes_to_exclude(proto, as_list(exclude)),
     )
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -150,7 +150,7 @@ def quantize(
 
 
 def _check_block_size(size: int, activations: str | None) -> None:
-    """Raise `ValueError` for a size of blocks that onnxruntime does not have."""
+    """Raise `ValueError` for a block size that onnxruntime does not support."""
     check_count("block_size", size)
     if size < 16 or size & (size - 1):
         raise ValueError(f"{argument('block_size', size)}: give a power of 2, at least 16")
@@ -161,19 +161,19 @@ def _check_block_size(size: int, activations: str | None) -> None:
         )
 
 
-def _refuse_quantized(proto: ModelProto) -> None:
+def _refuse_quantized_model(proto: ModelProto) -> None:
     """Raise `ModelError` if a model is quantized already."""
     for node in nodes_of(proto):
         stores = node.op_type in ("DequantizeLinear", "MatMulNBits")
         if stores or not operator_of(node).traits.isdisjoint(("quantized", "rounds")):
             raise ModelError(
                 f"the model is quantized already ({node.op_type} {printable(node.name)!r}): "
-                "quantize the model of floats; or train this one, naming the weights to train"
+                "quantize the float model; or train this model, naming the weights to train"
             )
 
 
-def _matching_nodes(proto: ModelProto, patterns: list[str]) -> list[str]:
-    """Return the names of the nodes that match one of the patterns.
+def _nodes_to_exclude(proto: ModelProto, patterns: list[str]) -> list[str]:
+    """Return the names of the nodes that match one of the patterns `exclude`.
 
     Raises:
         ValueError: a pattern matches no node.
@@ -189,7 +189,7 @@ def _matching_nodes(proto: ModelProto, patterns: list[str]) -> list[str]:
 
 
 def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
-    """Load the data that a model has in a folder into the model, in place; return the model."""
+    """Load external data that lies in `folder` into the model, in place; return the model."""
     for _, tensor in external.external_tensors(proto):
         place = {entry.key: entry.value for entry in tensor.external_data}["location"]
         if Path(place).is_relative_to(folder.resolve()):
@@ -231,7 +231,7 @@ def calibration_feeds(
 
 @cache
 def integer_products_overflow(activations: str | None, weights: str) -> bool:
-    """Return whether onnxruntime's CPU kernel sums the largest products of two dtypes wrongly.
+    """Return whether onnxruntime's integer MatMul saturates for the largest values of both dtypes.
 
     Processors without VNNI add pairs of products of uint8 and int8 in 16 bits, which saturate.
     Other dtypes have no kernel of integers.

@@ -1,4 +1,4 @@
-"""Learning rates of the steps of a training."""
+"""Learning rate schedules: the learning rate of each training step."""
 
 from onnxgrad.lazy_names import offer_names
 

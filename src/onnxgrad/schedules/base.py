@@ -1,4 +1,4 @@
-"""The interface of learning rates, and schedules: learning rates as functions of the step."""
+"""The interface of learning rates, and schedules, which compute the rate from the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Check = Callable[[str, Any], Any]
 
 
 def checked_field(check: Check, default: Any = MISSING, called: str = "") -> Any:
-    """Return a field of a schedule, which `check(name, value)` validates and converts.
+    """Return a dataclass field of a schedule, which `check(name, value)` validates and converts.
 
     `called`: name of the argument of the function that returns the schedule, if it is another name.
     """
@@ -28,11 +28,11 @@ class LearningRate:
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The names in an entry of the history on which the rate depends."""
+        """The names of the metrics in the training history on which the rate depends."""
         return ()
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
-        """Return the rates of a training.
+        """Return the learning rates of the steps of one training.
 
         Args:
             state: the `TrainState` with which the training begins.
@@ -72,7 +72,7 @@ class Schedule(LearningRate):
                 object.__setattr__(self, f.name, checked)
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step, 0 for the first one.
+        """Return the learning rate of a step, counted from 0.
 
         Raises:
             ValueError: the schedule needs the number of steps of the run: see `over`.
@@ -80,7 +80,7 @@ class Schedule(LearningRate):
         raise NotImplementedError
 
     def over(self, steps: int) -> Self:
-        """Return the schedule for a run of that many steps.
+        """Return a copy of the schedule for a training of `steps` steps.
 
         It fills in `steps=None`, and counts that are shares of the run.
 
@@ -96,11 +96,11 @@ class Schedule(LearningRate):
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the learning rate of a step after the observations in `state`, {} for none."""
+        """Return the learning rate of a step in a state of observed metrics, {} at the start."""
         return self(step)
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state, which JSON can hold, after one more entry of the history.
+        """Return the state of observed metrics, for JSON, after one more entry of the history.
 
         Args:
             state: the last result of `observed`; {} at the beginning.
@@ -110,7 +110,7 @@ class Schedule(LearningRate):
         return dict(state)
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
-        """Return the rates of a training, whose `state` keeps the observations of the schedule."""
+        """Return the rates of one training, whose `state` keeps what the schedule observed."""
         from onnxgrad.schedules.rates import ScheduleRates  # which imports numpy
 
         schedule = self if steps is None else self.over(steps)
@@ -120,7 +120,7 @@ class Schedule(LearningRate):
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate is constant; None if there is none."""
+        """The count of steps after which the rate is constant; None if it never is."""
         return vars(self).get("steps")
 
     def plot(self, steps: int | None = None, ax: Any = None) -> Any:
@@ -152,12 +152,12 @@ class Schedule(LearningRate):
 
 
 def steps_or_none(name: str, value: Any) -> int | None:
-    """Return a number of steps, or None for the steps of the whole run."""
+    """Return a step count after checking it, or None for the steps of the whole training."""
     return None if value is None else check_count(name, value)
 
 
 def count_or_share(name: str, value: Any) -> int | float:
-    """Return a number of steps: an integer, or a share of the run, a float between 0 and 1."""
+    """Return a step count after checking it: an integer, or a share of the training as a float."""
     try:
         return check_count(name, value, 0)
     except ValueError:
@@ -170,12 +170,12 @@ def count_or_share(name: str, value: Any) -> int | float:
 
 
 def resolve_share(value: int | float, steps: int) -> int:
-    """Return a `count_or_share` as a number of steps, at least 1 for a share."""
+    """Return a step count, computed from `steps` if the argument is a share of the training."""
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
 
 def steps_in(schedule: Schedule, name: str) -> int:
-    """Return the number of steps in a field; raise ValueError if it depends on the run."""
+    """Return a step count from a schedule's field; raise ValueError for None or a share."""
     value = vars(schedule)[name]
     if value is None:
         raise ValueError(
@@ -192,12 +192,12 @@ def steps_in(schedule: Schedule, name: str) -> int:
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same rate in every step: see `constant`."""
+    """A schedule with the same rate in every step: see `constant`."""
 
     value: float = checked_field(check_number, called="rate")
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         return self.value
 
 
@@ -219,7 +219,7 @@ def constant(rate: float) -> Schedule:
 
 
 def select(schedule: Any) -> Schedule:
-    """Return a `Schedule` unchanged, and a number as a constant rate.
+    """Return a `Schedule` unchanged, or the constant schedule of a number.
 
     Raises:
         ValueError: anything else, or a negative or infinite number or NaN.

@@ -1,4 +1,4 @@
-"""Schedules of schedules: a warm-up before one, and several one after the other."""
+"""Schedules composed of schedules: a warm-up before a schedule, and several in sequence."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ from onnxgrad.schedules.base import (
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """A line from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
+    """A rise from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
 
     schedule: Schedule = checked_field(lambda name, value: select(value))  # noqa: RUF009 (a field)
     warmup: int | float = checked_field(count_or_share)
     start: float = checked_field(check_number, 0.0)
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the rate of a step; `state` is the state of the schedule after the warm-up."""
+        """Return the learning rate of a step; `state` is of the schedule after the warm-up."""
         warmup = steps_in(self, "warmup")
         if step >= warmup:
             return self.schedule.rate(step - warmup, state)
         return self.start + (self.schedule.rate(0, state) - self.start) * step / warmup
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state of the schedule after a record; records of the warm-up do not count."""
+        """Return the state after an entry of the history; entries of the warm-up do not count."""
         warmup = steps_in(self, "warmup")
-        if not self.monitors or _steps_so_far(self, record) <= warmup:
+        if not self.monitors or _step_count_of_entry(self, record) <= warmup:
             return dict(state)
-        return self.schedule.observed(state, _counted_from(record, warmup))
+        return self.schedule.observed(state, _entry_counted_from(record, warmup))
 
     def over(self, steps: int) -> Self:
-        """Return the schedule for a run of that many steps, the warm-up included."""
+        """Return a copy of the schedule for a training of `steps` steps, the warm-up included."""
         warmup = resolve_share(self.warmup, check_count("steps", steps))
         return replace(self, schedule=self.schedule.over(max(steps - warmup, 1)), warmup=warmup)
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The names in an entry of the history on which the rate depends."""
+        """The names of the metrics in the training history on which the rate depends."""
         return self.schedule.monitors
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate is constant; None if there is none."""
+        """The count of steps after which the rate is constant; None if it never is."""
         length = self.schedule.length
         return None if length is None or isinstance(self.warmup, float) else self.warmup + length
 
 
 def _check_schedules(name: str, value: Any) -> tuple[Schedule, ...]:
-    """Return schedules, or numbers as constant rates; raise `ValueError` if there are none."""
+    """Return a tuple of schedules, numbers as constant ones; raise `ValueError` if empty."""
     schedules = tuple(map(select, value))
     if not schedules:
-        raise ValueError(f"{name} must be one schedule or more, not none")
+        raise ValueError(f"{name} is empty: give one schedule or more")
     return schedules
 
 
 def _check_boundaries(name: str, value: Any) -> tuple[int | float, ...]:
-    """Return numbers of steps and shares of the run; raise `ValueError` if they decrease."""
+    """Return step counts or shares of the training; raise `ValueError` if they decrease."""
     boundaries = tuple(count_or_share(f"each of {name}", v) for v in value)
     for kind in (int, float):  # shares and numbers of steps can be compared once the run is known
         chosen = [b for b in boundaries if isinstance(b, kind)]
@@ -82,7 +82,7 @@ def _check_boundaries(name: str, value: Any) -> tuple[int | float, ...]:
 
 @dataclass(frozen=True)
 class Join(Schedule):
-    """Schedules one after the other, each counting its steps from its boundary: see `join`.
+    """Schedules in sequence, each of which counts steps from its boundary: see `join`.
 
     The state has the state of each schedule under its index, as a string.
     """
@@ -94,31 +94,33 @@ class Join(Schedule):
         super().__post_init__()
         if len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
-                f"{len(self.schedules)} schedules have {len(self.schedules) - 1} boundaries, "
+                f"{len(self.schedules)} schedules need {len(self.schedules) - 1} boundaries, "
                 f"not {len(self.boundaries)}"
             )
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         return self.rate(step, {})
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the rate of a step; `state` is a result of `observed`."""
-        starts = self._first_steps()
+        """Return the learning rate of a step; `state` is a result of `observed`."""
+        starts = self._start_steps()
         i = bisect_right(starts, step) - 1
         return self.schedules[i].rate(step - starts[i], state.get(str(i), {}))
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state after a record, which only the schedule of its last step observes."""
+        """Return the state after an entry of the history, observed by the current schedule."""
         if not self.monitors:
             return dict(state)
-        starts = self._first_steps()
-        i = max(bisect_left(starts, _steps_so_far(self, record)) - 1, 0)
-        own = self.schedules[i].observed(state.get(str(i), {}), _counted_from(record, starts[i]))
+        starts = self._start_steps()
+        i = max(bisect_left(starts, _step_count_of_entry(self, record)) - 1, 0)
+        own = self.schedules[i].observed(
+            state.get(str(i), {}), _entry_counted_from(record, starts[i])
+        )
         return {**state, str(i): own} if own else dict(state)
 
     def over(self, steps: int) -> Self:
-        """Return the schedule for a run of that many steps, which ends with the last schedule."""
+        """Return a copy for a training of `steps` steps, which end with the last schedule."""
         boundaries = tuple(resolve_share(b, check_count("steps", steps)) for b in self.boundaries)
         edges = [0, *boundaries, max(steps, (boundaries or (0,))[-1] + 1)]
         lengths = [end - start for start, end in pairwise(edges)]
@@ -127,35 +129,35 @@ class Join(Schedule):
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The names in an entry of the history on which the rate depends."""
+        """The names of the metrics in the training history on which the rate depends."""
         return tuple(dict.fromkeys(name for s in self.schedules for name in s.monitors))
 
     @property
     def length(self) -> int | None:
-        """The number of steps after which the rate is constant; None if there is none."""
+        """The count of steps after which the rate is constant; None if it never is."""
         last = self.schedules[-1].length
         shares = any(isinstance(b, float) for b in self.boundaries)
         return None if last is None or shares else int((0, *self.boundaries)[-1]) + last
 
-    def _first_steps(self) -> list[int]:
-        """Return the first step of each schedule."""
+    def _start_steps(self) -> list[int]:
+        """Return the step at which each schedule begins."""
         if any(isinstance(b, float) for b in self.boundaries):
             steps_in(self, "boundaries")
         return [0, *map(int, self.boundaries)]
 
 
-def _steps_so_far(schedule: Schedule, record: Mapping[str, float]) -> float:
-    """Return the number of steps in a record; raise `ValueError` if it has none."""
+def _step_count_of_entry(schedule: Schedule, record: Mapping[str, float]) -> float:
+    """Return the step count in an entry of the history; raise `ValueError` without 'step'."""
     if "step" not in record:
         raise ValueError(
-            f"{schedule!r} depends on {schedule.monitors} from a certain step on: the record must "
-            "have a 'step', the number of steps so far"
+            f"{schedule!r} depends on {schedule.monitors} from a certain step on: the entry of the "
+            "history must have a 'step', the count of steps so far"
         )
     return record["step"]
 
 
-def _counted_from(record: Mapping[str, float], start: int) -> dict[str, float]:
-    """Return a record whose `step` counts from the first step of a schedule."""
+def _entry_counted_from(record: Mapping[str, float], start: int) -> dict[str, float]:
+    """Return an entry of the history whose `step` counts from the step `start`."""
     return {**record, "step": record["step"] - start}
 
 
@@ -181,7 +183,7 @@ def warmup(schedule: Schedule | float, steps: int | float, start: float = 0.0) -
 
 
 def join(schedules: Sequence[Schedule | float], boundaries: Sequence[int | float]) -> Schedule:
-    """Schedules one after the other, as `optax.join_schedules`.
+    """Return the schedule that runs schedules in sequence, as `optax.join_schedules`.
 
     Args:
         schedules: schedules, or numbers, constant rates. Each counts its steps from 0, and its

@@ -1,4 +1,4 @@
-"""Learning rates that are a formula of the step."""
+"""Learning rate schedules that are a formula of the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exponential(Schedule):
     staircase: bool = False
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         exponent = step // self.every if self.staircase else step / self.every
         return self.start * self.factor**exponent
 
@@ -42,7 +42,7 @@ class Polynomial(Schedule):
     steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         steps = steps_in(self, "steps")
         return self.end + (self.start - self.end) * (1 - min(step, steps) / steps) ** self.power
 
@@ -56,14 +56,14 @@ class Cosine(Schedule):
     steps: int | None = checked_field(steps_or_none, None)
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         steps = steps_in(self, "steps")
-        return _cosine_between(self.peak, self.end, min(step, steps) / steps)
+        return _half_cosine_rate(self.peak, self.end, min(step, steps) / steps)
 
 
 @dataclass(frozen=True)
 class CosineRestarts(Schedule):
-    """Half cosines from `peak` to `end`, one after the other, each `factor` times as long."""
+    """Half cosines from `peak` to `end` in sequence, each `factor` times as long as before."""
 
     peak: float = checked_field(check_number)
     period: int | float = checked_field(count_or_share)
@@ -76,19 +76,19 @@ class CosineRestarts(Schedule):
             raise ValueError("period of CosineRestarts must be 1 or more, not 0")
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         period = steps_in(self, "period")
         if self.factor == 1:
             step %= period
         while step >= period:
             step -= period
             period *= self.factor
-        return _cosine_between(self.peak, self.end, step / period)
+        return _half_cosine_rate(self.peak, self.end, step / period)
 
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Up from peak / div_factor to the peak, and down to the final rate: see `one_cycle`."""
+    """A rise from peak / div_factor to the peak, and a fall to the final rate: see `one_cycle`."""
 
     peak: float = checked_field(check_number)
     steps: int | None = checked_field(steps_or_none, None)
@@ -103,12 +103,12 @@ class OneCycle(Schedule):
         check_choice("anneal_strategy", self.anneal_strategy, ("cos", "linear"))
         if self.three_phase and self.pct_start > 0.5:
             raise ValueError(
-                "pct_start of OneCycle is the share of the way up, and of the equal way down, of "
+                "pct_start of OneCycle is the share of the rise, and of the equally long fall, of "
                 f"three phases: it must be 0.5 or less, not {self.pct_start}"
             )
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         steps = steps_in(self, "steps")
         first = self.peak / self.div_factor
         up, last = (
@@ -123,7 +123,7 @@ class OneCycle(Schedule):
             if step <= end or end == last:
                 done = (step - start) / (end - start) if end > start else 1.0
                 if self.anneal_strategy == "cos":
-                    return _cosine_between(rate, target, done)
+                    return _half_cosine_rate(rate, target, done)
                 return rate * (1 - done) + target * done
             start, rate = end, target
         raise AssertionError("the last phase ends with the last step")
@@ -139,16 +139,18 @@ class InverseSqrt(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup == 0:
-            raise ValueError("warmup of InverseSqrt is also its time scale: it must be 1 or more")
+            raise ValueError(
+                "warmup of InverseSqrt is also the time scale of the decay: give 1 or more"
+            )
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step, counted from 0."""
         warmup = steps_in(self, "warmup")
         return self.peak * (step / warmup if step < warmup else sqrt(warmup / step))
 
 
-def _cosine_between(start: float, end: float, done: float) -> float:
-    """Return the rate on half a cosine from `start` to `end`, of which a share is `done`."""
+def _half_cosine_rate(start: float, end: float, done: float) -> float:
+    """Return the rate on a half cosine from `start` to `end`, at the share `done` of its length."""
     return end + (start - end) * (1 + cos(pi * done)) / 2
 
 
@@ -268,7 +270,9 @@ def cosine(
         Warmup(schedule=Cosine(peak=0.001, end=0.0, steps=900), warmup=100, start=0.0)
     """
     if period is None and factor != 1:
-        raise ValueError("factor of cosine multiplies the periods: pass period, the first one")
+        raise ValueError(
+            "factor of cosine multiplies the periods: pass the first period by period="
+        )
     curve: Schedule
     curve = Cosine(peak, end) if period is None else CosineRestarts(peak, period, factor, end)
     schedule = curve if warmup == 0 else Warmup(curve, warmup)
@@ -276,7 +280,10 @@ def cosine(
         return schedule
     steps = check_count("steps of cosine", steps)
     if isinstance(schedule, Warmup) and resolve_share(schedule.warmup, steps) >= steps:
-        raise ValueError(f"warmup of cosine, {warmup}, leaves none of its {steps} steps")
+        raise ValueError(
+            f"warmup of cosine, {warmup}, leaves none of its {steps} steps for the cosine: give "
+            "fewer"
+        )
     return schedule.over(steps)
 
 
@@ -289,7 +296,7 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> Schedule:
-    """Up from peak / div_factor to the peak, then down to peak / (div_factor final_div_factor).
+    """Rise from peak / div_factor to the peak, then fall to peak / (div_factor final_div_factor).
 
     Arguments and values are as in `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
     momentum; here only the rate changes. Smith and Topin 2018, "Super-Convergence".

@@ -15,7 +15,7 @@ _zero_or_more = partial(check_count, least=0)
 
 @dataclass(frozen=True)
 class Plateau(Schedule):
-    """The rate, multiplied by `factor` after `patience` entries without improvement: `plateau`.
+    """A rate multiplied by `factor` after `patience` entries without improvement: see `plateau`.
 
     The state has `rate`; `best`, the best value, absent before any improvement; `bad`, the number
     of entries since then that count as bad; and `cooldown`, the number of entries not to count.
@@ -41,15 +41,15 @@ class Plateau(Schedule):
             raise ValueError(f"monitor of Plateau must be a name, not {self.monitor!r}")
 
     def __call__(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the initial learning rate, which `observed` may lower later."""
         return self.initial
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the rate after the observations in `state`."""
+        """Return the learning rate in the state of observed metrics."""
         return state.get("rate", self.initial)
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state after a record; one without `monitor` changes nothing."""
+        """Return the state after an entry of the history; one without `monitor` keeps the state."""
         if self.monitor not in record:
             return dict(state)
         value, best = float(record[self.monitor]), state.get("best")
@@ -63,14 +63,14 @@ class Plateau(Schedule):
         return {key: v for key, v in after.items() if v is not None}
 
     def _is_better(self, value: float, best: float | None) -> bool:
-        """Return whether a value is better than the best one by more than the threshold."""
+        """Return whether a metric's value beats its best value by more than the threshold."""
         if self.mode == "min":
             return value < (float("inf") if best is None else best * (1 - self.threshold))
         return value > (float("-inf") if best is None else best * (1 + self.threshold))
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The name in an entry of the history on which the rate depends."""
+        """The name of the metric in the training history on which the rate depends."""
         return (self.monitor,)
 
 
@@ -84,7 +84,7 @@ def plateau(
     cooldown: int = 0,
     min_rate: float = 0.0,
 ) -> Schedule:
-    """The rate, times `factor` whenever a metric has stopped improving.
+    """Return the schedule that multiplies the rate by `factor` whenever a metric stops improving.
 
     As `torch.optim.lr_scheduler.ReduceLROnPlateau` with its relative threshold and `eps=0`.
 
