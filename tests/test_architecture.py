@@ -149,18 +149,18 @@ def test_keys_of_meta_are_declared_written_and_read():
 # -- budgets: who raises a number says why in the same commit --------------------------------------
 
 BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) and files
-    "adapters": (2200, 16),
-    "artifacts": (600, 8),
+    "adapters": (2250, 16),
+    "artifacts": (650, 8),
     "autodiff": (5300, 34),
     "callbacks": (50, 1),
     "cli": (2350, 23),
     "compat": (1850, 11),
-    "data": (3650, 27),
+    "data": (3700, 27),
     "explain": (1400, 14),
-    "finetune": (2250, 14),
+    "finetune": (2350, 14),
     "graph": (1350, 9),
     "language": (2150, 17),
-    "losses": (3500, 27),
+    "losses": (3550, 27),
     "metrics": (1100, 12),
     "model": (2450, 20),
     "modules": (500, 9),  # with `lazy_names`, by which all submodules offer their names
@@ -174,7 +174,7 @@ BUDGETS = {  # of each room, code lines (no docstrings, comments, blank lines) a
     "runtime": (900, 8),
     "schedules": (500, 6),
     "sklearn": (950, 9),
-    "tasks": (3600, 19),
+    "tasks": (3700, 19),
     "torch": (550, 4),
     "training": (11000, 63),
 }
