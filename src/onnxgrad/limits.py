@@ -72,7 +72,7 @@ def limit(name: str) -> int:
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable that sets the limit `name`."""
+    """Return the name of the environment variable that sets the limit `name`."""
     return f"ONNXGRAD_MAX_{name.upper()}"
 
 

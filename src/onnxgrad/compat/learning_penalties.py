@@ -75,7 +75,7 @@ def penalty_loss_onnx(
 
 
 def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
-    """Return a tensor with its numbers in `float_data`, `double_data` or `int64_data`."""
+    """Return a TensorProto with numbers in `float_data` (or double, int64), not `raw_data`."""
     proto = ir.to_proto(tensor)
     field = {1: "float_data", 7: "int64_data", 11: "double_data"}.get(proto.data_type)
     if field is not None:
@@ -85,7 +85,7 @@ def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
 
 
 class BaseLearningPenalty(SmallFunctions):
-    """Base of the penalties. A new penalty overrides `penalty`.
+    """Base class of penalties on weights; a subclass overrides `penalty`.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -100,7 +100,7 @@ class BaseLearningPenalty(SmallFunctions):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of a weight, which is added to the summed loss, inside of `with op:`.
+        """Write the penalty of the weight `w`, which is added to the summed loss; `op` is active.
 
         Returns:
             The penalty, of shape (1, 1) and of the weight's dtype, or None for no penalty.
@@ -108,7 +108,7 @@ class BaseLearningPenalty(SmallFunctions):
         raise NotImplementedError
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if the penalty does not apply to weights of these names."""
+        """Raise `ValueError` if the penalty does not apply to weights called `names`."""
 
     def build_onnx_function(
         self,
@@ -148,7 +148,7 @@ class BaseLearningPenalty(SmallFunctions):
     def _penalty_model(
         self, names: Sequence[str], gradient: bool, opset: int | None, dtype: Any
     ) -> ModelProto | None:
-        """Return the model of the summed penalty, or of its gradients; None if there is none."""
+        """Return the model of the summed penalty or of its gradients; None if no weight has one."""
         draft, terms = Draft(type(self).__name__, opset, dtype), []
         op, weights = draft.op, [draft.input(name) for name in names]
         with op:
@@ -196,7 +196,7 @@ class BaseLearningPenalty(SmallFunctions):
         return [gradients.get(f"{name}_grad") for name in self._names]
 
     def _feed_of_weights(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
-        """Return the weights by name, and whether results are OrtValues."""
+        """Return ({name: weight}, whether the results shall be OrtValues)."""
         if "_names" not in self.__dict__:
             self._model_session("penalty_onnx_")  # raises `EvaluationError`
         if len(weights) != len(self._names):
@@ -247,7 +247,7 @@ class NoLearningPenalty(BaseLearningPenalty):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write nothing."""
+        """Return None, as no weight has a penalty."""
         return None
 
 
@@ -271,7 +271,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
     l2: float = 0.5
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write a |w| + b w^2, unless both are 0."""
+        """Write a |w| + b w^2, summed; return None if a = b = 0."""
         self.check([name])
         return weight_penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
 
@@ -303,19 +303,19 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write the penalty of the weight of this name, if it has a penalty."""
-        penalty = self._by_name().get(name)
+        penalty = self._penalty_by_weight().get(name)
         return None if penalty is None else penalty.penalty(op, name, w)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if a penalty is zero, or for a weight that is not among `names`."""
+        """Raise `ValueError` if a penalty is 0, or belongs to a weight outside of `names`."""
         names = list(names)
-        for name, penalty in self._by_name().items():
+        for name, penalty in self._penalty_by_weight().items():
             if name not in names:
                 raise unknown("weight in penalty", name, names)
             penalty.check([name])
 
-    def _by_name(self) -> dict[str, BaseLearningPenalty]:
-        """Return the penalties by the names of their weights."""
+    def _penalty_by_weight(self) -> dict[str, BaseLearningPenalty]:
+        """Return {name of a weight: its penalty}."""
         penalties = {}
         for name, setting in self.penalties.items():
             penalty = setting

@@ -14,7 +14,7 @@ from onnxgrad.runtime.values import to_numpy
 
 
 def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
-    """Return the baseline of each value of `wrt`, in the shape and dtype of the value.
+    """Return {name of an explained value: its baseline, in the value's shape and dtype}.
 
     Args:
         point: the rows that are explained.
@@ -57,7 +57,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
 
 
 def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
-    """Return a baseline in the shape and dtype of `x`; None stands for `x` itself."""
+    """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
     if baseline is None:
         return x
     array = point.function.rows_first(name, to_numpy(baseline))

@@ -28,7 +28,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body of the tag between the marks."""
+        """Return the jinja2 nodes of the tag's body, between marks of a turn's begin and end."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)]
@@ -94,7 +94,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation: {e}") from None
 
     def spans(self, messages: Messages, first: int = 0, **more: Any) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the characters of each turn of the assistant.
+        """Return a conversation's text, and the character span of each assistant turn in it.
 
         A turn is the text inside of `{% generation %}`, if the template has this tag; or else the
         text that the turn appends to the conversation before it, which ends with the beginning of
@@ -114,10 +114,12 @@ class ChatTemplate:
         if _BEGIN in marked:
             spans = _marked_spans(marked)
             return text, spans[len(spans) - len(turns) :] if first else spans
-        return text, [self._turn_span(text, messages, i, more) for i in turns]
+        return text, [self._find_turn_span(text, messages, i, more) for i in turns]
 
-    def _turn_span(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
-        """Return the characters of the turn in message `i`, in a template without the tag."""
+    def _find_turn_span(
+        self, text: str, messages: Messages, i: int, more: Mapping[str, Any]
+    ) -> Span:
+        """Return the span of the turn of message `i`, for a template without `{% generation %}`."""
         before = self.render(messages[:i], True, **more) if i else ""
         until = self.render(messages[: i + 1], False, **more)
         content = messages[i].get("content")
@@ -126,26 +128,26 @@ class ChatTemplate:
         # a template may write a turn in another way if messages follow, as without its thoughts
         said = content.strip() if isinstance(content, str) else ""
         start = len(before) if i and text.startswith(before) else None
-        at = text.find(said, _common_length(before, text)) if said else -1
+        at = text.find(said, _common_prefix_length(before, text)) if said else -1
         if at < 0:
             raise ValueError(
                 f"the chat template does not show where message {i} of the assistant is in the "
                 f"conversation: pass {argument('completion_only', False)}"
             )
         end, after = at + len(said), until[until.rfind(said) + len(said) :]
-        ending = after[: _common_length(after, text[end:])]
+        ending = after[: _common_prefix_length(after, text[end:])]
         whole = max(ending.rfind(c) for c in ">]\n") + 1  # without a part of the next token
         return at if start is None else start, end + (whole or len(ending))
 
 
-def _common_length(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
+def _common_prefix_length(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
 def _marked_spans(text: str) -> list[Span]:
-    """Return the spans between the marks, as positions in the text without marks."""
+    """Return the span of each marked turn, in characters of the text without the marks."""
     spans, at = [], 0
     for part in text.split(_BEGIN):
         inside, end, rest = part.partition(_END)

@@ -104,7 +104,7 @@ def split_encoder_decoder(
     """
     protos = [read(file) for file in (encoder, decoder, *others)]
     if mapping is not None:
-        return _write_by_name(read(trained), protos, mapping)
+        return _files_with_weights_by_name(read(trained), protos, mapping)
     changes = _ChangedWeights(join_encoder_decoder(encoder, decoder), read(trained))
     files = [separate_merged(file) for file in protos]
     found = [
@@ -136,10 +136,10 @@ def split_encoder_decoder(
     ]
 
 
-def _write_by_name(
+def _files_with_weights_by_name(
     trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, Places]
 ) -> list[ModelProto]:
-    """Return the files with the trained weights, found by `mapping` or by their names.
+    """Return the files with trained weights, which `mapping` or equal names assign to constants.
 
     Raises:
         ValueError: a weight of `trained` or of a file has no counterpart, and its value changed.
@@ -152,7 +152,7 @@ def _write_by_name(
     # weights that an exporter has merged may have been separated before the training
     files = [max(file, separate_merged(file), key=count_known_names) for file in protos]
     before = [_float_constants(file) for file in files]
-    places = _places_by_name(mapping, new, before)
+    places = _weight_name_by_constant(mapping, new, before)
     matched = [("the trained model", new, {*places.values()}, before)]
     for i, constants in enumerate(before):
         placed = {name for index, name in places if index == i}
@@ -172,10 +172,10 @@ def _write_by_name(
     return [replace(file, each) for file, each in zip(files, values, strict=True)]
 
 
-def _places_by_name(
+def _weight_name_by_constant(
     mapping: Mapping[str, Places], new: _Constants, before: Sequence[_Constants]
 ) -> dict[tuple[int, str], str]:
-    """Return the names of the trained weights by the constants (file, name) that get them.
+    """Return {(index of the file, name of the constant): name of the trained weight for it}.
 
     Raises:
         ValueError: `mapping` has an unknown name.
@@ -232,7 +232,7 @@ class _ChangedWeights:
     def new_values(
         self, file: ModelProto, prefix: str, where: str
     ) -> dict[str, tuple[str, np.ndarray]]:
-        """Return the name in the joined model and the new value of each changed constant of a file.
+        """Return {changed constant: (name in the joined model, new value)} of a file.
 
         Raises:
             ValueError: values before the training do not say which weight a constant is.
@@ -267,7 +267,7 @@ class _ChangedWeights:
 
 
 def _float_constants(file: ModelProto) -> _Constants:
-    """Return the float constants of a file by name: the row of `trainable`, and the array."""
+    """Return {name: (row of the table of `trainable`, array)} for a file's float constants."""
     rows = {row.name: row for row in default_rows(file)}
     return {r.name: (rows[r.name], r.array()) for r in constant_refs(file) if r.name in rows}
 
@@ -278,14 +278,14 @@ def _array_key(array: np.ndarray) -> Any:
 
 
 def _quoted_names(names: Iterable[str]) -> str:
-    """Return the first three names, and the number of more, for a message."""
+    """Return at most three quoted names and the count of further names, as one text."""
     every = sorted(names)
     shown = ", ".join(repr(printable(name)) for name in every[:3])
     return shown + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def _file_description(index: int) -> str:
-    """Return the name of a file in messages, by its position in the arguments."""
+    """Return how messages call the file at position `index` of the arguments: "the encoder", ..."""
     return ("the encoder", "the decoder")[index] if index < 2 else f"the file {index + 1}"
 
 

@@ -75,14 +75,14 @@ def sequence_log_probs(
     op = Emit(graph, [LABELS, LOG_PROBS])
     _write_log_prob_output(op, logits, alternatives)
     if alternatives is not None:
-        _take_alternatives(op, alternatives)
+        _add_alternatives_axis(op, alternatives)
     tidy(made)
     note_constants(made, proto)
     return to_proto(made)
 
 
 def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
-    """Add the input of labels, and replace the outputs by the log-probability of each text."""
+    """Add an input of labels, and let the log-probability of each text be the only output."""
     shape = ir.Shape((dims(logits) or ())[:2])
     label = ir.Value(name=LABELS, type=ir.TensorType(ir.DataType.INT64), shape=shape)
     op.graph.inputs.append(label)
@@ -96,8 +96,8 @@ def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None)
     op.graph.outputs[:] = [total]
 
 
-def _take_alternatives(op: Emit, count: int) -> None:
-    """Insert an axis of `count` texts behind the rows of each input, and reshape it into rows."""
+def _add_alternatives_axis(op: Emit, count: int) -> None:
+    """Let each input be (rows, `count` texts, ...); reshape it to (rows * `count`, ...)."""
     graph = op.graph
     for x in [x for x in graph.inputs if x.name not in graph.initializers]:
         shape = dims(x)

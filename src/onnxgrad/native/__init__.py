@@ -1,4 +1,4 @@
-"""The native form of a step: operators of onnxruntime's CPU provider that no file contains.
+"""The native form of a training step: operators that only onnxruntime's CPU provider has.
 
 A step consists of standard operators, so that any runtime runs an exported step. The wheel of
 onnxruntime has faster operators for its CPU provider: layouts of convolutions, and fused products.

@@ -21,7 +21,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How the processes of a group train one model: each computes the gradient of its rows.
+    """Options of data-parallel training: each process computes the gradient of a share of the rows.
 
     Without it, a `Trainer` inside of an initialized group of `torch.distributed`, or of MPI, uses
     the defaults. The batch size is the number of rows in all processes together. The trained
@@ -59,7 +59,7 @@ class DataParallel:
 
 
 class Group(Protocol):
-    """Processes that exchange arrays; all must call the same methods in the same order.
+    """Processes that exchange arrays; all processes call the same methods in the same order.
 
     Each method raises `ProcessLostError` if a process does not answer, or has left the call.
     """
@@ -85,29 +85,29 @@ class Group(Protocol):
 
 
 class Alone:
-    """A group of one process."""
+    """A `Group` of a single process, which exchanges nothing."""
 
     rank, size = 0, 1
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Return a function that does nothing: the array is its sum."""
+        """Return a function that does nothing: the sum over one process is `array` itself."""
         return lambda: None
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Leave the array unchanged."""
+        """Leave `array` unchanged, as there is no other process."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return a list of the item."""
+        """Return [item]."""
         return [item]
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context without effect."""
+        """Return a context manager without effect."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a batch that one process computes.
+    """The share of the rows of each batch that one process computes.
 
     Attributes:
         rank: number of the part.
@@ -118,22 +118,22 @@ class Part:
     size: int
 
     def rows(self, count: int) -> slice:
-        """Return the rows of this part of a batch of `count` rows; it may have none."""
+        """Return the slice of rows of this part of a batch of `count` rows; it may be empty."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def count(self, count: int) -> int:
-        """Return the number of rows that `fed` takes of a batch of `count` rows."""
+        """Return the length of the slice `fed` for a batch of `count` rows."""
         return len(range(count)[self.fed(count)])
 
     def fed(self, count: int) -> slice:
-        """Return the rows of this part, or another row if it has none: a model needs a row."""
+        """Return the slice `rows`, or one row of another part if the slice is empty."""
         rows = self.rows(count)
         first = min(rows.start, count - 1)
         return slice(first, max(rows.stop, first + 1))
 
 
 def group_of(parallel: DataParallel | bool | None) -> Group | None:
-    """Return the group of this process; None if it trains alone.
+    """Return the `Group` of this process; None if the process trains alone.
 
     Args:
         parallel: False: no group. None: the initialized group, if it has several processes. A
@@ -174,14 +174,14 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
 
 
 def _in_mpi(parallel: DataParallel | bool | None) -> bool:
-    """Return whether MPI has started several processes, and is imported or asked for."""
+    """Return whether MPI has started several processes, and mpi4py is imported or requested."""
     if "mpi4py.MPI" in sys.modules:
         return mpi_in_use() is not None
     return isinstance(parallel, DataParallel) and process_count(*_MPI_SIZES) > 1
 
 
 def join_launched_group() -> bool:
-    """Enter the group of the launcher that has started this process, if there is one.
+    """Join the process group of torchrun or mpirun, if such a launcher started this process.
 
     Returns:
         Whether this process is the first process, or the only one.

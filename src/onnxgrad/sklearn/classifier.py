@@ -22,7 +22,7 @@ from onnxgrad.sklearn.head import Head
 
 
 def _has_probabilities(self: Any) -> bool:
-    """Return whether the loss says how probabilities follow from predictions."""
+    """Return whether the estimator's loss defines probabilities, for `predict_proba`."""
     if self._has_network:
         return self._network.from_logits is not None
     spec = _loss_spec(self.loss)
@@ -30,13 +30,13 @@ def _has_probabilities(self: Any) -> bool:
 
 
 def _has_scores(self: Any) -> bool:
-    """Return whether the model in training computes scores, not probabilities."""
+    """Return whether the estimator's network computes scores, not probabilities."""
     return self._has_network and self._network.from_logits is not False
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxClassifier(ClassifierMixin, OnnxEstimator):
-    """A classifier that trains an ONNX model, with the manners of scikit-learn.
+    """A classifier with the interface of scikit-learn, which trains an ONNX model.
 
     It trains by `onnxgrad.Trainer`. Labels are numbers or text, of two or more classes; or the
     indicators of several labels a row, (rows, labels). The model that `to_onnx` returns predicts
@@ -104,7 +104,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     _metric_name, _probes_model = "accuracy", True
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, with the state that the last call has left.
+        """Train for one epoch, continuing with the weights and optimizer state of the last call.
 
         Args:
             X: as in `fit`.
@@ -130,7 +130,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     # -- predictions --------------------------------------------------------------------------
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the labels, (rows,); for several labels a row 0 and 1, (rows, labels).
+        """Return the predicted labels, (rows,); for multilabel data 0 and 1, (rows, labels).
 
         Args:
             X: as in `fit`.
@@ -197,7 +197,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
 
     def _class_columns(self, X: Any) -> np.ndarray:
-        """Return the columns that the loss reads, (rows, columns), in the order of `classes_`."""
+        """Return the scores or probabilities for X, with columns in the order of `classes_`."""
         computed, head = self._compute_outputs(X), self._network.head
         values = computed[head.target].reshape(len(computed[head.target]), -1)
         if not head.flipped:
@@ -258,7 +258,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             self.classes_ = stored.astype(new.dtype if new.dtype.kind != "U" else stored.dtype)
 
     def _loss_or_default(self, head: Head) -> Any:
-        """Return the argument `loss`, or the cross entropy for the columns of the head."""
+        """Return the argument `loss`; if it is None, a cross entropy that fits the head."""
         binary = self._is_multilabel or head.width == 1 or head.one_vs_rest
         default = "binary_cross_entropy" if binary else "cross_entropy"
         return default if self.loss is None else self.loss
@@ -276,7 +276,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
     def _has_indices(self, head: Head) -> bool:
-        """Return whether the loss takes class indices, not a number for each column."""
+        """Return whether the loss reads class indices as labels, not a number per column."""
         loss = self._loss_or_default(head)
         spec = _loss_spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
@@ -308,7 +308,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
 
 def _loss_spec(loss: Any) -> LossSpec | None:
-    """Return the `LossSpec` of a loss; None if it is no name of a loss and no `LossSpec`."""
+    """Return `loss` if it is a `LossSpec`, or the `LossSpec` of its name; else None."""
     if isinstance(loss, LossSpec):
         return loss
     return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None

@@ -67,7 +67,7 @@ class FrozenPart:
             )
 
     def merge(self, trained: ModelProto) -> ModelProto:
-        """Return the whole model with the constants of `trained`, the rest after training."""
+        """Return the whole model, with the constants of its trained part `trained`."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {
             ref.name: new[ref.name]
@@ -78,12 +78,12 @@ class FrozenPart:
 
 
 def is_by_input(X: Any) -> bool:
-    """Return whether data are a dict of arrays by input; a sparse matrix may be a Mapping, too."""
+    """Return whether X is a dict {input: array}, and not a sparse matrix that is a Mapping."""
     return isinstance(X, Mapping) and not hasattr(X, "toarray")
 
 
 def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
-    """Return whether a model takes text or fills in missing values, or the data hold NaN."""
+    """Return whether a model reads text or imputes missing values, or X holds NaN."""
     if text_inputs(proto) or any(node.op_type == "Imputer" for node in proto.graph.node):
         return True
     for part in X.values() if is_by_input(X) else [X]:
@@ -95,13 +95,13 @@ def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
 
 
 def text_inputs(proto: ModelProto) -> list[str]:
-    """Return the names of the inputs that hold text."""
+    """Return the names of a model's string inputs."""
     inputs = inputs_without_default(proto)
     return [x.name for x in inputs if x.type.tensor_type.elem_type == TensorProto.STRING]
 
 
 def raw_array(field: Field, values: Any) -> np.ndarray:
-    """Return data in the dtype and shape of an input, without a check for text and NaN."""
+    """Return `values` in the dtype and shape of an input, allowing text and NaN."""
     array = np.asarray(values)
     if field.dtype == object:
         array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
@@ -109,7 +109,7 @@ def raw_array(field: Field, values: Any) -> np.ndarray:
 
 
 def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return the model with the types of these tensors, inferred by onnxruntime.
+    """Return the model with the types of the tensors `names`, inferred by onnxruntime.
 
     onnx does not infer the types of most operators of `ai.onnx.ml`.
     """
@@ -126,7 +126,7 @@ def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
 
 
 def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
-    """Return the names of the tensors that the trained layers read from the layers in front.
+    """Return the tensors between the frozen layers and the trained layers, by name.
 
     They depend on data and not on trained weights; a node that has such weights, or depends on
     them, reads them.

@@ -13,7 +13,7 @@ from onnxgrad.sklearn.head import Head
 
 
 class OnnxRegressor(RegressorMixin, OnnxEstimator):
-    """A regressor that trains an ONNX model, with the manners of scikit-learn.
+    """A regressor with the interface of scikit-learn, which trains an ONNX model.
 
     It trains by `onnxgrad.Trainer`, for one target, (rows,), or several, (rows, targets).
 
@@ -69,7 +69,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     _metric_name, _probes_model = "r2", False
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, with the state that the last call has left.
+        """Train for one epoch, continuing with the weights and optimizer state of the last call.
 
         Args:
             X: as in `fit`.
