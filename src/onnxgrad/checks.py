@@ -1,4 +1,4 @@
-"""Checks of arguments: whole numbers, numbers, shares and choices. Each returns the value.
+"""Checks of arguments: whole numbers, numbers, fractions and choices; each returns the value.
 
 Every check takes the name of the argument first, which its message shows as users call it.
 """

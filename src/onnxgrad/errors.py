@@ -1,4 +1,4 @@
-"""Errors of the package. Each message names the mistake and the remedy.
+"""Error classes of the package, and helpers for messages that name mistake and remedy.
 
 Messages show names from model files, so their control characters are escaped.
 """
@@ -240,7 +240,7 @@ def argument(name: str, *value: Any) -> str:
 
 
 def first_number() -> int:
-    """Return the number that users give to the first row or column: 0 in Python."""
+    """Return the index that users give to the first row or column: 0 in Python."""
     return _face.first
 
 

@@ -76,7 +76,7 @@ class BaseEstimator:
         for name, value in params.items():
             head, _, tail = name.partition("__")
             if head not in valid:
-                raise ValueError(f"invalid parameter {head!r}; valid: {list(valid)}")
+                raise ValueError(f"invalid parameter {head!r}; valid parameters: {list(valid)}")
             if tail:
                 nested.setdefault(head, {})[tail] = value
             else:
@@ -93,7 +93,7 @@ class BaseEstimator:
 
     def _as_sklearn_estimator(self) -> Any:
         """Return a view of `self`, sharing attributes, that derives from scikit-learn's base."""
-        theirs: Any = object.__new__(_with_sklearn_base(type(self)))  # type: ignore[arg-type]
+        theirs: Any = object.__new__(_class_with_sklearn_base(type(self)))  # type: ignore[arg-type]
         theirs.__dict__ = self.__dict__
         return theirs
 
@@ -122,7 +122,9 @@ class BaseEstimator:
         of_method = getattr(routing, method)
         for name, alias in requests.items():
             if name not in of_method.requests:
-                raise TypeError(f"{method} has no metadata {name!r}: {sorted(of_method.requests)}")
+                raise TypeError(
+                    f"{method} has no metadata {name!r}; it has {sorted(of_method.requests)}"
+                )
             of_method.add_request(param=name, alias=alias)
         self._metadata_request = routing
         return self
@@ -134,7 +136,7 @@ class BaseEstimator:
 
 
 @cache
-def _with_sklearn_base(cls: Any) -> type:
+def _class_with_sklearn_base(cls: Any) -> type:
     """Return a class derived from `cls` and scikit-learn's `BaseEstimator`."""
     from sklearn.base import BaseEstimator as Theirs
 

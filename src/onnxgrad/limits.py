@@ -63,7 +63,7 @@ def set_limits(**limits: int | None) -> None:
 
 
 def limit(name: str) -> int:
-    """Return the current value of the limit `name`."""
+    """Return the current value of the limit `name`: set in Python, the environment, or default."""
     if (chosen := _chosen.get(name)) is not None:
         return chosen
     variable = variable_of(name)

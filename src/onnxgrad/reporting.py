@@ -100,7 +100,7 @@ class _RunningCallsFilter(logging.Filter):
                 self._detach_from_logger()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the running call, or the program, has enabled the level of `record`."""
+        """Return whether this thread's call, or the program, has enabled the record's level."""
         return record.levelno >= min(_call_level.get(), self._level_of_program())
 
     def _attach_to_logger(self) -> None:

@@ -264,7 +264,7 @@ class OrtGradientForwardBackwardFunction:
         self._saved: dict[str, Tensor] | None = None  # inputs of its backward pass
 
     def forward(self, inputs: Sequence[Tensor], training: bool = False) -> list[Tensor]:
-        """Return the outputs of the model.
+        """Return the outputs of the model for a list of inputs and weights.
 
         Args:
             inputs: the inputs of the model, then the weights, arrays or OrtValues; a weight may
@@ -321,9 +321,12 @@ class OrtGradientForwardBackwardFunction:
         parent, outputs, saved = self.parent, self._outputs, self._saved
         grad_outputs = [wrapped(g) for g in grad_outputs]
         if outputs is None:
-            raise EvaluationError("backward comes after forward(inputs, training=True)")
+            raise EvaluationError("call forward(inputs, training=True) before backward")
         if saved is None:
-            raise EvaluationError("backward was called already: call forward(..., training=True)")
+            raise EvaluationError(
+                "backward was called already for the last forward: call forward(inputs, "
+                "training=True) again"
+            )
         if len(grad_outputs) != len(outputs):
             raise ValueError(
                 f"backward takes {len(outputs)} gradients, of {parent.output_names}, "
@@ -356,7 +359,7 @@ class OrtGradientForwardBackwardFunction:
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Write the graphs into `folder`, as `OrtGradientForwardBackward.save_onnx_graph`."""
+        """Write the graphs of both passes: see `OrtGradientForwardBackward.save_onnx_graph`."""
         return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property

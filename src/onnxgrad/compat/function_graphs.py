@@ -47,7 +47,7 @@ def function_onnx_graph(
     weight_name: str | None = None,
     **kwargs: Any,
 ) -> ModelProto:
-    """Return a small model by name; `get_supported_functions` describes them.
+    """Return the small ONNX model `name`, such as a loss: see `get_supported_functions`.
 
     An input of any shape is declared without a shape: onnxruntime runs such a model, and
     `onnx.checker` rejects it. The option `shape` declares a shape.

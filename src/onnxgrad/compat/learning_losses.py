@@ -63,7 +63,7 @@ class BaseLearningLoss(SmallFunctions):
         raise NotImplementedError
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write d loss / d prediction, of the prediction's shape; by default, by the sweep.
+        """Write d loss / d prediction; by default, differentiate the graph of `loss`.
 
         Raises:
             ValueError: the loss does not depend on the prediction.
@@ -72,7 +72,10 @@ class BaseLearningLoss(SmallFunctions):
         loss = self.loss(op, prediction, label)
         gradients = sweep(op, {loss: op.ones_like(loss)}, [prediction])
         if prediction not in gradients:
-            raise ValueError(f"the loss {self} does not depend on {prediction.name!r}")
+            raise ValueError(
+                f"the loss {self} does not depend on the prediction {prediction.name!r}: use "
+                "`prediction` in the method `loss`"
+            )
         return gradients[prediction]
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
@@ -149,7 +152,7 @@ class BaseLearningLoss(SmallFunctions):
         build = partial(
             build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
         )
-        self._keep_models(
+        self._store_models(
             device,
             loss_grad_onnx_=build(quantities={LOSS: "sum", GRADIENT: "gradient"}),
             loss_score_onnx_=build(quantities={LOSS: "rows"}),
@@ -285,7 +288,7 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
 
 
 def _label_field(loss: Any, prediction: ir.Value) -> Field:
-    """Return the `Field` that checks labels, for a prediction of static shape."""
+    """Return the `Field` that checks labels' dtype, shape and range, for a static prediction."""
     label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
     info, shape = loss.info(prediction), dims(label)
     assert label.dtype is not None
@@ -315,7 +318,7 @@ class SquareLearningLoss(BaseLearningLoss):
         return 0.5 * formulas.squared_error(op, prediction, label)
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write f - y as one node; the sweep would write f/2 - y/2 twice."""
+        """Write f - y as one node; differentiation would write f/2 - y/2 twice."""
         return op.set_type_like(op.Sub(prediction, label), prediction)
 
 
@@ -406,11 +409,11 @@ class NegLogLearningLoss(BaseLearningLoss):
         return op.set_type_like(gradient, prediction)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input, int64: of the shape of the logits, or (N,) for a softmax."""
+        """Return the int64 label input: in the shape of the logits, or (N,) for a softmax."""
         return label_input(op, prediction, self._label_kind(), type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return the number of classes and, for a sigmoid, the threshold between both."""
+        """Return the class count of the labels and, for a sigmoid, the threshold of class 1."""
         classes = self._label_kind().classes(dims(prediction))
         return LossInfo(classes=classes, threshold=None if self._is_softmax() else 0.0)
 
@@ -427,7 +430,7 @@ class NegLogLearningLoss(BaseLearningLoss):
 
 @dataclass(eq=False, repr=False)
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `onnxgrad.losses.LOSSES`, or a function of the user; the sweep writes its gradient.
+    """A loss of `onnxgrad.losses.LOSSES`, or a user's function, differentiated automatically.
 
     Args:
         function: a key of `onnxgrad.losses.LOSSES`, or `(op, prediction, label, **options)` that

@@ -71,10 +71,10 @@ def penalty_loss_onnx(
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
-    return [_with_number_fields(t) for t in tensors], nodes
+    return [_tensor_with_number_fields(t) for t in tensors], nodes
 
 
-def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
+def _tensor_with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
     """Return a TensorProto with numbers in `float_data` (or double, int64), not `raw_data`."""
     proto = ir.to_proto(tensor)
     field = {1: "float_data", 7: "int64_data", 11: "double_data"}.get(proto.data_type)
@@ -137,7 +137,7 @@ class BaseLearningPenalty(SmallFunctions):
         """
         names = weight_names(n_tensors) if names is None else list(names)
         self.check(names)
-        self._keep_models(
+        self._store_models(
             device,
             penalty_onnx_=self._penalty_model(names, False, opset, dtype),
             penalty_grad_onnx_=self._penalty_model(names, True, opset, dtype),
@@ -183,7 +183,7 @@ class BaseLearningPenalty(SmallFunctions):
         return owned(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
-        """Return the gradients of the penalty w.r.t. the weights; None for no penalty.
+        """Return the gradient of the penalty w.r.t. each weight; None for a weight without penalty.
 
         Arguments and errors are as for `penalty_loss`.
         """
@@ -237,7 +237,7 @@ class BaseLearningPenalty(SmallFunctions):
 
 
 class NoLearningPenalty(BaseLearningPenalty):
-    """No penalty.
+    """A penalty of zero for all weights.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -284,7 +284,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
 
 @dataclass(eq=False, repr=False)
 class PerWeightLearningPenalty(BaseLearningPenalty):
-    """Different penalties for some weights, and no penalty for other weights.
+    """A separate penalty for each weight in a dict, and no penalty for other weights.
 
     Args:
         penalties: `{weight name: penalty}`, where a penalty is an instance, `{"l1": a, "l2": b}` or
@@ -302,7 +302,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
     penalties: Mapping[str, Any]
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of the weight of this name, if it has a penalty."""
+        """Write the penalty of the weight `name`; return None for a weight without penalty."""
         penalty = self._penalty_by_weight().get(name)
         return None if penalty is None else penalty.penalty(op, name, w)
 

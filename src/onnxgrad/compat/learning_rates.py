@@ -108,7 +108,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ProviderError: the installed onnxruntime has no provider for `device`.
         """
         attribute, update = self._update_attribute_and_writer
-        self._keep_models(device, **{attribute: build_model(update, opset, dtype)})
+        self._store_models(device, **{attribute: build_model(update, opset, dtype)})
         return self
 
     @property
@@ -133,10 +133,10 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         """
         if velocity is not None:
             raise ValueError(f"{type(self).__name__} has no momentum: leave out the velocity")
-        alpha = {"alpha": -self._current_rate() / batch_size}
+        alpha = {"alpha": -self._current_learning_rate() / batch_size}
         return self._run_update("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
 
-    def _current_rate(self) -> float:
+    def _current_learning_rate(self) -> float:
         """Return the current epoch's learning rate; raise `EvaluationError` before epoch one."""
         if self.value is None:
             raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
@@ -154,7 +154,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             if shape_of(value) != shape_of(weight):
                 raise ValueError(
                     f"{_OPERANDS[key]} has the shape {shape_of(value)}, "
-                    f"and the weight {shape_of(weight)}"
+                    f"and the weight {shape_of(weight)}: pass an array of the weight's shape"
                 )
             if isinstance(value, ort.OrtValue):
                 kind = session_dtype(value.data_type())
@@ -336,7 +336,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
             raise ValueError(
                 f"{type(self).__name__} needs a velocity: pass zeros in the first step"
             )
-        numbers = {"alpha": -self._current_rate() / batch_size, "beta": self.momentum}
+        numbers = {"alpha": -self._current_learning_rate() / batch_size, "beta": self.momentum}
         return tuple(self._run_update("axpyw_onnx_", numbers, X1=gradient, X2=weight, G=velocity))
 
 

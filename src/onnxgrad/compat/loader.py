@@ -15,7 +15,7 @@ from onnxgrad.runtime.values import owned
 
 
 class OrtDataLoader:
-    """Draws batches from arrays, every row once per pass; the last batch may be shorter.
+    """Draws batches of rows from arrays, each row once per pass; the last batch may be shorter.
 
     Args:
         X: features, (N, ...), kept in their dtype.

@@ -23,7 +23,7 @@ from onnxgrad.training.step.build import build_epoch
 
 @dataclass(eq=False, repr=False)
 class OrtGradientOptimizer(SeedTrainer):
-    """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
+    """Trains the weights of a model whose graph computes the loss, on the ordinary onnxruntime.
 
     One model computes the gradient of a batch and updates the weights, and one call of onnxruntime
     runs many batches. The learning rate applies to the mean of the rows' gradients: the gradient of
@@ -99,9 +99,9 @@ class OrtGradientOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._from_cache("session", self._gradient_session))
+    train_session_ = Fitted(lambda self: self._build_cached("session", self._gradient_session))
     train_function_ = Fitted(
-        lambda self: self._from_cache("function", self._forward_backward().new_instance)
+        lambda self: self._build_cached("function", self._forward_backward().new_instance)
     )
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
@@ -123,7 +123,7 @@ class OrtGradientOptimizer(SeedTrainer):
 
     def _gradient_session(self) -> ort.InferenceSession:
         """Return a session that computes the loss and its gradients w.r.t. the trained weights."""
-        model = self._gradient_model(read(self.model_onnx), self._trained_names())
+        model = self._gradient_model(read(self.model_onnx), self._trained_weight_names())
         return session(model, Device.of(self.device), work=0.0)
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -135,7 +135,7 @@ class OrtGradientOptimizer(SeedTrainer):
         return {name: array.copy() for name, array in self._fitted_state().values.weights.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
-        """Set weights, `{name: array}`; with `warm_start` the next `fit` starts from them.
+        """Set weights, `{name: array}`, from which the next `fit` with `warm_start` starts.
 
         Args:
             state: values of weights, trained or not; other weights are unchanged.

@@ -112,7 +112,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         lambda self: self._forward_backward(self._job_loss(False).outputs(read(self.model_onnx)))
     )
     train_function_ = Fitted(
-        lambda self: self._from_cache("function", self.train_session_.new_instance)
+        lambda self: self._build_cached("function", self.train_session_.new_instance)
     )
     input_names_ = Fitted(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
@@ -162,7 +162,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the output of the trained model for `X`, an array, a table, or a dict of these.
+        """Return the output of the trained model for `X`: an array, a table, or a dict of arrays.
 
         A single column is returned with the shape (rows,) if the labels of `fit` had this shape.
 
@@ -186,7 +186,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
-        return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
+        return self._build_cached(f"{kind.__name__}, {weighted}", build, values)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -238,14 +238,14 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
-        checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
+        checked = [(k, self._arrays_of_state(k, one, zero, check_trained)) for k, one in pairs]
         fitted = self._state_to_set()
         for k, new in checked:
             old = fitted.values
             if k == "weight":
                 fitted.values = replace(old, weights=old.weights | new)
                 continue
-            slots, steps, optimizer = old.slots, old.steps, self._rate_and_optimizer()[1]
+            slots, steps, optimizer = old.slots, old.steps, self._learning_rate_and_optimizer()[1]
             if optimizer != fitted.optimizer or (zero and new.keys() >= slots.keys()):
                 slots, steps = {}, 0
             unset: dict[str, Any] = {n: {} for n in self._weight_names()}  # slots start at zero
@@ -253,20 +253,22 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             fitted.values, fitted.optimizer = replace(old, slots=slots, steps=steps), optimizer
         return self
 
-    def _check_state(
+    def _arrays_of_state(
         self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
         """Return `state` without entries of None, as arrays in the shapes of weights or slots."""
         check_choice("kind of state", kind, _KINDS)
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
+            raise ValueError(
+                f"the state must be a dict {{weight: value}}, not {type(state).__name__}"
+            )
         entries = {name: value for name, value in state.items() if value is not None}
         if kind == "weight":
             arrays = {name: to_numpy(value) for name, value in entries.items()}
             new = self._weight_arrays(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
         weights = self._float_constants(entries, check_trained)
-        optimizer = self._rate_and_optimizer()[1]
+        optimizer = self._learning_rate_and_optimizer()[1]
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             w = weights[name]
@@ -311,7 +313,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _training_graphs(self) -> dict[str, Any]:
         """Return {name: graph} of what `save_onnx_graph` writes."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
-        losses, (rate, optimizer) = self._job_loss(False, names), self._rate_and_optimizer()
+        losses, (rate, optimizer) = (
+            self._job_loss(False, names),
+            self._learning_rate_and_optimizer(),
+        )
         objective = build_objective(Recipe(Job(proto, names, losses)))
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
@@ -336,11 +341,11 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     def _graph_by_name(self, name: str) -> ModelProto:
         """Return the graph `name` of `save_onnx_graph`, or raise `AttributeError`."""
-        graphs = self._from_cache("graphs", self._training_graphs, self._state.values)
+        graphs = self._build_cached("graphs", self._training_graphs, self._state.values)
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:
-            raise AttributeError(f"{name}: there is no such graph for {self}")
+            raise AttributeError(f"{name}: the training of {self} uses no such graph")
         return graphs[name]
 
 
@@ -386,7 +391,7 @@ class RowsAndPenalty:
         label, weight = self.loss.label(op, prediction, "label"), None
         if self.weight_name is not None:  # (N,) or (N, 1)
             weight = ir.Value(name=op.name(self.weight_name), type=prediction.type)
-        self._require_rows(op, prediction, label)
+        self._check_loss_per_row(op, prediction, label)
         rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
         sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
         sums[0].name = op.name(self.name)
@@ -404,7 +409,7 @@ class RowsAndPenalty:
         counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
         return WrittenLoss(sums, counts, factors, [label], infos, weight, gradients)
 
-    def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
+    def _check_loss_per_row(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
         """Raise `ValueError` unless the loss has a value per row, as sample weights need."""
         losses = self.loss.loss(op, prediction, label)
         if losses.shape is None:

@@ -144,7 +144,7 @@ class SeedTrainer(Arguments):
         y_val: Any = None,
         callback: Callable[[FitProgress], bool | str | None] | None = None,
     ) -> Self:
-        """Train for `max_iter` epochs.
+        """Train the weights on the data for `max_iter` epochs.
 
         Args:
             X: array (rows, ...) of numbers that the input's dtype can represent; a table
@@ -229,7 +229,7 @@ class SeedTrainer(Arguments):
         """Return the loss of a `Job` that trains `weights`, or evaluates if it is None."""
         raise NotImplementedError
 
-    def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
+    def _learning_rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
         """Return (copy of the learning rate at its first epoch, optimizer); check arguments."""
         for name in ("max_iter", "batch_size"):
             check_count(name, getattr(self, name))
@@ -266,7 +266,9 @@ class SeedTrainer(Arguments):
         """The names of the columns of `X`; only if `fit` was called with a table."""
         names = self._fitted_state().columns
         if names is None:
-            raise AttributeError("feature_names_in_: fit got no table with names of columns")
+            raise AttributeError(
+                "feature_names_in_ is not set: pass fit a table with named columns"
+            )
         return np.array(names, dtype=object)
 
     def _weight_arrays(
@@ -274,7 +276,9 @@ class SeedTrainer(Arguments):
     ) -> dict[str, np.ndarray]:
         """Return `state`, {weight: array}, as copies in the dtypes of the model's weights."""
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
+            raise ValueError(
+                f"the state must be a dict {{weight: array}}, not {type(state).__name__}"
+            )
         known = self._float_constants(state, check_trained)
         return {
             name: fitting_array(name, a, known[name].shape, known[name].dtype)
@@ -297,14 +301,14 @@ class SeedTrainer(Arguments):
         refs = constants.constant_refs(read(self.model_onnx))
         known = {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
         if check_trained:
-            known = {name: known[name] for name in self._trained_names() if name in known}
+            known = {name: known[name] for name in self._trained_weight_names() if name in known}
         for name in names:
             if name not in known:
                 raise unknown("trained weight" if check_trained else "weight", name, known)
         return known
 
-    def _trained_names(self) -> list[str]:
-        """Return the names of the weights that the last `fit` trained; `set_state` trains none."""
+    def _trained_weight_names(self) -> list[str]:
+        """Return the weights that the last `fit` trained, by name, or raise `NotFittedError`."""
         names = self._fitted_state().trained
         if not names:
             raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
@@ -344,14 +348,14 @@ class SeedTrainer(Arguments):
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
-            self._trained_names(),
+            self._trained_weight_names(),
             output_names=output_names,
             providers=self.device,
             enable_logging=self.enable_logging,
         )
-        return self._from_cache("passes", build)
+        return self._build_cached("passes", build)
 
-    def _from_cache(self, name: str, build: Callable[[], T], *depends: Any) -> T:
+    def _build_cached(self, name: str, build: Callable[[], T], *depends: Any) -> T:
         """Return the cached result of `build`; rebuild if an argument or `depends` changed."""
 
         cache = self.__dict__.setdefault("_cache", BuildCache())
@@ -372,7 +376,9 @@ class SeedTrainer(Arguments):
 def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return a copy of `value`, new for a weight or slot, as `dtype`; check its shape."""
     if np.shape(value) != shape:
-        raise ValueError(f"{name!r} has shape {shape}, and its new value {np.shape(value)}")
+        raise ValueError(
+            f"the new value of {name!r} must have the shape {shape}, not {np.shape(value)}"
+        )
     return np.array(value, dtype)
 
 
@@ -437,7 +443,7 @@ class EstimatorFit(Fit):
         self, estimator: Any, data: Dataset, held_out: Dataset | None, function: Any = None
     ) -> None:
         self.estimator, file = estimator, read(estimator.model_onnx)
-        rate, optimizer = estimator._rate_and_optimizer()
+        rate, optimizer = estimator._learning_rate_and_optimizer()
         self.before = vars(estimator).get("_state") if estimator.warm_start else None
         names = estimator._weight_names(announce=True)
         warn_of_stale_statistics(file)
@@ -528,7 +534,7 @@ class StepLog(Callback):
     """Logs the loss of the epoch so far after each call of onnxruntime."""
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Log the loss of the epoch so far."""
+        """Log the step number and the epoch's loss so far."""
         logger.debug("step %d loss %s", state.step, shown(trainer.progress.loss, "g"))
 
 
@@ -536,7 +542,7 @@ class EpochLog(Callback):
     """Logs the loss of each epoch."""
 
     def on_epoch_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Log the loss of the epoch."""
+        """Log the epoch number and the epoch's loss."""
         now = trainer.progress
         logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, shown(now.loss, "g"))
 
@@ -558,7 +564,7 @@ class ProgressFunction(Callback):
         self.function = function
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Call the function, and end training if it returns False or "stop"."""
+        """Call the user's function, and end the training if it returns False or "stop"."""
         answer: Any = self.function(trainer.progress)
         if isinstance(answer, (bool, np.bool_)):
             control.stop |= not answer

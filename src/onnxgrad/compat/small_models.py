@@ -42,7 +42,7 @@ class SmallFunctions(BaseEstimator):
 
     _device = CPU
 
-    def _keep_models(self, device: Any, **models: ModelProto | None) -> None:
+    def _store_models(self, device: Any, **models: ModelProto | None) -> None:
         """Store `models` as attributes, to run on `device`; None deletes the attribute."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
@@ -92,7 +92,7 @@ def instance_of(
     classes: Mapping[Any, type[T]],
     options: Mapping[str, Any],
 ) -> T | None:
-    """Return an instance of `base` for an instance, a class, or a name in `classes`; else None.
+    """Return a `base` object for an instance, a subclass, or a name in `classes`; else None.
 
     Raises:
         ValueError: an option that the class lacks, or options together with an instance.

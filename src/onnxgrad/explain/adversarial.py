@@ -152,7 +152,7 @@ class _Attack:
     def __init__(self, point: Point, loss: str, norm: str, bounds: Bounds, mask: Any) -> None:
         low, high = bounds
         if not low < high:
-            raise ValueError(f"bounds={bounds}: give the least value, then the greatest")
+            raise ValueError(f"bounds={bounds} must be the least value, then a greater value")
         check_choice("norm", norm, ("Linf", "L2"))
         check_choice("loss", loss, ("score", "cross_entropy"))
         self.point, self.loss, self.norm, self.bounds = point, loss, norm, bounds
@@ -205,7 +205,7 @@ class _Attack:
 
 
 def _cross_entropy_gradient(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the gradient of logsumexp(y) - y[target] w.r.t. the logits y."""
+    """Return the gradient of the cross entropy, logsumexp(y) - y[target], w.r.t. the logits y."""
     if y.ndim < 2:
         raise ValueError(f"an output of shape {list(y.shape)} has no classes: use loss='score'")
     exponentials = np.exp(y - y.max(axis=1, keepdims=True).astype(np.float64))

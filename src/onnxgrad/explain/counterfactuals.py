@@ -58,7 +58,7 @@ def counterfactual(
     learning_rate: float = 0.05,
     steps: int = 300,
 ) -> Counterfactual:
-    """Return each row with a small change after which the target class has the greatest score.
+    """Return rows with the smallest found change that gives the target class the greatest score.
 
     Minimizes distance + c max(0, other - target + margin), where `other` is the greatest score of
     another class, by Adam, with a proximal step for "L1", which changes few elements. c is searched
@@ -111,16 +111,18 @@ class _CounterfactualSearch:
     def __init__(self, point: Point, norm: str, margin: float, bounds: Bounds, mask: Any) -> None:
         check_choice("norm", norm, ("L1", "L2"))
         if len(point.values) != 1:
-            raise ValueError(f"`wrt` names {len(point.values)} values: name one")
+            raise ValueError(
+                f"`wrt` names {len(point.values)} values: name the one value to change"
+            )
         (name,) = point.values
         if point.output.ndim != 2 or point.output.shape[1] < 2:
             raise ValueError(
                 f"the output {point.function.output!r} has the shape {list(point.output.shape)}, "
-                "not (rows, classes): name such an `output`"
+                "not (rows, classes): name as `output` a tensor of scores of this shape"
             )
         x = point.values[name]
         if (x < bounds[0]).any() or (x > bounds[1]).any():
-            raise ValueError(f"values of {name!r} are outside of bounds={bounds}: widen them")
+            raise ValueError(f"{name!r} has elements outside of bounds={bounds}: widen the bounds")
         self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
         self.margin = margin
         self.x = x.reshape(len(x), -1).astype(np.float64)

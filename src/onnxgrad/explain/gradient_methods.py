@@ -27,7 +27,7 @@ def saliency(
     batch_axes: Mapping[str, int] | None = None,
     absolute: bool = True,
 ) -> Attributions:
-    """Return the gradient of the score of each row: the saliency of Simonyan et al. 2013.
+    """Return the saliency of each row (Simonyan et al. 2013): its score's gradient w.r.t. inputs.
 
     Args:
         model: model, serialized model or path, never modified; or a `ScoreFunction`.

@@ -85,7 +85,7 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    losses = _RowLosses(model, weights, loss, output, device, batch_size, options)
+    losses = _RowGradients(model, weights, loss, output, device, batch_size, options)
     states = [losses.checkpoint_weights(c) for c in checkpoints or [model]]
     rates = np.asarray(learning_rates, np.float64)
     if rates.shape not in ((), (len(states),)):
@@ -110,7 +110,7 @@ class _DataRows:
         return {n: x[start:stop] if n in self.with_rows else x for n, x in self.feed.items()}
 
 
-class _RowLosses:
+class _RowGradients:
     """Computes the gradient of the loss of each row w.r.t. the weights, and products with it."""
 
     def __init__(
@@ -169,8 +169,8 @@ class _RowLosses:
         feed |= input_arrays({self._label: labels}, self._labels, [self._label])
         if feed[self._label].shape[:1] != (count,):
             raise ValueError(
-                f"the labels have the shape {list(feed[self._label].shape)}, and there are {count} "
-                "rows"
+                f"the labels have the shape {list(feed[self._label].shape)}, and the inputs have "
+                f"{count} rows: pass a label for each row"
             )
         return _DataRows(feed, {*with_rows, self._label}, count)
 

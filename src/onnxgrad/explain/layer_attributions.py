@@ -54,7 +54,10 @@ def grad_cam(
     point = ScoreFunction(model, layer, output).at(inputs, target)
     h = point.values[layer].astype(np.float64)
     if h.ndim < 2:
-        raise ValueError(f"{layer!r} of shape {list(h.shape)} has no axis of channels")
+        raise ValueError(
+            f"{layer!r} of shape {list(h.shape)} has no axis of channels: name as `layer` a tensor "
+            "(rows, channels, ...)"
+        )
     gradient = point.gradients(point.values)[layer].astype(np.float64)
     weights = gradient.mean(axis=tuple(range(2, h.ndim)), keepdims=True)
     maps = (weights * h).sum(axis=1, keepdims=True)

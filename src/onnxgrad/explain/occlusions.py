@@ -94,7 +94,10 @@ def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -
     slices = []
     for length, step, d in zip(lengths, steps, shape, strict=True):
         if length > d:
-            raise ValueError(f"`window` {list(lengths)} of {name!r} is larger than {list(shape)}")
+            raise ValueError(
+                f"`window` {list(lengths)} of {name!r} is larger than a row, {list(shape)}: make "
+                "it smaller"
+            )
         if step > length and d > length:
             raise ValueError(
                 f"`strides` {list(steps)} of {name!r} leave out elements between the windows "

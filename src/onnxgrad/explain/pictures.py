@@ -1,4 +1,4 @@
-"""Pictures of the attribution of one row: of an image, a text, or the columns of a table."""
+"""Plots of an attribution of one row: a heat map of an image, colored text, or bars."""
 
 from __future__ import annotations
 
@@ -158,8 +158,10 @@ def _attribution_per_name(names: Sequence[str], attribution: Any) -> np.ndarray:
 
 
 def _finite_array(what: str, array: Any) -> np.ndarray:
-    """Return an array in float64; raise `ValueError` if it holds NaN or infinity."""
+    """Return `array` as float64; raise `ValueError` if an element is NaN or infinite."""
     numbers = np.asarray(array, np.float64)
     if not np.isfinite(numbers).all():
-        raise ValueError(f"the {what} is not finite: it holds NaN or infinity, which has no color")
+        raise ValueError(
+            f"the {what} holds NaN or infinity, which has no color: replace these elements"
+        )
     return numbers

@@ -108,7 +108,7 @@ class Piece:
         wrt: Sequence[str],
         cotangent: np.ndarray,
     ) -> Arrays:
-        """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`; see `run`."""
+        """Return {name: gradient of sum(cotangent * output)} for the values `wrt`; see `run`."""
         predictor, names, last = self._gradient_predictor(tuple(wrt))
         found = self.run_rows(predictor, {**feed, last: cotangent}, {*with_rows, last})
         return {name: found[names[name]] for name in wrt}

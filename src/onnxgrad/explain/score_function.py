@@ -93,12 +93,12 @@ class ScoreFunction:
         self.batch_size = int(batch_size)
         self.output = maps.get(output or "") or _output_name(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
-        self.wrt = _float_inputs(self.whole) if names is None else list(once("value", names))
+        self.wrt = _explainable_inputs(self.whole) if names is None else list(once("value", names))
         if not self.wrt:
             raise ValueError("`wrt` is empty: name at least one value")
         self.single = isinstance(wrt, str) or (wrt is None and len(self.wrt) == 1)
         self.inner = [name for name in self.wrt if name not in names_without_default(self._proto)]
-        self._check_wrt()
+        self._check_explained_values()
         for node in all_nodes(self.whole.graph):
             if node.op_type in RANDOM and not node.domain:
                 raise ValueError(
@@ -192,7 +192,7 @@ class ScoreFunction:
 
     # -- checks --------------------------------------------------------------------------------
 
-    def _check_wrt(self) -> None:
+    def _check_explained_values(self) -> None:
         """Raise `ValueError` if the values `wrt` cannot be explained together.
 
         These are the output, values that it does not depend on, and values that depend on others
@@ -258,14 +258,14 @@ class Point:
 
     @cached_property
     def output(self) -> np.ndarray:
-        """The output of the model, (rows, ...)."""
+        """The model's output at this point, (rows, ...)."""
         return self.outputs(self.values)
 
     @cached_property
     def indices(self) -> np.ndarray:
         """The index of the explained score in each row of the output: see `target_indices`."""
         target = targets.class_indices(self.target, self.function.classes)
-        return targets.target_indices(target, self.rows, self._row_shape)
+        return targets.target_indices(target, self.rows, self._output_row_shape)
 
     def chunks(self, copies: int) -> Iterator[slice]:
         """Return slices of range(`copies`): copies of the rows in one slice run at once."""
@@ -288,7 +288,7 @@ class Point:
         return y[(np.arange(len(y)), *every.T)].astype(np.float64)
 
     def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the gradients of the scores w.r.t. the values `wrt`, at `values`."""
+        """Return {name: gradient of the scores at `values`} for the explained values."""
         return self.pull_back(values, self.cotangent(self._count_of_copies(values)))
 
     def cotangent(self, copies: int) -> np.ndarray:
@@ -296,10 +296,12 @@ class Point:
         every = np.tile(self.indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
-        return targets.score_cotangent((len(every), *self._row_shape), y.dtype.numpy(), every)
+        return targets.score_cotangent(
+            (len(every), *self._output_row_shape), y.dtype.numpy(), every
+        )
 
     def pull_back(self, values: Mapping[str, np.ndarray], cotangent: np.ndarray) -> Arrays:
-        """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`, at `values`."""
+        """Return {name: gradient of sum(cotangent * output) at `values`} for explained values."""
         behind = self.function.behind
         for name, x in values.items():
             if x.dtype.kind in "iubO":
@@ -312,7 +314,7 @@ class Point:
         )
 
     @cached_property
-    def _row_shape(self) -> tuple[int, ...]:
+    def _output_row_shape(self) -> tuple[int, ...]:
         """The shape of a row of the output, from the graph or from running the model."""
         shape = self.function.behind.shape(self.function.output)
         known = None if shape is None else static(shape[1:])
@@ -347,7 +349,7 @@ def _output_name(proto: ModelProto, name: str | None) -> str:
     return floats[0]
 
 
-def _float_inputs(whole: Piece) -> list[str]:
+def _explainable_inputs(whole: Piece) -> list[str]:
     """Return the float inputs that the output depends on, preferring differentiable ones."""
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]

@@ -43,7 +43,10 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
         indices = np.broadcast_to(indices.reshape(1, -1), (rows, indices.size))
     indices = indices.reshape(len(indices), -1)
     if len(indices) != rows:
-        raise ValueError(f"`target` has {len(indices)} rows, the inputs have {rows}")
+        raise ValueError(
+            f"`target` has {len(indices)} rows, and the inputs have {rows}: give one target for "
+            "each row, or a single target"
+        )
     if indices.shape[1] == 1 and set(shape[1:]) == {1}:  # (N, C, 1, 1) is an output of classes
         indices = np.pad(indices, ((0, 0), (0, len(shape) - 1)))
     if indices.shape[1] != len(shape):

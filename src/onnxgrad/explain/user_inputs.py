@@ -58,7 +58,10 @@ def count_rows(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
     shapes = {str(x.name): dims(x) for x in graph}
     firsts = {n: (shapes[n] or (None,))[0] for n, x in feed.items() if x.ndim}
     if not firsts:
-        raise ValueError("no input has an axis of rows: all are scalars")
+        raise ValueError(
+            "all inputs of the model are scalars: explanations need an input with rows on its "
+            "first axis"
+        )
     primary = next((n for n, d in firsts.items() if not isinstance(d, int)), next(iter(firsts)))
     rows, first = len(feed[primary]), firsts[primary]
     if not rows:
@@ -81,5 +84,5 @@ def _input_array(value: Any, x: ir.Value) -> np.ndarray:
     if dtype.hasobject:  # strings
         return array.astype(object)
     if array.dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}")
+        raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}: convert the array")
     return np.asarray(array, dtype, order="C")

@@ -40,7 +40,7 @@ def _raise_template_error(message: str) -> None:
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox for templates, with the filters and functions that transformers offers."""
+    """Return a jinja2 sandbox with the filters and functions of chat templates in transformers."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -67,10 +67,10 @@ class ChatTemplate:
         try:
             self._template = _template_environment().from_string(text)
         except TemplateError as e:
-            raise ValueError(f"jinja2 cannot read the chat template: {e}") from None
+            raise ValueError(f"jinja2 cannot parse the chat template, correct it: {e}") from None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, **more: Any) -> str:
-        """Return the text of a conversation.
+        """Return the text that the template makes of a conversation's messages.
 
         Args:
             messages: the messages, each `{"role": ..., "content": ...}`.
@@ -84,7 +84,7 @@ class ChatTemplate:
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        """Return the text of a conversation, with the marks of the tag `{% generation %}`."""
+        """Return a conversation's text, with marks around assistant turns in `{% generation %}`."""
         given = {"tools": None, "documents": None, **self._tokens, **more}
         try:
             return self._template.render(
@@ -112,13 +112,11 @@ class ChatTemplate:
         text = marked.replace(_BEGIN, "").replace(_END, "")
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i >= first]
         if _BEGIN in marked:
-            spans = _marked_spans(marked)
+            spans = _spans_of_marked_turns(marked)
             return text, spans[len(spans) - len(turns) :] if first else spans
-        return text, [self._find_turn_span(text, messages, i, more) for i in turns]
+        return text, [self._turn_span(text, messages, i, more) for i in turns]
 
-    def _find_turn_span(
-        self, text: str, messages: Messages, i: int, more: Mapping[str, Any]
-    ) -> Span:
+    def _turn_span(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
         """Return the span of the turn of message `i`, for a template without `{% generation %}`."""
         before = self.render(messages[:i], True, **more) if i else ""
         until = self.render(messages[: i + 1], False, **more)
@@ -146,7 +144,7 @@ def _common_prefix_length(a: str, b: str) -> int:
     return next(differ, min(len(a), len(b)))
 
 
-def _marked_spans(text: str) -> list[Span]:
+def _spans_of_marked_turns(text: str) -> list[Span]:
     """Return the span of each marked turn, in characters of the text without the marks."""
     spans, at = [], 0
     for part in text.split(_BEGIN):
@@ -160,7 +158,7 @@ def _marked_spans(text: str) -> list[Span]:
 def read_template(
     home: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of a folder, or None; `config` is its `tokenizer_config.json`."""
+    """Return a folder's chat template, or None; `config` is the `tokenizer_config.json` there."""
     text = config.get("chat_template")
     if (home / "chat_template.jinja").is_file():
         text = (home / "chat_template.jinja").read_text(encoding="utf-8")

@@ -77,7 +77,7 @@ def classified_texts(
         raise ValueError(f"text={text!r}: name one column of texts, or the two columns of pairs")
     rows = [*_text_rows(source, columns, label if labels else None)]
     if not rows and labels:
-        raise DataError("there is no text: the data have no rows")
+        raise DataError("there is no text: the data have no rows; add at least two")
     numbers, chosen = None, [*(classes or known)]
     if labels:
         numbers, chosen = _class_indices_and_names(rows, classes, known)
@@ -159,23 +159,23 @@ def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterat
                 raise DataError(f"{place} is {record!r:.40}: expected texts for {[*columns]}")
             record = dict(zip(columns, values, strict=True))
         if not isinstance(record, Mapping):
-            raise DataError(f"{place} has no columns: it is {type(record).__name__}, not a dict")
+            raise DataError(f"{place} is {type(record).__name__}: pass a dict of columns")
         for name in (*columns, *([] if label is None else [label])):
             if name not in record:
                 option = "label=" if name == label else "text="
                 raise DataError(f"{place}: {unknown(f'column ({option})', name, record)}")
         for name in columns:
-            if _is_missing(record[name]):
-                raise DataError(f"{place}: the text in column {name!r} is empty")
+            if _is_empty_cell(record[name]):
+                raise DataError(f"{place}: column {name!r} is empty: write a text there")
             if not isinstance(record[name], str):
                 raise DataError(f"{place}: {name!r} must be a text, not {record[name]!r:.40}")
-        if label is not None and _is_missing(record[label]):
-            raise DataError(f"{place}: the label in column {label!r} is missing")
+        if label is not None and _is_empty_cell(record[label]):
+            raise DataError(f"{place}: no label in column {label!r}: write one, or remove the row")
         texts = tuple(record[name] for name in columns)
         yield _TextRow(place, texts, None if label is None else record[label])
 
 
-def _is_missing(cell: Any) -> bool:
+def _is_empty_cell(cell: Any) -> bool:
     """Return whether a cell is empty, NaN, or a text of white space."""
     return is_empty(cell) or (isinstance(cell, str) and not cell.strip())
 
@@ -217,7 +217,7 @@ def _check_class_names(rows: Sequence[_TextRow], names: set[str]) -> None:
     if len(names) == 1:
         raise DataError(
             f"all {len(rows)} rows have the label {next(iter(names))!r}, and a classifier needs "
-            "two classes; if there are other classes, name all of them"
+            "two classes; if there are other classes, name all of them as `classes`"
         )
     try:
         fractions = [row for row in rows if float(row.label) % 1]

@@ -1,4 +1,4 @@
-"""`split_encoder_decoder`: the files of an encoder-decoder, with the weights of a joined model."""
+"""`split_encoder_decoder`: writes a trained joined model's weights back to encoder and decoder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split_encoder_decoder(
     *others: ModelLike,
     mapping: Mapping[str, Places] | None = None,
 ) -> list[ModelProto]:
-    """Return the files of an encoder-decoder with the weights of a trained joined model.
+    """Return encoder and decoder models with the weights of the trained joined model.
 
     Only the values of weights change: inputs, outputs, caches and names stay. A weight that several
     files store gets the same values in all of them. Weights are found by their values before the
@@ -158,12 +158,12 @@ def _files_with_weights_by_name(
         placed = {name for index, name in places if index == i}
         matched.append((_file_description(i), constants, placed, [new]))
     for where, constants, placed, others in matched:
-        kept = {_array_key(array) for other in others for _, array in other.values()}
+        kept = {_content_key(array) for other in others for _, array in other.values()}
         weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in placed}
-        if lost := [name for name, array in weights.items() if _array_key(array) not in kept]:
+        if lost := [name for name, array in weights.items() if _content_key(array) not in kept]:
             raise ValueError(
-                f"{where} has {_quoted_names(lost)}, which no weight of this name corresponds to: "
-                f"name its place by {argument('mapping')}, or merge adapters first"
+                f"{where} has {_quoted_names(lost)}, without a counterpart of the same name: name "
+                f"its place by {argument('mapping')}, or merge adapters first"
             )
     values: list[dict[str, np.ndarray]] = [{} for _ in files]
     for (i, name), source in places.items():
@@ -223,11 +223,11 @@ class _ChangedWeights:
         self._by_values: dict[Any, list[tuple[str, np.ndarray]]] = {}
         for name, array in old.items():
             views = [(array, new[name]), (array.T, new[name].T)][: 1 + (array.ndim == 2)]
-            self._known.update(_array_key(view) for view, _ in views)
+            self._known.update(_content_key(view) for view, _ in views)
             if array.tobytes() != new[name].tobytes():
                 self.names.add(name)
                 for view, value in views:
-                    self._by_values.setdefault(_array_key(view), []).append((name, value))
+                    self._by_values.setdefault(_content_key(view), []).append((name, value))
 
     def new_values(
         self, file: ModelProto, prefix: str, where: str
@@ -239,7 +239,7 @@ class _ChangedWeights:
         """
         found = {}
         for constant, (row, array) in _float_constants(file).items():
-            options = self._by_values.get(_array_key(array), [])
+            options = self._by_values.get(_content_key(array), [])
             plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
@@ -247,7 +247,7 @@ class _ChangedWeights:
             joined, value = options[0] if named is None else named
             if named is None and any(not np.array_equal(value, other) for _, other in options):
                 raise ValueError(
-                    f"{constant!r} of {where} may be one of "
+                    f"{constant!r} of {where} has the values of several joined weights, "
                     f"{_quoted_names(n for n, _ in options)}, which were equal before training: "
                     f"export this file again, or name its weight by {argument('mapping')}"
                 )
@@ -255,10 +255,10 @@ class _ChangedWeights:
         return found
 
     def check_known(self, file: ModelProto, where: str) -> None:
-        """Raise `ValueError` for weights, or scales of integer weights, that were not joined."""
+        """Raise `ValueError` if the joined model lacks a weight or quantization scale of `file`."""
         for row, array in _float_constants(file).values():
             weight = row.is_weight or row.why.startswith(QUANTIZED) or "stored integers" in row.why
-            if weight and _array_key(array) not in self._known:
+            if weight and _content_key(array) not in self._known:
                 raise ValueError(
                     f"{where} has {row.name!r}, with values that neither the encoder nor the "
                     "decoder has: it belongs to another model, or was quantized or optimized in "
@@ -272,7 +272,7 @@ def _float_constants(file: ModelProto) -> _Constants:
     return {r.name: (rows[r.name], r.array()) for r in constant_refs(file) if r.name in rows}
 
 
-def _array_key(array: np.ndarray) -> Any:
+def _content_key(array: np.ndarray) -> Any:
     """Return a key that is equal for arrays of the same dtype, shape and values."""
     return str(array.dtype), array.shape, sha1(np.ascontiguousarray(array).tobytes()).digest()
 
@@ -290,7 +290,7 @@ def _file_description(index: int) -> str:
 
 
 def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
-    """Return the names of the decoder's constants that `other`, a decoder with a cache, needs.
+    """Return the names of constants of `decoder` that `other`, a decoder with a cache, needs.
 
     If the cache holds the values that depend on the states of the encoder alone, `other` lacks the
     constants that compute them.

@@ -1,4 +1,4 @@
-"""`RecordEncoder`: the tokens of records, and the labels of the tokens that a model learns."""
+"""`RecordEncoder`: encodes records, such as texts or chats, into token ids and labels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _TextToEncode(NamedTuple):
 
 @dataclass
 class RecordEncoder:
-    """Encodes records into rows of tokens and labels.
+    """Encodes records, such as texts or chats, into rows of token ids and labels.
 
     Args:
         tokenizer: the tokenizer.
@@ -83,7 +83,7 @@ class RecordEncoder:
                 texts = [(i, item) for i, item in texts if item.special is special]
                 encoded = self.tokenizer.encode([item.text for _, item in texts], special)
                 for (i, item), (ids, characters) in zip(texts, encoded, strict=True):
-                    made[i] = self._label_text_tokens(item, ids, characters)
+                    made[i] = self._label_tokens(item, ids, characters)
             for (where, _), (ids, labels) in zip(chunk, made, strict=True):
                 self._check_ids_in_vocabulary(where, ids)
                 if row := self._truncate_row(where, ids, labels):
@@ -125,7 +125,7 @@ class RecordEncoder:
                 )
             return _TextToEncode(where, record["text"])
         raise DataError(
-            f"{where} has {list(record)}: expected 'text', 'prompt' and 'completion', 'messages', "
+            f"{where} has {list(record)}: write 'text', 'prompt' and 'completion', 'messages', "
             "or 'input_ids'"
         )
 
@@ -165,14 +165,12 @@ class RecordEncoder:
         except ValueError as e:
             raise DataError(f"{where}: {e}") from None
         if not spans:
-            raise DataError(f"{where} has no message of the assistant to learn")
+            raise DataError(f"{where} has no message of the assistant to learn: add one")
         return _TextToEncode(where, text, spans, special=False, ends=False)
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _label_text_tokens(
-        self, piece: _TextToEncode, ids: np.ndarray, characters: np.ndarray
-    ) -> Row:
+    def _label_tokens(self, piece: _TextToEncode, ids: np.ndarray, characters: np.ndarray) -> Row:
         """Return (token ids, labels) of a text; `characters` (T, 2) are the spans of the tokens."""
         labels, eos = ids.copy(), self.tokenizer.eos_id
         if not piece.text.strip():
@@ -243,7 +241,7 @@ def _check_field_is_text(where: str, name: str, value: Any) -> None:
 
 
 def pack_rows(rows: Iterable[Row], length: int) -> Iterator[Row]:
-    """Yield the tokens of all rows in blocks of `length`; the last block may be shorter."""
+    """Yield rows of `length` tokens, from all rows one after another; the last may be shorter."""
     held: list[Row] = []
     count = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""`load_folder`: the folders of language models that onnxruntime-genai and optimum write."""
+"""`load_folder`: reads folders of language models of onnxruntime-genai and optimum."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ModelFolder:
 
 
 def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder:
-    """Return the language model in a folder of onnxruntime-genai or of optimum.
+    """Return the `ModelFolder` of a language model's folder of onnxruntime-genai or optimum.
 
     A folder of onnxruntime-genai has a `genai_config.json`, which names the file of the model; a
     folder of optimum has a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Both
@@ -106,13 +106,13 @@ def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder
         >>> og.load_folder("nowhere")
         Traceback (most recent call last):
         ...
-        onnxgrad.errors.ModelError: 'nowhere' is no folder
+        onnxgrad.errors.ModelError: 'nowhere' is no folder: pass the folder of a language model
     """
     if isinstance(path, ModelFolder):
         return path
     home = Path(path)
     if not home.is_dir():
-        raise ModelError(f"{os.fspath(path)!r} is no folder")
+        raise ModelError(f"{os.fspath(path)!r} is no folder: pass the folder of a language model")
     for name, read_folder in ((GENAI, _read_genai_folder), (OPTIMUM, _read_optimum_folder)):
         if (home / name).is_file():
             return read_folder(home, _read_json_object(home / name), file)
@@ -144,7 +144,7 @@ def _read_genai_folder(home: Path, config: dict[str, Any], file: str | None) -> 
     decoder = model.get("decoder", {})
     if not file and not decoder.get("filename"):
         pipeline = ", but a pipeline of several files" if decoder.get("pipeline") else ""
-        raise ModelError(f"{str(home / GENAI)!r} names no file of the decoder{pipeline}")
+        raise ModelError(f"{str(home / GENAI)!r} names no ONNX file{pipeline}: pass `file`")
     names = {n: v for n, v in decoder.get("inputs", {}).items() if isinstance(v, str)}
     return ModelFolder(
         home,
@@ -192,7 +192,7 @@ def _optimum_model_file(home: Path) -> Path:
 def _existing_file(home: Path, name: str) -> Path:
     """Return the path of a file in a folder; raise `ModelError` if there is no such file."""
     if not (home / name).is_file():
-        raise ModelError(f"{str(home)!r} lacks the file of its model, {name!r}")
+        raise ModelError(f"{str(home)!r} lacks its ONNX file {name!r}: copy the file there")
     return home / name
 
 
@@ -215,5 +215,5 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise ModelError(f"{str(file)!r} cannot be read as JSON: {e}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{str(file)!r} holds no object of JSON")
+        raise ModelError(f"{str(file)!r} holds no JSON object: export the folder again")
     return content

@@ -1,4 +1,4 @@
-"""`generate`: the texts by which a language model continues prompts."""
+"""`generate`: lets a language model continue prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 class CachedModel:
-    """A language model that returns the scores of the next token, for one text.
+    """A language model with a key-value cache, which returns logits of the next token of one text.
 
     Args:
         model: a model with the input `input_ids`, and maybe `attention_mask`, `position_ids` and
@@ -235,7 +235,7 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     if not ids and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id]
     if not ids:
-        raise ValueError(f"the prompt {text!r} has no token")
+        raise ValueError(f"the prompt {text!r} has no token: pass a prompt with at least one word")
     return ids
 
 

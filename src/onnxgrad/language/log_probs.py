@@ -1,4 +1,4 @@
-"""`sequence_log_probs`: the log-probability of a text, which losses of preferences read."""
+"""`sequence_log_probs`: adds a text's log-probability to a model, for preference losses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def sequence_log_probs(
     logits = ir.convenience.create_value_mapping(graph, include_subgraphs=False)[chosen]
     shape = dims(logits)
     if shape is None or len(shape) != 3:
-        raise ValueError(f"{chosen!r} has the shape {shape}: logits are (rows, tokens, vocabulary)")
+        raise ValueError(
+            f"{chosen!r} of shape {shape} is no (rows, tokens, vocabulary): name logits"
+        )
     if any(x.name == LABELS for x in graph.inputs):
         raise ValueError(f"the model has an input {LABELS!r} already: rename it")
     op = Emit(graph, [LABELS, LOG_PROBS])

@@ -1,4 +1,4 @@
-"""The records of files, lists, tables and datasets of texts."""
+"""Readers of text records, from files, lists, tables and datasets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             yield file
     except UnicodeDecodeError as e:
-        raise DataError(f"{str(path)!r} is not UTF-8: {e}") from None
+        raise DataError(f"{str(path)!r} is not UTF-8, save it as UTF-8: {e}") from None
     except (OSError, csv.Error) as e:
         missing = isinstance(e, FileNotFoundError)
         more = "; to pass texts themselves, put them in a list" if missing else ""

@@ -1,4 +1,4 @@
-"""`paired_texts`: texts that belong together, as tokens for one encoder."""
+"""`paired_texts`: reads texts that belong together, as token rows for an embedding model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
     rows = [*column_records(source)]
     if not rows:
         raise ValueError(
-            f"there is no text: {os.fspath(source) if is_path else source!r} has no rows"
+            f"there is no text: {os.fspath(source) if is_path else source!r} has no rows; add one"
         )
     tokenizer = as_tokenizer(tokenizer)
     if all(isinstance(row, str) for _, row in rows):
@@ -163,10 +163,12 @@ def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]
         )
     for place, row in rows:
         if sorted(_text_columns(row)) != sorted(names) or ("score" in row) != scored:
-            raise ValueError(f"{place} has the columns {list(row)}, the first row {list(first)}")
+            raise ValueError(
+                f"{place} has the columns {list(row)}, but all rows need {list(first)}"
+            )
         for name in names:
             if not isinstance(row[name], str) or not row[name].strip():
-                raise ValueError(f"{place}: {name!r} is {row[name]!r:.40}, and no text")
+                raise ValueError(f"{place}: {name!r} must be a text, not {row[name]!r:.40}")
     return names, [_finite_score(place, row["score"]) for place, row in rows] if scored else []
 
 
@@ -182,5 +184,5 @@ def _finite_score(place: str, score: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{place}: the score {score!r} is no number")
+        raise ValueError(f"{place}: the column 'score' must hold a finite number, not {score!r}")
     return number

@@ -110,7 +110,7 @@ def texts(
     if not rows:
         is_path = isinstance(source, (str, os.PathLike))
         name = repr(str(source)) if is_path else f"the {type(source).__name__}"
-        raise DataError(f"{name} has no text to learn")
+        raise DataError(f"{name} has no text to learn: add a text of two tokens or more")
     for note in encoder.notes():
         warnings.warn(note, stacklevel=2)
     return Texts(rows, pad, names, encoder.notes(), tokenizer if folder is None else folder)
@@ -143,7 +143,7 @@ class _TextReader(Reader):
 
 
 class Texts(_TextReader):
-    """A reader of texts in memory, as tokens.
+    """A reader of token rows, of texts that were encoded once and stay in memory.
 
     Attributes:
         rows: number of rows.
@@ -170,7 +170,7 @@ class Texts(_TextReader):
         self.learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, in the order of `by_length`."""
+        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
         ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
         padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
         for X, y, _ in padded.batches(size, seed, skip):
@@ -191,7 +191,7 @@ class Texts(_TextReader):
 
 
 class TextStream(_TextReader):
-    """A reader of texts that are encoded while they are read.
+    """A reader of token rows, of texts that each pass reads and encodes again.
 
     With a seed, the files of a stream of Hugging Face and the rows in a buffer of 1000 are
     shuffled, and the rows of 50 batches are sorted by length.
@@ -215,13 +215,13 @@ class TextStream(_TextReader):
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass after the first `skip`, whose rows are read, too."""
-        yield from islice(self._all_batches(size, seed), skip, None)
+        yield from islice(self._batches_of_pass(size, seed), skip, None)
         if not self._has_warned:  # once, at the end of the first pass
             for note in self.encoder.notes():
                 warnings.warn(note, stacklevel=2)
         self._has_warned = True
 
-    def _all_batches(self, size: int, seed: int | None) -> Iterator[Any]:
+    def _batches_of_pass(self, size: int, seed: int | None) -> Iterator[Any]:
         """Yield all batches of one pass over the source, in an order that `seed` decides."""
         source, rng = self.source, None if seed is None else np.random.default_rng(seed)
         if seed is not None and is_hugging_face_stream(source):

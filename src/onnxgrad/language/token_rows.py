@@ -99,7 +99,7 @@ class TokenRows(Reader):
         return 0 if self._padded is None else self._padded.count_batches(size)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, in the order of `by_length`."""
+        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
         yield from () if self._padded is None else self._padded.batches(size, seed, skip)
 
     def subset(self, numbers: np.ndarray) -> TokenRows:

@@ -1,4 +1,4 @@
-"""`Tokenizer`: tokenizers of files `tokenizer.json`, run by the library `tokenizers`."""
+"""`Tokenizer`: reads a file `tokenizer.json` and runs it by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 
 def _read_tokenizers_backend(path: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a file of JSON, or of the vocabulary of a BERT."""
+    """Return the `tokenizers.Tokenizer` of a `tokenizer.json`, or of a BERT `vocab.txt`."""
     library = _tokenizers_library()
     try:
         if path.suffix != ".txt":

@@ -90,7 +90,7 @@ def labeled_texts(
     return LabeledTexts(texts, rows, chosen, encoder.tokenizer.fill_id)
 
 
-class _Row(NamedTuple):
+class _TokenRow(NamedTuple):
     """A row of tokens of a text, with the label of each token.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Row(NamedTuple):
 
 
 class LabeledTexts(TokenRows):
-    """The reader that `labeled_texts` returns: rows of tokens with labels.
+    """The reader that `labeled_texts` returns: token rows with a label per token.
 
     Attributes:
         classes: the names of all classes, in the order of their numbers.
@@ -117,7 +117,7 @@ class LabeledTexts(TokenRows):
     """
 
     def __init__(
-        self, texts: list[LabeledText], rows: list[_Row], classes: list[str], fill: int
+        self, texts: list[LabeledText], rows: list[_TokenRow], classes: list[str], fill: int
     ) -> None:
         self.texts, self.classes, self._rows = texts, classes, rows
         columns = [row.ids for row in rows], [row.types for row in rows]
@@ -166,11 +166,11 @@ class _WordEncoder:
         self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
         self._stride = min(stride, self._room // 4)
 
-    def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_Row]:
+    def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_TokenRow]:
         """Return the token rows of all texts; if `learned`, warn of labels that no token gets."""
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
-            labels, inside = self._word_class_indices(text, learned)
+            labels, inside = self._class_indices(text, learned)
             spans = np.array(text.words, np.int64).reshape(-1, 2)
             owners = _encode_words(text.text, spans, self._whole)[2]
             each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
@@ -183,7 +183,7 @@ class _WordEncoder:
                 heads = counted & np.append(True, words[1:] != words[:-1])
                 row = np.where(heads, labels[words], inside[words])
                 row[~(counted if self.label_all else heads)] = IGNORED
-                rows.append(_Row(number, ids, types, np.where(heads, words, -1), row))
+                rows.append(_TokenRow(number, ids, types, np.where(heads, words, -1), row))
                 seen += int(heads.sum())
             long = len(owners) > self.max_length
             counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
@@ -195,9 +195,7 @@ class _WordEncoder:
             warnings.warn(f"of {len(texts)} texts: {listed}", stacklevel=4)
         return rows
 
-    def _word_class_indices(
-        self, text: LabeledText, learned: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _class_indices(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return for each word the class index of its first token, and of its further tokens."""
         names = text.labels if learned else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
@@ -247,7 +245,7 @@ def _encode_words(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndar
 
 
 class LabeledText(NamedTuple):
-    """A text whose words may have labels.
+    """A text with the spans of its words, and the labels of the words if known.
 
     Attributes:
         text: the text.
@@ -276,7 +274,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
     for number, line in enumerate([*lines, ""], 1):
         name, fields = f"{str(path)!r}, line {number}", line.split()
         if len(fields) == 1:
-            raise ValueError(f"{name}: {line!r} has a word without a label after it")
+            raise ValueError(f"{name}: {line!r} has a word without a label: add the label")
         if fields and fields[0] != "-DOCSTART-":
             words, labels = [*words, fields[0]], [*labels, fields[-1]]
         elif words and not fields:
@@ -323,7 +321,7 @@ def _word_labels_of_entities(
         inside = [i for i, (a, b) in enumerate(words) if a < end and start < b]
         if not inside or any(labels[i] != "O" for i in inside):
             why = "overlaps another entity" if inside else "holds no word of the text"
-            raise ValueError(f"{name}: the entity {dict(entity)} {why}")
+            raise ValueError(f"{name}: the entity {dict(entity)} {why}: correct its start and end")
         for i in inside:
             labels[i] = f"{'B' if i == inside[0] else 'I'}-{label}"
         misfits += words[inside[0]][0] < start or end < words[inside[-1]][1]

@@ -23,13 +23,13 @@ from onnxgrad.native.target import EPOCH, PHASES, Target
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite a graph in place into its fastest form on a CPU; leave it unchanged on a GPU."""
+    """Rewrite a graph in place into its native form for a CPU; do nothing for a GPU."""
     if target.device.kind == "cpu":
         for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)
 
 
 def loop_to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite the loop over batches, whose body is the step, as `to_native` rewrites the step."""
+    """Rewrite the Scan over batches, whose body is the training step, into its native form."""
     if target.device.kind == "cpu":
         rewrite(graph, GROUPS[EPOCH], target)

@@ -72,7 +72,7 @@ def depthwise_1d_convolution(op, node):
 
 
 def _is_float_image(x: ir.Value | None) -> bool:
-    """Return whether `x` has four axes, (N, C, H, W), and holds float32."""
+    """Return whether `x` is a float32 tensor of rank 4, (N, C, H, W)."""
     shape = dims(x)
     return x is not None and x.dtype == ir.DataType.FLOAT and shape is not None and len(shape) == 4
 

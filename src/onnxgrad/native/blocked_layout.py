@@ -40,7 +40,7 @@ def block_size() -> int:
     w = random.standard_normal((_WIDEST, _WIDEST, 3, 3), dtype=np.float32)
     for block in (16, 8):
         try:
-            plain, blocked = _plain_and_blocked(x, w, block)
+            plain, blocked = _convolve_plain_and_blocked(x, w, block)
         except Exception:
             continue
         if np.allclose(plain, blocked, rtol=1e-3, atol=1e-3):
@@ -48,7 +48,7 @@ def block_size() -> int:
     return 0
 
 
-def _plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
+def _convolve_plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
     """Return onnxruntime's results of a convolution in NCHW, and in NCHWc with this `block`."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)

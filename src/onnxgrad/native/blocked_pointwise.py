@@ -100,7 +100,10 @@ def _affine_per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
 
 @rewrites("BatchNormalization", group=BLOCKS)
 def normalization(op, node):
-    """Rewrite a BatchNormalization of an NCHWc image, y = scale (x - mean) / std + bias."""
+    """Rewrite a BatchNormalization of an NCHWc image, y = scale (x - mean) / std + bias.
+
+    In training mode, the running statistics are rewritten, too.
+    """
     layout, (x, scale, bias, *running) = Layout(op), node.inputs
     if not layout.has_blocked(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
@@ -124,7 +127,11 @@ def normalization(op, node):
 
 @rewrites(group=BLOCKS)
 def normalization_gradient(op, node):
-    """Rewrite a gradient of BatchNormalization, w.r.t. x, scale or bias, of an NCHWc image."""
+    """Rewrite a gradient of BatchNormalization, w.r.t. x, scale or bias, of an NCHWc image.
+
+    With g the cotangent, c = x - mean, s the scale and r the standard deviation:
+    dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g.
+    """
     old = node.outputs[0]
     if marks.GRADIENT_OF not in old.meta or len(node.outputs) > 1:
         return None

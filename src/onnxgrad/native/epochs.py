@@ -64,7 +64,10 @@ def bias_as_row(op, node):
 
 @rewrites("Concat", group=EPOCH)
 def gradients_append_ones_column(op, node):
-    """Rewrite a linear layer's weight and bias gradients: [xT d, sum d] = [x, 1]T d."""
+    """Rewrite a linear layer's weight and bias gradients: [xT d, sum d] = [x, 1]T d.
+
+    Here d has a row for each row of the scanned data x.
+    """
     scan = LoopBody.enclosing(op)
     if scan is None or node.attributes["axis"].value != 0 or len(dims(node.outputs[0]) or ()) != 1:
         return None

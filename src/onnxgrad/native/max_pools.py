@@ -30,7 +30,7 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
-class _Pool:
+class _DisjointPool:
     """A MaxPool node whose windows do not overlap, and the gradient of its input.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Pool:
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
-def pool_of(node: ir.Node | None) -> _Pool | None:
+def pool_of(node: ir.Node | None) -> _DisjointPool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
     if node is None or len(node.outputs) < 2:
         return None
@@ -82,21 +82,21 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():
         return None
-    users, scatter = {user for user, _ in indices.uses()}, _reader_of_indices(last)
+    users, scatter = {user for user, _ in indices.uses()}, _scatter_of_gradient(last)
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
     begin, g = windows.begin.tolist(), current(cotangent)
-    return _Pool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
+    return _DisjointPool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
 
 
-def _reader_of_indices(node: ir.Node) -> Any:
+def _scatter_of_gradient(node: ir.Node) -> Any:
     """Return the scatter node of a MaxPool gradient: the input of the Reshape `node`, or `node`."""
     return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
-def _pool_of_gradient(node: ir.Node) -> _Pool | None:
+def _pool_of_gradient(node: ir.Node) -> _DisjointPool | None:
     """Return the pool whose gradient `node` computes from its indices; None for other nodes."""
-    scatter = _reader_of_indices(node)
+    scatter = _scatter_of_gradient(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
     pool = pool_of(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
@@ -169,14 +169,16 @@ def _crop_pixels(
     return op.set_type_like(_pad_pixels(op, dx, back, inner), x)
 
 
-def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
+def _blocked_pool(
+    op: Emit, pool: _DisjointPool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)
+) -> ir.Value:
     """Return the MaxPool of `x`, an image in NCHWc layout, over the windows of `pool`."""
     windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
 def _window_gradient(
-    op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
+    op: Emit, pool: _DisjointPool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
     """Return a MaxPool's gradient w.r.t. its padded input, (-1, elements of a row of windows).
 
@@ -216,7 +218,7 @@ def _window_gradient(
     return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
 
 
-def _position_codes(pool: _Pool, block: int) -> np.ndarray:
+def _position_codes(pool: _DisjointPool, block: int) -> np.ndarray:
     """Return numbers that rank the elements of each window, greatest for its first element.
 
     The first element of a window has one more than the number of its elements, the last has 2, and

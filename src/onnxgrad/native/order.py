@@ -21,25 +21,28 @@ from onnxgrad.operators.shapes import dims, static
 JOINED = 4  # least operands of different depths of a node that joins results
 
 
-def order_all(graph: ir.Graph) -> None:
+def reorder_for_memory(graph: ir.Graph) -> None:
     """Reorder nodes for less memory, in `graph` and in the bodies of all nested Scans."""
     for node in graph:
         if node.op_type == "Scan":
             for body in subgraphs(node):
-                order_all(body)
-    order(graph)
+                reorder_for_memory(body)
+    reorder_graph(graph)
 
 
-def order(graph: ir.Graph) -> None:
+def reorder_graph(graph: ir.Graph) -> None:
     """Reorder the nodes of `graph` into the order of lowest peak memory of three."""
-    nodes, memory = list(graph), Memory(graph)
-    first = depth_first(graph)
-    best = min((nodes, first, eager(memory, first)), key=lambda some: peak(memory, some))
+    nodes, memory = list(graph), MemoryUse(graph)
+    first = order_depth_first(graph)
+    best = min(
+        (nodes, first, order_freeing_early(memory, first)),
+        key=lambda some: peak_nbytes(memory, some),
+    )
     graph.remove(nodes)
     graph.extend(best)
 
 
-def depth_first(graph: ir.Graph) -> list[ir.Node]:
+def order_depth_first(graph: ir.Graph) -> list[ir.Node]:
     """Return the graph's nodes in depth-first order from its outputs, the shallowest output first.
 
     Operands of a node that joins many values, as the gradients of all small weights, count as
@@ -68,9 +71,9 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
     return [*done, *(node for node in graph if node not in done)]
 
 
-def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
+def order_freeing_early(memory: MemoryUse, nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Return `nodes` reordered: a node that frees memory runs as soon as its operands are known."""
-    lives = Lives(memory)
+    live = LiveMemory(memory)
     position = {node: i for i, node in enumerate(nodes)}
     waiting = {node: len(memory.before[node]) for node in nodes}
     ranks: dict[ir.Node, tuple[float, int]] = {}  # of the nodes that can run now
@@ -78,12 +81,12 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
     result: list[ir.Node] = []
 
     def rank(node: ir.Node) -> None:
-        ranks[node] = -max(0, lives.gain(node) + 1), position[node]
+        ranks[node] = -max(0, live.gain(node) + 1), position[node]
         heappush(heap, ranks[node])
 
     for node in memory.read:
         if not waiting[node]:
-            lives.ready(node)
+            live.ready(node)
             ranks[node] = 0.0, position[node]
     for node in ranks:
         rank(node)
@@ -94,25 +97,25 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
             continue
         del ranks[node]
         result.append(node)
-        lives.run(node)
+        live.run(node)
         changed = list(memory.read[node])
         for follower in memory.behind[node]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                changed += lives.ready(follower)
+                changed += live.ready(follower)
                 rank(follower)
         for reader in dict.fromkeys(n for x in changed for n in memory.readers[x] if n in ranks):
             rank(reader)
     return result
 
 
-def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
+def peak_nbytes(memory: MemoryUse, nodes: Sequence[ir.Node]) -> int:
     """Return the peak memory in bytes of running `nodes` in their order."""
-    lives = Lives(memory)
-    return max(map(lives.run, nodes), default=0)
+    live = LiveMemory(memory)
+    return max(map(live.run, nodes), default=0)
 
 
-class Memory:
+class MemoryUse:
     """The bytes of a graph's values, and which nodes read and write each value.
 
     Outputs of the graph have memory from the beginning, and inputs never lose their memory.
@@ -155,10 +158,10 @@ class Memory:
         }
 
 
-class Lives:
+class LiveMemory:
     """The values in memory while nodes run one after another, and their total bytes."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryUse) -> None:
         self.memory = memory
         self.left = {x: len(nodes) for x, nodes in memory.readers.items()}
         self.blocked = dict(self.left)

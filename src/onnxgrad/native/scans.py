@@ -141,7 +141,7 @@ class LoopBody:
 
     @property
     def is_simple(self) -> bool:
-        """Whether all scanned values are slices along the first axis, in one direction."""
+        """Whether the Scan slices all scanned inputs along axis 0, all in the same direction."""
         get = self.node.attributes.get_ints
         one_way = len(set(get("scan_input_directions", ()))) < 2
         return one_way and not any(get("scan_input_axes", ()))
@@ -175,7 +175,7 @@ class LoopBody:
         operands = [x for x in node.inputs if x is not None]
         scanned = [x for x in operands if x in self.stacks]
         fixed = [x for x in operands if x not in self.stacks]
-        if not scanned or not all(map(self._is_fixed, fixed)):
+        if not scanned or not all(map(self._is_loop_invariant, fixed)):
             return False
         if any(y.is_graph_output() or not self.is_small(y) for y in node.outputs):
             return False
@@ -187,7 +187,7 @@ class LoopBody:
         low = all((m := rank(x)) is not None and m <= n for x in fixed)
         return low and all(rank(x) == n for x in scanned)
 
-    def _is_fixed(self, x: ir.Value) -> bool:
+    def _is_loop_invariant(self, x: ir.Value) -> bool:
         """Return whether `x` is equal in all iterations: a constant, or from outside the body."""
         return x.is_initializer() or x.graph is not self.body
 

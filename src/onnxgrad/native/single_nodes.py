@@ -1,4 +1,4 @@
-"""Rewrites of single nodes that onnxruntime computes faster in another form."""
+"""Rewrites of single nodes into nodes that onnxruntime computes faster."""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ def _gradient_of_all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
 
 @rewrites("Concat", group=MESSAGES)
 def _merge_all_reduces(op: Any, node: ir.Node) -> Any:
-    """Rewrite a Concat of AllReduces as one AllReduce of a Concat: one message, not many."""
+    """Rewrite a Concat of AllReduces as one AllReduce of a Concat: one message, not many.
+
+    Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri).
+    """
     sums: list[ir.Node] = []
     parts = []
     for v in node.inputs:

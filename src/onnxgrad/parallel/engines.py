@@ -76,7 +76,7 @@ class _ProcessGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context in which all processes end the block, or all of them raise."""
+        """Return a context manager: if its block fails in one process, it raises in all."""
         global _broken_engine
         if _broken_engine is not None and _broken_engine() is self._engine():
             raise self._process_lost_error("a failed call has left exchanges unfinished")
@@ -87,13 +87,13 @@ class _ProcessGroup:
         except BaseException as e:
             with suppress(Exception):  # of the engine, whose other processes may be gone
                 self._announce_failure(f"{type(e).__name__}: {first_line(e)[:_LONGEST_REASON]}")
-            if not all(self._are_process_lost(e)):
+            if not all(self._flag_lost_processes(e)):
                 self._wait_for_processes()
-            if any(self._are_process_lost(e)):
+            if any(self._flag_lost_processes(e)):
                 _broken_engine = self._engine
             raise
 
-    def _are_process_lost(self, error: BaseException) -> list[bool]:
+    def _flag_lost_processes(self, error: BaseException) -> list[bool]:
         """Return for each known failure, and for `error`, whether it is a `ProcessLostError`."""
         reasons = [*self._failures.values(), type(error).__name__]
         return [reason.startswith(ProcessLostError.__name__) for reason in reasons]
@@ -112,10 +112,10 @@ class _ProcessGroup:
     def _raise_announced_failure(self) -> None:
         """Raise `ProcessLostError` if another process has announced a failure."""
         self._read_failures()
-        if (error := self._first_failure()) is not None:
+        if (error := self._first_failure_error()) is not None:
             raise error
 
-    def _first_failure(self) -> ProcessLostError | None:
+    def _first_failure_error(self) -> ProcessLostError | None:
         """Return the error that names the first other process that has failed, or None."""
         for rank, reason in self._failures.items():
             if rank != self.rank:
@@ -141,13 +141,13 @@ class _ProcessGroup:
             time.sleep(_POLL)  # the announcement may come after the end of the connection
             with suppress(RuntimeError):
                 self._read_failures()
-            raise self._first_failure() or self._process_lost_error(
+            raise self._first_failure_error() or self._process_lost_error(
                 f"another process does not answer any more ({first_line(e)[:_LONGEST_REASON]})"
             ) from e
 
 
 class TorchGroup(_ProcessGroup):
-    """The default group of `torch.distributed`."""
+    """The processes in the default group of `torch.distributed`."""
 
     def __init__(self) -> None:
         import torch
@@ -210,7 +210,7 @@ class TorchGroup(_ProcessGroup):
 
 
 def import_mpi() -> Any:
-    """Return the module `mpi4py.MPI`; its import enters the group that `mpirun` has started."""
+    """Import and return `mpi4py.MPI`, by which this process joins the group of `mpirun`."""
     try:
         from mpi4py import MPI
     except ImportError as e:

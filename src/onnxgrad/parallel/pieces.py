@@ -67,7 +67,7 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
     graph = model.graph
     number = _piece_index_by_node(graph)
     for node, i in list(number.items()):
-        if (total := _total_of_ratio(node)) is not None:
+        if (total := _all_reduce_of_denominator(node)) is not None:
             number[total] = min(number[total], i)
     _split_largest_message(number, most)
     last_read: dict[ir.Value, int] = {}
@@ -89,7 +89,7 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
         given = [y for y in results if last_read.get(y, 0) > i or y in sent]
         part = _extract_model(proto, [written[n] for n in nodes], list(taken), given)
         unread = [str(v.name) for v, n in last_read.items() if n == i]
-        pieces.append(Piece(part, [_exchange_record(n) for n in in_piece if exchanges(n)], unread))
+        pieces.append(Piece(part, [_exchange_of_node(n) for n in in_piece if exchanges(n)], unread))
     return pieces
 
 
@@ -136,7 +136,7 @@ def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
         done += sizes[node]
     if not first:
         return
-    waiting = [*first, *(t for n in first if (t := _total_of_ratio(n)) is not None)]
+    waiting = [*first, *(t for n in first if (t := _all_reduce_of_denominator(n)) is not None)]
     while waiting:
         node = waiting.pop()
         first.add(node)
@@ -160,7 +160,7 @@ def _value_nbytes(value: ir.Value) -> int:
     return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
 
 
-def _total_of_ratio(node: ir.Node) -> ir.Node | None:
+def _all_reduce_of_denominator(node: ir.Node) -> ir.Node | None:
     """Return the AllReduce that sums n, if `node` is an AllReduce with a ratio r / n; else None."""
     if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
         return None
@@ -168,9 +168,9 @@ def _total_of_ratio(node: ir.Node) -> ir.Node | None:
     return next(r for r in readers if exchanges(r) and len(r.inputs) == 1)
 
 
-def _exchange_record(node: ir.Node) -> Exchange:
+def _exchange_of_node(node: ir.Node) -> Exchange:
     """Return the `Exchange` that an AllReduce or Broadcast node stands for."""
-    x, y, total = _sent_value(node), node.outputs[0], _total_of_ratio(node)
+    x, y, total = _sent_value(node), node.outputs[0], _all_reduce_of_denominator(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     values = () if total is None else (node.inputs[1], total.outputs[0])

@@ -68,7 +68,7 @@ class Group(Protocol):
     size: int
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace a contiguous array by its sum over the processes.
+        """Start replacing a contiguous array by its sum over the processes.
 
         Returns:
             A function that waits until the sum is in the array.
@@ -78,10 +78,10 @@ class Group(Protocol):
         """Replace a contiguous array by the array of the process `root`."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the item of every process, by rank; any object that can be pickled."""
+        """Return a list with the `item`, any picklable object, of each process, by rank."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which all processes end the block, or all of them raise."""
+        """Return a context manager: if its block fails in one process, it raises in all."""
 
 
 class Alone:
@@ -153,7 +153,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
     group: Group | None = None
     if engine != "mpi" and started and distributed is not None and distributed.is_initialized():
         group = TorchGroup()
-    elif engine == "mpi" or (engine == "auto" and _in_mpi(parallel)):
+    elif engine == "mpi" or (engine == "auto" and _runs_under_mpi(parallel)):
         group = MpiGroup()
     if isinstance(parallel, DataParallel):
         if group is None:
@@ -173,7 +173,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
     return group if group is not None and group.size > 1 else None
 
 
-def _in_mpi(parallel: DataParallel | bool | None) -> bool:
+def _runs_under_mpi(parallel: DataParallel | bool | None) -> bool:
     """Return whether MPI has started several processes, and mpi4py is imported or requested."""
     if "mpi4py.MPI" in sys.modules:
         return mpi_in_use() is not None

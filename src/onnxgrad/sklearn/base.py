@@ -42,7 +42,7 @@ _TRAINER_ARGUMENTS = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxEstimator(BaseEstimator):
-    """Base of `OnnxClassifier` and `OnnxRegressor`, which add the methods that depend on labels."""
+    """Base class of `OnnxClassifier` and `OnnxRegressor`, which add methods for their labels."""
 
     model: Any = field(default=None, kw_only=False)
     hidden_layer_sizes: int | Iterable[int] = (100,)
@@ -82,7 +82,7 @@ class OnnxEstimator(BaseEstimator):
     # -- training -----------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train for at most `max_iter` epochs.
+        """Train the network on X and y for at most `max_iter` epochs.
 
         Training begins with the weights of `model`; with `warm_start`, with the weights that the
         last call trained.
@@ -110,14 +110,14 @@ class OnnxEstimator(BaseEstimator):
         split, stopping, patience = None, [], self.n_iter_no_change
         name = f"validation_{self._metric_name}"
         if self.early_stopping:
-            split = self._draw_split(data[1])
+            split = self._split_rows_at_random(data[1])
             stopping = [EarlyStopping(name, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
             stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
         callbacks = [*stopping, *[Progress()] * bool(self.verbose)]
         self._train_network(data, callbacks, validation=split, epochs=self.max_iter)
         history = self._network.trainer.history
-        self._set_losses([entry["loss"] for entry in history if "loss" in entry])
+        self._store_loss_curve([entry["loss"] for entry in history if "loss" in entry])
         scores = [entry[name] for entry in history if name in entry]
         self.validation_scores_ = scores if self.early_stopping else None
         self.best_validation_score_ = max(scores) if self.early_stopping else None
@@ -131,7 +131,7 @@ class OnnxEstimator(BaseEstimator):
         return self
 
     def _train_one_epoch(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> Self:
-        """Train for one epoch, as `partial_fit` does; `more` goes to `_learn_labels` at first."""
+        """Train for one epoch, as `partial_fit` does; `more`: its `classes` in the first call."""
         self._validate_params()
         if self.early_stopping:
             raise ValueError("partial_fit does not support early_stopping=True")
@@ -140,10 +140,10 @@ class OnnxEstimator(BaseEstimator):
         if first:
             self._start_training(*data, **more)
         else:
-            self._take_changed_arguments()
+            self._apply_changed_arguments()
         self._train_network(data, further=True)
         losses = [] if first else self.loss_curve_
-        self._set_losses([*losses, self._network.trainer.history[-1]["loss"]])
+        self._store_loss_curve([*losses, self._network.trainer.history[-1]["loss"]])
         return self
 
     def _train_network(
@@ -163,12 +163,12 @@ class OnnxEstimator(BaseEstimator):
         callbacks = [*self.callbacks, *callbacks]
         self._network.train(further, X, self._encode_labels(y), callbacks, **options)
 
-    def _set_losses(self, losses: list[float]) -> None:
+    def _store_loss_curve(self, losses: list[float]) -> None:
         """Set `loss_curve_`, `loss_`, `n_iter_` and `best_loss_` from the loss of each epoch."""
         self.loss_curve_, self.loss_, self.n_iter_ = losses, losses[-1], len(losses)
         self.best_loss_ = None if self.early_stopping else min(losses)
 
-    def _draw_split(self, y: np.ndarray) -> Split:
+    def _split_rows_at_random(self, y: np.ndarray) -> Split:
         """Return the indices of the training rows, and of the rows held out for validation."""
         stratify = y if is_classifier(self) and y.ndim == 1 else None
         options = {"random_state": self._rng, "test_size": self.validation_fraction}
@@ -191,7 +191,7 @@ class OnnxEstimator(BaseEstimator):
     def _start_training(self, X: Any, y: Any, weight: Any, **more: Any) -> None:
         """Build the `Network` before the first epoch; `more`: the `classes` of `partial_fit`."""
         self._rng = check_random_state(self.random_state)
-        units, classes = self._learn_labels(y, **more)
+        units, classes = self._store_label_attributes(y, **more)
         if self.model is None:
             features, hidden, dtype = X.shape[1], self.hidden_layer_sizes, X.dtype
             proto = build_mlp(features, hidden, units, self.activation, self._rng, dtype, classes)
@@ -214,7 +214,7 @@ class OnnxEstimator(BaseEstimator):
         head, raw = self._network.head, self._network.front is not None
         self._network = Network(self.to_onnx(), head, self._trainer_arguments(head), raw)
 
-    def _take_changed_arguments(self) -> None:
+    def _apply_changed_arguments(self) -> None:
         """Apply arguments that `set_params` has changed to the trainer of the network.
 
         Only the learning rate can change without a new optimizer.
@@ -241,7 +241,7 @@ class OnnxEstimator(BaseEstimator):
         }
 
     def to_onnx(self) -> ModelProto:
-        """Return the trained model.
+        """Return the trained network as an ONNX model.
 
         Its inputs and outputs are the inputs and outputs of `model`.
 
@@ -272,7 +272,7 @@ class OnnxEstimator(BaseEstimator):
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None"
             )
-        finite = "allow-nan" if self._allows_nan() else True
+        finite = "allow-nan" if self._allows_nan_labels() else True
         y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=finite, input_name="y")
         check_consistent_length(next(iter(X.values())) if is_by_input(X) else X, y)
         if y.ndim == 2 and y.shape[1] == 1:
@@ -334,11 +334,11 @@ class OnnxEstimator(BaseEstimator):
         """Return y in a dtype and shape that `fit` takes, or raise `ValueError`."""
         raise NotImplementedError
 
-    def _allows_nan(self) -> bool:
+    def _allows_nan_labels(self) -> bool:
         """Return whether labels may be NaN, for losses that ignore NaN labels."""
         return False
 
-    def _learn_labels(self, y: np.ndarray) -> tuple[int, Any]:
+    def _store_label_attributes(self, y: np.ndarray) -> tuple[int, Any]:
         """Set attributes such as `classes_`; return (units, classes) for `build_mlp`.
 
         The units are the outputs of the last layer.

@@ -1,4 +1,4 @@
-"""`OnnxClassifier`."""
+"""`OnnxClassifier`: an ONNX model as a classifier of scikit-learn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _has_probabilities(self: Any) -> bool:
     return self.loss is None or (spec is not None and "from_logits" in spec.all_options)
 
 
-def _has_scores(self: Any) -> bool:
+def _predicts_scores(self: Any) -> bool:
     """Return whether the estimator's network computes scores, not probabilities."""
     return self._has_network and self._network.from_logits is not False
 
@@ -152,7 +152,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of the classes, (rows, classes), in the order of `classes_`.
+        """Return class probabilities (rows, classes), in the order of `classes_`.
 
         Args:
             X: as in `fit`.
@@ -182,9 +182,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    @available_if(_has_scores)
+    @available_if(_predicts_scores)
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return the scores of the classes, (rows, classes); of two classes (rows,).
+        """Return class scores, (rows, classes), or (rows,) for two classes.
 
         Only for models that compute scores, not probabilities.
 
@@ -219,7 +219,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             raise ValueError(f"Unknown label type: {type_of_target(y)}")
         return y
 
-    def _learn_labels(self, y: np.ndarray, classes: Any = None) -> tuple[int, Any]:
+    def _store_label_attributes(self, y: np.ndarray, classes: Any = None) -> tuple[int, Any]:
         self._is_multilabel = y.ndim > 1
         if self._is_multilabel:
             self.classes_ = np.arange(y.shape[1])
@@ -271,11 +271,11 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         # probabilities if their sum was 1, and scores if a support vector machine has two of them.
         if left_open and not head.decided and (head.shares or (head.flipped and head.width == 2)):
             options = {**(options or {}), "from_logits": not head.shares}
-        if self._is_multilabel or head.width == 1 or self._has_indices(head):
+        if self._is_multilabel or head.width == 1 or self._reads_class_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
-    def _has_indices(self, head: Head) -> bool:
+    def _reads_class_indices(self, head: Head) -> bool:
         """Return whether the loss reads class indices as labels, not a number per column."""
         loss = self._loss_or_default(head)
         spec = _loss_spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
@@ -290,11 +290,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         if wrong.any():
             raise ValueError(
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not among the "
-                f"classes: {self.classes_.tolist()}"
+                f"classes {self.classes_.tolist()}: pass all classes to fit, or to the first "
+                "partial_fit"
             )
         if head.flipped:
             index = 1 - index
-        if self._has_indices(head):
+        if self._reads_class_indices(head):
             return index
         if head.width == 1:
             return head.reshape_as_target(index.astype(np.float64))

@@ -28,7 +28,7 @@ from onnxgrad.training.parameters.equal_constants import separate_merged
 
 
 class FrozenPart:
-    """The part of a model in front of the layers that train, and the rest of the model.
+    """A model cut in two: the frozen part before the trained layers, and the trained rest.
 
     Args:
         proto: the whole model.
@@ -49,8 +49,8 @@ class FrozenPart:
     def __init__(self, proto: ModelProto, target: str, arguments: Mapping[str, Any]) -> None:
         self.whole = proto = separate_merged(proto)
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
-        self.cuts = _cut_tensors(proto, target, set(self.trained))
-        proto = _with_inferred_types(proto, self.cuts)
+        self.cuts = _tensors_before_trained_layers(proto, target, set(self.trained))
+        proto = _infer_types_by_onnxruntime(proto, self.cuts)
         self.part = select_model_inputs_outputs(proto, self.cuts)
         for y in self.part.graph.output:
             if y.type.tensor_type.elem_type == TensorProto.STRING:
@@ -108,7 +108,7 @@ def raw_array(field: Field, values: Any) -> np.ndarray:
     return fit_shape(array.astype(field.dtype), field.shape, field.name, reshape=True)
 
 
-def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+def _infer_types_by_onnxruntime(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return the model with the types of the tensors `names`, inferred by onnxruntime.
 
     onnx does not infer the types of most operators of `ai.onnx.ml`.
@@ -125,7 +125,7 @@ def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     return typed
 
 
-def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
+def _tensors_before_trained_layers(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
     """Return the tensors between the frozen layers and the trained layers, by name.
 
     They depend on data and not on trained weights; a node that has such weights, or depends on

@@ -115,7 +115,9 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     (target,) = training_loss(loss).outputs(proto)
     known = LabelNodes(proto)
     _refuse_one_vs_one(known.computing(target))
-    target, one_vs_rest = _before_normalization(known, _single_column(known, target))
+    target, one_vs_rest = _scores_before_normalization(
+        known, _column_before_complement(known, target)
+    )
     activation = _activation_name(known.computing(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
     head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
@@ -134,7 +136,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     return head
 
 
-def _single_column(known: LabelNodes, name: str) -> str:
+def _column_before_complement(known: LabelNodes, name: str) -> str:
     """Return p if the tensor `name` is Concat(1 - p, p) or Concat(-p, p); otherwise `name`."""
     node = known.producers.get(name)
     if node is None or node.op_type != "Concat" or len(node.input) != 2:
@@ -163,7 +165,7 @@ def _activation_name(node: NodeProto | None) -> str:
     return "LOGISTIC" if node.op_type == "Sigmoid" else stated
 
 
-def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
+def _scores_before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
     """Return (s, True) if the tensor `name` is sigmoid(s) divided by its sum, or (`name`, False).
 
     skl2onnx writes this normalization for linear models with several classes. Its gradient is NaN

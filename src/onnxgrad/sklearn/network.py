@@ -72,7 +72,7 @@ class Network:
         return model
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
-        """Let the trained model store the names of the columns of inputs and labels."""
+        """Remember the column names of inputs and labels, which the trained model stores."""
         names = self.trainer._names
         if columns:
             whole = self.front.whole if self.front else self.trainer._job.proto

@@ -1,4 +1,4 @@
-"""`GraphFunction`: onnxruntime computes a graph, and its gradients of every order, for PyTorch.
+"""`GraphFunction`: a function for PyTorch's autograd, whose graphs onnxruntime runs.
 
 Tensors are exchanged with onnxruntime by DLPack, without copies. Running a graph modifies no shared
 state, so that threads may run it at the same time.
@@ -174,7 +174,7 @@ class GraphFunction:
         """
 
         def build() -> GraphFunction:
-            if (node := _random_node(self.proto)) is not None:
+            if (node := _first_random_node(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
                     f"{node.op_type} ({at}) draws at random: gradients of gradients would belong "
@@ -260,7 +260,7 @@ def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
     return not any(g.uses() or g in graph.outputs for g in cotangents.values())
 
 
-def _random_node(proto: ModelProto) -> ir.Node | None:
+def _first_random_node(proto: ModelProto) -> ir.Node | None:
     """Return the first node that draws random numbers; None for a deterministic model."""
     for node in all_nodes(ir.from_proto(proto).graph):
         if node.op_type == "Dropout":

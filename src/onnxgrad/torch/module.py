@@ -181,7 +181,7 @@ class OnnxModule(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def to_onnx(self, path: str | PathLike | None = None) -> ModelProto:
-        """Return the model with the current weights, otherwise unchanged.
+        """Return the ONNX model with the module's current weights, otherwise unchanged.
 
         Args:
             path: file to which the model is saved as well, by `onnxgrad.save`.
@@ -205,17 +205,17 @@ class OnnxModule(nn.Module):
         Raises:
             ProviderError: the installed onnxruntime does not offer the device; nothing is moved.
         """
-        _require_provider(torch._C._nn._parse_to(*args, **kwargs)[0])
+        _check_device_provider(torch._C._nn._parse_to(*args, **kwargs)[0])
         return super().to(*args, **kwargs)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
         """Move the module to a CUDA device; errors are as for `to`."""
-        _require_provider(torch.device("cuda"))
+        _check_device_provider(torch.device("cuda"))
         return super().cuda(device)
 
     def _apply(self, fn, recurse: bool = True) -> Self:
         like = fn(self._empty_tensor)
-        _require_provider(like.device)
+        _check_device_provider(like.device)
         super()._apply(fn, recurse)
         if (like.device, like.dtype) != (self._empty_tensor.device, self._empty_tensor.dtype):
             self._variants, self._last_variant = {}, None  # free the memory of the sessions
@@ -266,7 +266,9 @@ class OnnxModule(nn.Module):
                 raise ValueError(f"input {name!r} is given twice: by position and by name")
             tensors[name] = x
         if missing := [name for name in names if name not in tensors]:
-            raise ValueError(f"no tensor was passed for the inputs {missing}")
+            raise ValueError(
+                f"no tensor was passed for the inputs {missing}: pass a tensor for each"
+            )
         return tuple(tensors[name] for name in names)
 
     def _checked_variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> GraphVariant:
@@ -309,7 +311,7 @@ class OnnxModule(nn.Module):
         return GraphVariant(GraphFunction(proto, device, self._recompute), inputs, weights)
 
 
-def _require_provider(device: torch.device | None) -> None:
+def _check_device_provider(device: torch.device | None) -> None:
     """Raise `ProviderError` if onnxruntime cannot run on `device`, unless it is None or "meta"."""
     if device is not None and device.type != "meta":
         Device.of(device).check()
@@ -390,7 +392,7 @@ def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
 
 
 def add_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted key, and create the submodules on its path."""
+    """Register `parameter` under a dotted `key`, and create the submodules that the key names."""
     *path, last = key.split(".")
     for part in path:
         if part not in module._modules:

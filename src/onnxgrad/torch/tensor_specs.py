@@ -32,7 +32,7 @@ class TensorSpec:
         dtype = DTYPES.get(value.dtype) if tensor and value.dtype else None
         if dtype is None:
             raise ValueError(
-                f"{kind} {value.name!r} has the type {value.type}, and PyTorch has no such tensor"
+                f"{kind} {value.name!r} has the type {value.type}, which PyTorch lacks: add a Cast"
             )
         return TensorSpec(kind, str(value.name), dtype, dims(value))
 
@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 class GraphVariant:
-    """The graph of a module in one precision on one device, and the specs of its inputs."""
+    """The graph of a module for given weight dtypes and device, with the specs of its inputs."""
 
     def __init__(
         self, graph: GraphFunction, inputs: list[TensorSpec], weights: list[TensorSpec]
