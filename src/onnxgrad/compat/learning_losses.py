@@ -479,7 +479,7 @@ class FunctionLearningLoss(BaseLearningLoss):
         return formula_terms(op, self.spec(), prediction, label_name)
 
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:
-        """Return the `LossSpec`; options left open are decided by the graph of `prediction`."""
+        """Return the `LossSpec`; the graph of `prediction` decides options that are not set."""
         spec = formulas.loss_spec(self.function, "sum", self.options or {})
         return spec if prediction is None else decide_options(spec, prediction, otherwise=1)
 

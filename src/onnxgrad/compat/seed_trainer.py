@@ -235,7 +235,7 @@ class SeedTrainer(Arguments):
             check_count(name, getattr(self, name))
         names, every = self.weights_to_train, self.validation_every
         if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
-            raise ValueError(f"weights_to_train is a list of names, not {names!r}")
+            raise ValueError(f"weights_to_train must be a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
         check_choice("weight_init", self.weight_init, list(INITS))

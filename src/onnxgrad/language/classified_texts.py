@@ -191,14 +191,14 @@ def _class_indices_and_names(
     names = [label_text(row.label) for row in rows]
     different = {*names}
     chosen = list(map(str, classes or ()))
-    if not chosen and known and (different <= {*known} or different == _index_texts(known)):
+    if not chosen and known and (different <= {*known} or different == _indices_as_texts(known)):
         chosen = [*known]
     if not chosen:
         _check_class_names(rows, different)
         whole = all(name.removeprefix("-").isdecimal() for name in different)
         chosen = sorted(different, key=int if whole else None)
     by_name = ClassNames(chosen)
-    if different <= _index_texts(chosen) - {*chosen} and not by_name.are_other_numbers:
+    if different <= _indices_as_texts(chosen) - {*chosen} and not by_name.are_other_numbers:
         return np.array(list(map(int, names)), np.int64), chosen
     numbers, wrong = by_name.encode(np.array(names, str))
     if wrong.any():
@@ -207,7 +207,7 @@ def _class_indices_and_names(
     return numbers, chosen
 
 
-def _index_texts(classes: Sequence[str]) -> set[str]:
+def _indices_as_texts(classes: Sequence[str]) -> set[str]:
     """Return the class indices 0, 1, 2, ... as texts."""
     return set(map(str, range(len(classes))))
 

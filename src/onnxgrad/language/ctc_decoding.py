@@ -56,7 +56,7 @@ def ctc_decode(
 def _extend_prefixes(
     prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the best prefixes after one more time step, and the log-probabilities of their ends.
+    """Return the best prefixes after one more time step, and log p of ending in blank or label.
 
     Args:
         prefixes: the best prefixes before this step.

@@ -203,7 +203,7 @@ def _weight_name_by_constant(
 
 
 class _ChangedWeights:
-    """The weights that a training has changed, found by their values before the training."""
+    """Maps constants of a file to trained weights that had the same values before the training."""
 
     def __init__(self, before: ModelProto, after: ModelProto) -> None:
         new = {ref.name: ref.array() for ref in constant_refs(after)}

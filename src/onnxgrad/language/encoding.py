@@ -156,7 +156,7 @@ class RecordEncoder:
         if bad := next(
             (m for m in messages if not isinstance(m, Mapping) or "role" not in m), None
         ):
-            raise DataError(f"{where}: a message has 'role' and 'content', not {bad!r:.80}")
+            raise DataError(f"{where}: a message must have 'role' and 'content', not {bad!r:.80}")
         more = {n: record[n] for n in ("tools", "documents") if record.get(n) is not None}
         try:
             if self.completion_only is False:
@@ -241,7 +241,7 @@ def _check_field_is_text(where: str, name: str, value: Any) -> None:
 
 
 def pack_rows(rows: Iterable[Row], length: int) -> Iterator[Row]:
-    """Yield rows of `length` tokens, from all rows one after another; the last may be shorter."""
+    """Yield rows of `length` tokens, from all rows joined; the last row may be shorter."""
     held: list[Row] = []
     count = 0
     for row in rows:

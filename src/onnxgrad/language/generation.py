@@ -203,7 +203,7 @@ def _model_folder(model: Any) -> ModelFolder | None:
 
 
 def _find_adapter(folder: ModelFolder | None, name: str) -> Path:
-    """Return the path of the adapter `name` in a folder; raise `ValueError` if it does not fit."""
+    """Return the path of the adapter `name`; raise `ValueError` unless it fits the model."""
     if folder is None:
         raise ValueError(
             f"{argument('adapter', name)} names an adapter in a folder: pass the folder as model"

@@ -70,7 +70,7 @@ def sequence_log_probs(
     shape = dims(logits)
     if shape is None or len(shape) != 3:
         raise ValueError(
-            f"{chosen!r} of shape {shape} is no (rows, tokens, vocabulary): name logits"
+            f"`output` {chosen!r} has the shape {shape}: name logits, (rows, tokens, vocabulary)"
         )
     if any(x.name == LABELS for x in graph.inputs):
         raise ValueError(f"the model has an input {LABELS!r} already: rename it")

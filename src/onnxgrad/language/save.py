@@ -136,7 +136,7 @@ def check_folder(
         try:
             load_folder(target)
         except ModelError as e:
-            raise FileExistsError(f"{e}, and is not overwritten: name another") from None
+            raise FileExistsError(f"{e}, and is not overwritten: name another folder") from None
     home = next(folder for folder in target.parents if folder.exists())
     if not os.access(home, os.W_OK):
         raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
@@ -196,7 +196,7 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
     known = {tensor.name for tensor in old.graph.initializer}
     places = {n: _external_data_path(t) for n, t in external.external_tensors(old) if n in known}
     if bad := next((p for p in places.values() if p.is_absolute() or ".." in p.parts), None):
-        raise ModelError(f"{str(like)!r} reads {str(bad)!r}, outside of its folder: save it again")
+        raise ModelError(f"{str(like)!r} reads {str(bad)!r}, outside of its folder: move it there")
     data = next((place for place, _ in Counter(places.values()).most_common(1)), None)
     if data is None and external.inline_nbytes(proto) > external.IN_MODEL:
         data, known = Path(f"{file.name}.data"), set()

@@ -147,7 +147,7 @@ def _tensors_before_trained_layers(proto: ModelProto, target: str, trained: set[
     if target not in behind:
         raise ValueError(
             f"the tensor {target!r} that the loss reads depends on no weight that trains: choose "
-            "others with train and freeze"
+            "other weights with `train` and `freeze`"
         )
     cuts: dict[str, None] = {}
     waiting = [target]

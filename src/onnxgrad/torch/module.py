@@ -167,7 +167,7 @@ class OnnxModule(nn.Module):
             inputs = self._ordered_inputs(inputs, named)
         weights = self._read_weights()
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            inputs = self._variant_for(weights).cast(inputs)
+            inputs = self._variant_of_weights(weights).cast(inputs)
         variant = self._last_variant
         if variant is None or variant.needs_check(inputs, weights):
             variant = self._checked_variant(inputs, weights)
@@ -263,7 +263,7 @@ class OnnxModule(nn.Module):
             if name not in names:
                 raise unknown("input", name, names)
             if name in tensors:
-                raise ValueError(f"input {name!r} is given twice: by position and by name")
+                raise ValueError(f"input {name!r} is given by position and by name: pass it once")
             tensors[name] = x
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(
@@ -273,12 +273,12 @@ class OnnxModule(nn.Module):
 
     def _checked_variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> GraphVariant:
         """Return the `GraphVariant` for the weights' dtypes and device; check all tensors."""
-        variant = self._variant_for(weights)
+        variant = self._variant_of_weights(weights)
         variant.check(inputs, weights)
         self._last_variant = variant
         return variant
 
-    def _variant_for(self, weights: Sequence[Tensor]) -> GraphVariant:
+    def _variant_of_weights(self, weights: Sequence[Tensor]) -> GraphVariant:
         """Return the `GraphVariant` for the weights' dtypes and device, built once."""
         deciding = weights or [self._empty_tensor]
         device, dtypes = deciding[0].device, tuple(w.dtype for w in deciding)
