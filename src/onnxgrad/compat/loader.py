@@ -113,7 +113,7 @@ class OrtDataLoader:
         count = len(self._arrays)
         if isinstance(names, str) or len(names) not in (count, count + 1):
             raise ValueError(
-                f"iter_bind needs {count} names, or one more, for {count} arrays, not {names!r}"
+                f"iter_bind needs a list of {count} or {count + 1} names of inputs, not {names!r}"
             )
         return self._bind_batches(bind, names)
 

@@ -147,7 +147,7 @@ class OrtGradientOptimizer(SeedTrainer):
             NotFittedError: `check_trained`, and there was no `fit`.
         """
         weights = self._weight_arrays(state, check_trained)
-        fitted = self._state_to_set()
+        fitted = self._state_for_set_state()
         old = fitted.values
         fitted.values = replace(old, weights=old.weights | weights)
         return self

@@ -239,7 +239,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
         checked = [(k, self._arrays_of_state(k, one, zero, check_trained)) for k, one in pairs]
-        fitted = self._state_to_set()
+        fitted = self._state_for_set_state()
         for k, new in checked:
             old = fitted.values
             if k == "weight":

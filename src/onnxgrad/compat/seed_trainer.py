@@ -285,7 +285,7 @@ class SeedTrainer(Arguments):
             for name, a in state.items()
         }
 
-    def _state_to_set(self) -> EstimatorState:
+    def _state_for_set_state(self) -> EstimatorState:
         """Return the state that `set_state` changes; it is empty before the first `fit`."""
         if "_state" not in vars(self):
             self._state = EstimatorState(rng=np.random.default_rng(self.random_state))

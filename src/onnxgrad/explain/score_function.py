@@ -307,7 +307,7 @@ class Point:
             if x.dtype.kind in "iubO":
                 raise ValueError(
                     f"{name!r} holds {x.dtype}: only floats have a gradient; name an inner float "
-                    f"value as `wrt`{_embedding_hint(self.function.whole.graph)}"
+                    f"value as `wrt`{_hint_of_embeddings(self.function.whole.graph)}"
                 )
         return behind.gradients(
             self.feed_at(values), self._behind_with_rows, self.function.wrt, cotangent
@@ -359,11 +359,11 @@ def _explainable_inputs(whole: Piece) -> list[str]:
         return [str(x.name) for x in smooth or used]
     raise ValueError(
         f"no float input leads to {y.name!r}: name an inner float value as `wrt`"
-        f"{_embedding_hint(graph)}"
+        f"{_hint_of_embeddings(graph)}"
     )
 
 
-def _embedding_hint(graph: ir.Graph) -> str:
+def _hint_of_embeddings(graph: ir.Graph) -> str:
     """Return a hint for messages that names the results of Gathers of integer inputs."""
     integers = [x for x in graph.inputs if not is_real(x)]
     depending = dependents(graph, integers)

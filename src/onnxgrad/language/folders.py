@@ -151,7 +151,7 @@ def _read_genai_folder(home: Path, config: dict[str, Any], file: str | None) -> 
         "genai",
         _existing_file(home, file or decoder["filename"]),
         config,
-        **_special_ids(model),
+        **_special_token_ids(model),
         vocab_size=model.get("vocab_size"),
         context_length=model.get("context_length"),
         input_names=names,
@@ -169,7 +169,7 @@ def _read_optimum_folder(home: Path, config: dict[str, Any], file: str | None) -
         "optimum",
         _existing_file(home, file) if file else _optimum_model_file(home),
         config,
-        **_special_ids(every),
+        **_special_token_ids(every),
         vocab_size=every.get("vocab_size"),
         context_length=next((every[n] for n in _LENGTHS if every.get(n)), None),
     )
@@ -196,7 +196,7 @@ def _existing_file(home: Path, name: str) -> Path:
     return home / name
 
 
-def _special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+def _special_token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of special tokens in a configuration, as fields of a `ModelFolder`."""
     pad, bos, eos = (config.get(f"{name}_token_id") for name in SPECIAL)
     ids = eos if isinstance(eos, Sequence) else [] if eos is None else [eos]

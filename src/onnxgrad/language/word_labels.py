@@ -294,7 +294,7 @@ def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledTe
         return LabeledText(text, spans, *_word_labels_of_entities(entities, spans, name))
     tags = next((record[key] for key in _TAGS if key in record), None)
     if not words or (tags is not None and len(tags) != len(words)):
-        raise ValueError(f"{name} has neither 'text' nor 'tokens' with as many 'tags': {record}")
+        raise ValueError(f"{name} needs 'text', or 'tokens' and as many 'tags': {record}")
     numbers = [tag for tag in tags or () if not isinstance(tag, str)]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(classes):
         raise ValueError(

@@ -19,7 +19,7 @@ from onnxgrad.operators.shapes import static
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
 def images_side_by_side(op, node):
-    """Rewrite a convolution of tiny images as a convolution of one wide image of them all."""
+    """Rewrite a convolution of a batch of tiny images as a convolution of one wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
     if not (lengths and counts and kernel and len(lengths) == 2):
