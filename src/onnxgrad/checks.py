@@ -1,4 +1,4 @@
-"""Checks of arguments: whole numbers, numbers, shares and choices. Each returns the value.
+"""Checks of arguments: whole numbers, numbers, fractions and choices; each returns the value.
 
 Every check takes the name of the argument first, which its message shows as users call it.
 """
@@ -15,13 +15,13 @@ from onnxgrad.errors import named, unknown
 
 
 def _is_truth_value(value: Any) -> bool:
-    """Return whether a value is a bool of Python or numpy, which older numpy counts as 1."""
+    """Return whether `value` is a bool of Python or numpy, which must not count as 0 or 1."""
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     return isinstance(value, bool) or kind == "b"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number as an int; raise `ValueError` if it is none, or below `least`."""
+    """Return `value` as an int; raise `ValueError` unless it is a whole number >= `least`."""
     try:
         if _is_truth_value(value):
             raise TypeError
@@ -36,7 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 def check_number(
     name: str, value: Any, least: float = 0.0, strict: bool = False, infinite: bool = False
 ) -> float:
-    """Return a number as a float; raise `ValueError` below `least`, if `strict` also at it.
+    """Return `value` as a float; raise `ValueError` unless it is >= `least` (`strict`: >).
 
     NaN, texts and truth values are no numbers, and infinity is one if `infinite`.
     """
@@ -57,14 +57,14 @@ check_positive = partial(check_number, strict=True)
 
 
 def check_share(name: str, value: Any) -> float:
-    """Return a number from 0 to 1 as a float; raise `ValueError` for others."""
+    """Return `value` as a float; raise `ValueError` unless it is a number from 0 to 1."""
     if check_number(name, value) > 1:
         raise ValueError(f"{named(name)} must be from 0 to 1, not {value!r}")
     return float(value)
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
-    """Return `value`, or raise `ValueError` if it is none of the choices."""
+    """Return `value`; raise `ValueError` if it is not in `choices`."""
     if value not in choices:
         raise unknown(named(name), value, choices)
     return value

@@ -1,4 +1,4 @@
-"""Errors of the package. Each message names the mistake and the remedy.
+"""Error classes of the package, and helpers for messages that name mistake and remedy.
 
 Messages show names from model files, so their control characters are escaped.
 """
@@ -25,17 +25,17 @@ def printable(text: object) -> str:
 
 
 def node_text(node: Any) -> str:
-    """Return a node of `onnx_ir` for messages: its operator, its name and its first output."""
+    """Return a text for messages about an `onnx_ir` node: operator, name and first output."""
     return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"
 
 
 def printable_lines(text: object) -> str:
-    """Return a message of several lines, each of them made `printable`."""
+    """Return a text of several lines with each line made `printable`."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 
 def escape(error: BaseException | None) -> None:
-    """Make the messages of `error` and of the errors that caused it printable, in place."""
+    """Escape unprintable characters in the messages of `error` and of its causes, in place."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -47,7 +47,7 @@ def escape(error: BaseException | None) -> None:
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Make the messages of errors raised in the block, or in the decorated function, printable.
+    """Escape unprintable characters in messages of errors that the block, or function, raises.
 
     onnx and onnxruntime put names from model files into their messages without escaping them.
     """
@@ -82,7 +82,7 @@ class ModelError(PrintableError, ValueError):
 
 
 class NoGradientRule(PrintableError, NotImplementedError):
-    """The gradient has to pass an operator that has no gradient rule, or none for this use of it.
+    """The gradient has to pass an operator without a gradient rule for its inputs or attributes.
 
     The message names the node and the path to it from an input. Write a rule with `rule`, or stop
     the gradient before the node. It is a `NotImplementedError`.
@@ -145,7 +145,7 @@ class ConvergenceWarning(PrintableError, UserWarning):
 
 
 class EvaluationError(PrintableError, RuntimeError):
-    """A method was called before the one that prepares it.
+    """A method was called before the method that prepares it, such as `build_onnx_function`.
 
     Losses and penalties need `build_onnx_function` first, learning rates `init_learning_rate`, and
     `backward` needs `forward(..., training=True)`. Also raised if `OrtGradientForwardBackward` with
@@ -194,7 +194,7 @@ class ProcessLostError(PrintableError, RuntimeError):
 
 
 class Face:
-    """How messages name arguments: as the keywords of a call in Python.
+    """How messages name arguments: here, as the keywords of a call in Python.
 
     Another face, such as the command line, has other words for them. `first` is the number that
     users give to the first row or column.
@@ -203,11 +203,11 @@ class Face:
     first = 0
 
     def named(self, python: str) -> str:
-        """Return the user's name for an argument or a function with a name in Python."""
+        """Return how users write the argument or function whose name in Python is `python`."""
         return python
 
     def given(self, argument: str, *value: Any) -> str:
-        """Return an argument as the user writes it, with its value if one is given.
+        """Return an argument as users write it: `name=value`, or `name=` without a value.
 
         An argument of a dict of options is given with the name of the dict: `loss_options.alpha`.
         """
@@ -220,7 +220,7 @@ _face = Face()
 
 @contextmanager
 def speaking(face: Face) -> Iterator[None]:
-    """Let the messages of this process name arguments as `face` does."""
+    """Let messages of this process name arguments as `face` does: in Python or the shell."""
     global _face
     before, _face = _face, face
     try:
@@ -230,33 +230,33 @@ def speaking(face: Face) -> Iterator[None]:
 
 
 def named(python: str) -> str:
-    """Return the user's name for an argument or a function with a name in Python."""
+    """Return how users write the argument or function whose name in Python is `python`."""
     return _face.named(python)
 
 
 def argument(name: str, *value: Any) -> str:
-    """Return an argument as the user writes it: `name=value`, or `name=` without a value."""
+    """Return an argument as users write it: `name=value`, or `name=` without a value."""
     return _face.given(name, *value)
 
 
 def first_number() -> int:
-    """Return the number that users give to the first row or column: 0 in Python."""
+    """Return the index that users give to the first row or column: 0 in Python."""
     return _face.first
 
 
 def not_installed(what: str, package: str, extra: str) -> ImportError:
-    """Return the error for a missing optional package, which an extra of onnxgrad installs."""
+    """Return an ImportError for the optional `package`, which onnxgrad[`extra`] installs."""
     return ImportError(f"{what} needs {package}: pip install 'onnxgrad[{extra}]'")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of `error`, without the source location in C++."""
+    """Return the first line of an error's message, without onnxruntime's C++ source location."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("` failed: ")[2]
 
 
 def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] = ()) -> ValueError:
-    """Return a ValueError for a `name` that is not in `valid`, which suggests similar names.
+    """Return a ValueError for an unknown `name`, whose message suggests similar valid names.
 
     It suggests the names `close` if there are any, else valid names that are spelled similarly.
     """
@@ -270,7 +270,7 @@ def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] 
 
 
 def join_first(texts: Sequence[object], most: int) -> str:
-    """Return the first `most` texts with commas between them, and how many more there are."""
+    """Return the first `most` texts, joined by commas, and the count of further texts."""
     more = f", and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(map(str, texts[:most])) + more
 
@@ -278,7 +278,7 @@ def join_first(texts: Sequence[object], most: int) -> str:
 def check_options(
     what: str, options: Iterable[str], function: Callable[..., Any], skip: int = 0
 ) -> None:
-    """Raise `ValueError` if an option is not a parameter of `function`.
+    """Raise `ValueError` if a name in `options` is not a parameter of `function`.
 
     Args:
         what: the kind of option in the message, such as "option of loss 'huber'".

@@ -39,7 +39,7 @@ class NotFittedError(ValueError, AttributeError):
 
 @cache
 def _combined_error_class() -> Any:
-    """Return a class of errors that derives from this one and scikit-learn's."""
+    """Return a class derived from this `NotFittedError` and scikit-learn's `NotFittedError`."""
     from sklearn.exceptions import NotFittedError as Theirs
 
     return type("NotFittedError", (NotFittedError, Theirs), {"__module__": __name__})
@@ -47,12 +47,12 @@ def _combined_error_class() -> Any:
 
 @cache
 def _init_arguments(cls: type) -> tuple[str, ...]:
-    """Return the names of the arguments of `__init__`."""
+    """Return the names of the arguments of `cls.__init__`."""
     return tuple(signature(cls).parameters)
 
 
 class BaseEstimator:
-    """An estimator in the manner of scikit-learn, whose parameters are the arguments of `__init__`.
+    """An estimator with scikit-learn's interface, whose parameters are arguments of `__init__`.
 
     It does not derive from scikit-learn's base class, whose import takes longer than to begin a
     training. Its `repr` shows all arguments in order; models by their size.
@@ -76,7 +76,7 @@ class BaseEstimator:
         for name, value in params.items():
             head, _, tail = name.partition("__")
             if head not in valid:
-                raise ValueError(f"invalid parameter {head!r}; valid: {list(valid)}")
+                raise ValueError(f"invalid parameter {head!r}; valid parameters: {list(valid)}")
             if tail:
                 nested.setdefault(head, {})[tail] = value
             else:
@@ -92,8 +92,8 @@ class BaseEstimator:
     # -- methods that scikit-learn calls ----------------------------------------------------------
 
     def _as_sklearn_estimator(self) -> Any:
-        """Return an object with the same attributes that derives from scikit-learn's base, too."""
-        theirs: Any = object.__new__(_with_sklearn_base(type(self)))  # type: ignore[arg-type]
+        """Return a view of `self`, sharing attributes, that derives from scikit-learn's base."""
+        theirs: Any = object.__new__(_class_with_sklearn_base(type(self)))  # type: ignore[arg-type]
         theirs.__dict__ = self.__dict__
         return theirs
 
@@ -101,7 +101,7 @@ class BaseEstimator:
         return super(BaseEstimator, self._as_sklearn_estimator()).__sklearn_tags__()  # type: ignore[misc]
 
     def get_metadata_routing(self) -> Any:
-        """Return the metadata that its methods request of scikit-learn."""
+        """Return the metadata, such as sample weights, that methods request of scikit-learn."""
         return super(BaseEstimator, self._as_sklearn_estimator()).get_metadata_routing()  # type: ignore[misc]
 
     def set_fit_request(self, **requests: Any) -> Self:
@@ -113,7 +113,7 @@ class BaseEstimator:
         return self._set_request("score", requests)
 
     def _set_request(self, method: str, requests: dict[str, Any]) -> Self:
-        """Store which metadata scikit-learn shall pass to a method."""
+        """Store which metadata scikit-learn shall pass to `method`."""
         from sklearn import get_config
 
         if not get_config()["enable_metadata_routing"]:
@@ -122,7 +122,9 @@ class BaseEstimator:
         of_method = getattr(routing, method)
         for name, alias in requests.items():
             if name not in of_method.requests:
-                raise TypeError(f"{method} has no metadata {name!r}: {sorted(of_method.requests)}")
+                raise TypeError(
+                    f"{method} has no metadata {name!r}; it has {sorted(of_method.requests)}"
+                )
             of_method.add_request(param=name, alias=alias)
         self._metadata_request = routing
         return self
@@ -134,14 +136,14 @@ class BaseEstimator:
 
 
 @cache
-def _with_sklearn_base(cls: Any) -> type:
-    """Return `cls` with scikit-learn's base class as another base."""
+def _class_with_sklearn_base(cls: Any) -> type:
+    """Return a class derived from `cls` and scikit-learn's `BaseEstimator`."""
     from sklearn.base import BaseEstimator as Theirs
 
     return cls if issubclass(cls, Theirs) else type(cls.__name__, (cls, Theirs), {})
 
 
-class _Short(Repr):
+class _ShortRepr(Repr):
     """`repr` that shortens models, bytes and long containers."""
 
     def __init__(self) -> None:
@@ -157,7 +159,7 @@ class _Short(Repr):
         return super().repr1(x, level)
 
 
-_SHORT = _Short()
+_SHORT = _ShortRepr()
 
 
 __all__ = ["BaseEstimator", "NotFittedError"]

@@ -1,4 +1,4 @@
-"""Names that the stub `__init__.pyi` of a package lists, each imported when it is first used."""
+"""Lazy imports: a package's names, listed in its stub `__init__.pyi`, load at first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_stub(file: str) -> dict[str, str]:
-    """Return `{name: module that defines it}` of a stub, whose only imports are `from ... import`.
+    """Return `{name: module}` of a stub file, whose lines are `from module import name`.
 
     A name that a package imports from itself is a submodule.
     """
@@ -23,7 +23,7 @@ def read_stub(file: str) -> dict[str, str]:
 def offer_names(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package by the stub beside its `file`.
+    """Return a package's lazy `__getattr__`, `__dir__` and `__all__`, from its stub.
 
     The error of an unknown name says which submodule of the package offers it, if one does.
     """

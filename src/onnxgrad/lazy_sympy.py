@@ -1,4 +1,4 @@
-"""Imports onnx_ir without sympy, which takes longer to import than all else that a training needs.
+"""Imports onnx_ir without sympy, whose import takes longer than all other imports of a training.
 
 onnx_ir imports it for the arithmetic of symbolic lengths, which this package does not use.
 """
@@ -17,8 +17,8 @@ from typing import Any
 _DEFERRED = ("sympy", "onnx_ir._symbolic_shapes")
 
 
-class _Deferred(ModuleType):
-    """Stands in for a module, which is imported when an attribute of it is first used."""
+class _DeferredModule(ModuleType):
+    """A stand-in for a module, which imports the module when its first attribute is read."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:  # the import of onnx_ir uses it
@@ -30,8 +30,8 @@ class _Deferred(ModuleType):
 
 @contextmanager
 def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
-    """Let imports in the block return stand-ins for modules that are not imported yet."""
-    added = {name: _Deferred(name) for name in names if name not in sys.modules}
+    """Let imports of `names` in the block return stand-ins, unless already imported."""
+    added = {name: _DeferredModule(name) for name in names if name not in sys.modules}
     sys.modules.update(added)
     try:
         yield
@@ -41,8 +41,8 @@ def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
                 del sys.modules[name]
 
 
-class _Finder:
-    """A finder of onnx_ir alone, which removes itself when it has found it."""
+class _OnnxIrFinder:
+    """An import finder of onnx_ir alone, which removes itself from `sys.meta_path` then."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "onnx_ir":
@@ -61,6 +61,6 @@ class _Finder:
 
 
 def defer_sympy_import() -> None:
-    """Let the first import of onnx_ir not import sympy before an attribute of it is used."""
+    """Let the first import of onnx_ir defer the import of sympy until sympy is used."""
     if "onnx_ir" not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _OnnxIrFinder())

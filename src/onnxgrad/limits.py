@@ -63,7 +63,7 @@ def set_limits(**limits: int | None) -> None:
 
 
 def limit(name: str) -> int:
-    """Return the current value of the limit `name`."""
+    """Return the current value of the limit `name`: set in Python, the environment, or default."""
     if (chosen := _chosen.get(name)) is not None:
         return chosen
     variable = variable_of(name)
@@ -72,7 +72,7 @@ def limit(name: str) -> int:
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable that sets the limit `name`."""
+    """Return the name of the environment variable that sets the limit `name`."""
     return f"ONNXGRAD_MAX_{name.upper()}"
 
 

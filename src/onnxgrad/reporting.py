@@ -18,7 +18,7 @@ logger = logging.getLogger("onnxgrad")
 
 
 def _escape_record(record: logging.LogRecord) -> bool:
-    """Make the message of a record printable: it may show names from model files."""
+    """Escape unprintable characters in a log record's message; return True, to log it."""
     text = record.getMessage()
     if not text.isprintable():
         record.msg, record.args = printable(text), None
@@ -29,7 +29,7 @@ logger.addFilter(_escape_record)
 
 
 def escape_loggers(package: str) -> None:
-    """Make the messages of the existing loggers of another package printable."""
+    """Escape unprintable characters in messages of the existing loggers of `package`."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(f"{package}."):
             logging.getLogger(name).addFilter(_escape_record)
@@ -42,18 +42,18 @@ _call_level: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
 
 @lru_cache(maxsize=1000)
 def warn_once(message: str) -> None:
-    """Log a warning once, as one training may read a file many times."""
+    """Log the warning `message`, but only once per process."""
     logger.warning("%s", message)
 
 
 def level_of(verbose: int) -> int | None:
-    """Return the logging level for `verbose`: None for 0, INFO for 1, DEBUG from 2 on."""
+    """Return the logging level for `verbose`: None for 0, INFO for 1, DEBUG for 2 or more."""
     return logging.DEBUG if verbose > 1 else logging.INFO if verbose else None
 
 
 @contextmanager
 def reporting(level: int | None) -> Iterator[None]:
-    """Report messages of `level` and above in the block; None adds none.
+    """Let the block log messages of `level` and above; with None, the level is unchanged.
 
     They go to the handlers of the program, or to stderr if it has none. Messages that the program
     itself has enabled in the logger "onnxgrad" are reported in any case.
@@ -72,8 +72,8 @@ def reporting(level: int | None) -> Iterator[None]:
         _call_level.reset(token)
 
 
-class _RunningCalls(logging.Filter):
-    """The levels of the running calls, and a filter that passes the records they enable."""
+class _RunningCallsFilter(logging.Filter):
+    """A filter of the logger, which passes the records that running calls have enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _RunningCalls(logging.Filter):
         self._handler: logging.Handler | None = None
 
     def add(self, level: int) -> None:
-        """Enable messages of `level` when a call begins."""
+        """Enable messages of `level`, as a call with this level begins."""
         with self._lock:
             if not self._levels:
                 self._attach_to_logger()
@@ -92,7 +92,7 @@ class _RunningCalls(logging.Filter):
             self._update_level()
 
     def remove(self, level: int) -> None:
-        """Undo `add` when the call ends."""
+        """Disable messages of `level` again, as a call with this level ends."""
         with self._lock:
             self._levels.remove(level)
             self._update_level()
@@ -100,11 +100,11 @@ class _RunningCalls(logging.Filter):
                 self._detach_from_logger()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the running call, or the program, has enabled the level of `record`."""
+        """Return whether this thread's call, or the program, has enabled the record's level."""
         return record.levelno >= min(_call_level.get(), self._level_of_program())
 
     def _attach_to_logger(self) -> None:
-        """Add this filter to the logger, and a handler if the program has none."""
+        """Add this filter to the logger, and a stderr handler if the program has no handler."""
         self._own = self._set = logger.level
         self._was_disabled, logger.disabled = logger.disabled, False
         logger.addFilter(self)
@@ -113,7 +113,7 @@ class _RunningCalls(logging.Filter):
             logger.addHandler(self._handler)
 
     def _detach_from_logger(self) -> None:
-        """Undo `_attach_to_logger`."""
+        """Remove this filter, and the handler that `_attach_to_logger` added, from the logger."""
         if self._handler is not None:
             logger.removeHandler(self._handler)
             self._handler = None
@@ -121,7 +121,7 @@ class _RunningCalls(logging.Filter):
         logger.disabled = self._was_disabled
 
     def _update_level(self) -> None:
-        """Set the lowest level that the running calls and the program need.
+        """Set the logger's level to the lowest level of running calls and program.
 
         The program may have changed its level since the last call.
         """
@@ -131,16 +131,16 @@ class _RunningCalls(logging.Filter):
         logger.setLevel(self._set)
 
     def _level_of_program(self) -> int:
-        """Return the level that the program has set for the logger."""
+        """Return the level that the user's program has set for the logger "onnxgrad"."""
         parent = logger.parent
         return self._own or (parent.getEffectiveLevel() if parent else logging.WARNING)
 
 
-_running_calls = _RunningCalls()
+_running_calls = _RunningCallsFilter()
 
 
 def frames_inside() -> int:
-    """Return the number of frames of this package from the caller up, for `stacklevel`."""
+    """Return how many stack frames, from the caller up, are onnxgrad's, for `stacklevel`."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
@@ -151,7 +151,7 @@ def frames_inside() -> int:
 def html_table(
     head: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str] = ()
 ) -> str:
-    """Return a table for notebooks, with `notes` below it; numbers are aligned to the right."""
+    """Return an HTML table for notebooks, numbers aligned right, with `notes` below."""
 
     def cell(tag: str, value: object) -> str:
         text = escape(printable(value))

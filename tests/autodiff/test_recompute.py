@@ -292,7 +292,7 @@ def test_the_order_of_the_nodes_knows_the_sizes_of_what_is_recomputed(monkeypatc
     """onnxruntime infers no shape behind the Reshape in front of it."""
     graphs = []
     monkeypatch.setattr(sessions, "WORK_PER_THREAD", 0)
-    monkeypatch.setattr(sessions, "order_all", graphs.append)
+    monkeypatch.setattr(sessions, "reorder_for_memory", graphs.append)
     fitted, X, y = trainer_and_data("encoder", "all", deeper=True)
     fitted.fit(X, y, batch_size=ROWS)
     (scan,) = (node for node in graphs[-1] if node.op_type == "Scan")

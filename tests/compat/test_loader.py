@@ -121,7 +121,7 @@ def test_binding(shuffled):
 def test_names_to_bind():
     data, bind = OrtDataLoader(X, Y, W), binding_session().io_binding()
     for names in (["x", "label"], ["x", "label", "w", "rate", "more"], "xyw"):
-        with pytest.raises(ValueError, match=naming("iter_bind", "3 names", "3 arrays")):
+        with pytest.raises(ValueError, match=naming("iter_bind", "3 or 4 names")):
             data.iter_bind(bind, names)
 
 

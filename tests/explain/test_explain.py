@@ -455,7 +455,7 @@ def test_influence_refuses(options, named):
         (lambda: explain.integrated_gradients(LINEAR, X, 0, X + 1j), "complex"),
         (lambda: explain.show_text(["a"], [1.0, 2.0]), "1 names"),
         (lambda: explain.show_image(np.zeros((2, 8, 8, 8))), "of one row"),
-        (lambda: explain.show_image(np.full((8, 8), np.nan)), "not finite"),
+        (lambda: explain.show_image(np.full((8, 8), np.nan)), "NaN or infinity"),
     ],
 )
 def test_arguments_that_do_not_fit(call, message):

@@ -89,7 +89,7 @@ def test_the_only_file_is_the_model_and_one_of_several_is_named(tmp_path):
         ({}, ["genai_config.json", "config.json"]),
         ({"config.json": "{}"}, ["model.onnx", "onnx/model.onnx"]),
         ({"config.json": "{"}, ["config.json", "JSON"]),
-        ({"config.json": "[]"}, ["config.json", "no object"]),
+        ({"config.json": "[]"}, ["config.json", "no JSON object"]),
         ({"genai_config.json": '{"model": {"decoder": {"filename": "m.onnx"}}}'}, ["'m.onnx'"]),
         ({"genai_config.json": '{"model": {"decoder": {"pipeline": [{}]}}}'}, ["pipeline"]),
     ],

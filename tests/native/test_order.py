@@ -10,7 +10,15 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.graph.infer import infer
-from onnxgrad.native.order import Lives, Memory, depth_first, eager, nbytes, order, peak
+from onnxgrad.native.order import (
+    LiveMemory,
+    MemoryUse,
+    nbytes,
+    order_depth_first,
+    order_freeing_early,
+    peak_nbytes,
+    reorder_graph,
+)
 from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training.run import sessions
 from tests.support.models import parse_model
@@ -33,7 +41,9 @@ def masked_layers_graph() -> ir.Graph:
     ).graph
 
 
-@pytest.mark.parametrize("form", [depth_first, lambda g: eager(Memory(g), depth_first(g))])
+@pytest.mark.parametrize(
+    "form", [order_depth_first, lambda g: order_freeing_early(MemoryUse(g), order_depth_first(g))]
+)
 def test_an_order_has_every_node_behind_what_it_reads(form):
     g = masked_layers_graph()
     nodes = form(g)
@@ -65,10 +75,10 @@ def test_bytes_of_a_value(node, expected):
 
 def test_values_that_are_read_late_are_computed_late():
     g = masked_layers_graph()
-    before = peak(Memory(g), list(g))
+    before = peak_nbytes(MemoryUse(g), list(g))
     assert before >= 5 * 64 * 64 * 4  # mh, nh, k, mk, p
-    order(g)
-    assert peak(Memory(g), list(g)) < before
+    reorder_graph(g)
+    assert peak_nbytes(MemoryUse(g), list(g)) < before
 
 
 def test_the_next_node_is_the_one_that_frees_most():
@@ -85,15 +95,15 @@ def test_the_next_node_is_the_one_that_frees_most():
             y.name, y.shape, y.type = f"y{i}", ir.Shape([int(rng.integers(0, 50))]), FLOAT
             values.append(y)
         g = ir.Graph(inputs, values[-2:], nodes=nodes, opset_imports={"": 18})
-        memory = Memory(g)
-        assert eager(memory, nodes) == by_all_gains(memory, nodes)
+        memory = MemoryUse(g)
+        assert order_freeing_early(memory, nodes) == by_all_gains(memory, nodes)
 
 
 FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
 
-def by_all_gains(memory: Memory, nodes: list[ir.Node]) -> list[ir.Node]:
-    lives, position, result = Lives(memory), {n: i for i, n in enumerate(nodes)}, []
+def by_all_gains(memory: MemoryUse, nodes: list[ir.Node]) -> list[ir.Node]:
+    lives, position, result = LiveMemory(memory), {n: i for i, n in enumerate(nodes)}, []
     ready = [n for n in nodes if not memory.before[n]]
     for node in ready:
         lives.ready(node)

@@ -264,7 +264,9 @@ def test_parameters_of_a_new_nested_object():
     made = regression_trainer().set_params(learning_rate__eta0=0.25, learning_rate="Nesterov")
     assert made.learning_rate.eta0 == 0.25
     assert made.learning_rate.momentum == 0.9
-    with pytest.raises(ValueError, match=r"invalid parameter 'rate'; valid: \['model_onnx', "):
+    with pytest.raises(
+        ValueError, match=r"invalid parameter 'rate'; valid parameters: \['model_onnx', "
+    ):
         made.set_params(rate=1)
     with pytest.raises(ValueError, match="invalid parameter 'eta'"):
         made.set_params(learning_rate__eta=1)

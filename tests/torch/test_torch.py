@@ -958,7 +958,7 @@ def test_inputs_by_name():
         module(x, i, i)
     with pytest.raises(ValueError, match="Unknown input 'j'"):
         module(x, j=i)
-    with pytest.raises(ValueError, match=naming("'x'", "twice")):
+    with pytest.raises(ValueError, match=naming("'x'", "by position", "by name")):
         module(x, x=x)
 
 

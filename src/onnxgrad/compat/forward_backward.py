@@ -126,18 +126,18 @@ class OrtGradientForwardBackward:
         self.read = [x.name for x in self.partition.backward.graph.input]
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Return a pair of passes, which stores the tensors that its last forward pass saved."""
+        """Return an object with `forward` and `backward`, which keeps tensors between the two."""
         return self.cls_type_(self)
 
     @cached_property
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
-        """The class of the objects that `new_instance` returns; its attributes are the graphs."""
+        """The class of what `new_instance` returns; the graphs are attributes of this class."""
         name, bases = printable(self.class_name), (OrtGradientForwardBackwardFunction,)
         return type(name, bases, dict(self.graphs()))
 
     @cached_property
     def sessions(self) -> list[ort.InferenceSession]:
-        """The sessions of the forward and of the backward model."""
+        """The onnxruntime sessions of the forward model and of the backward model."""
         options = self.sess_options
         if options is None:
             options = ort.SessionOptions()
@@ -146,7 +146,7 @@ class OrtGradientForwardBackward:
         return [loaded(model, options, providers=self.providers) for model in models]
 
     def graphs(self) -> dict[str, ModelProto]:
-        """Return the models by their names in `save_onnx_graph`."""
+        """Return {name: model} of the graphs that `save_onnx_graph` writes."""
         parts = self.partition
         outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
         evaluated = select_model_inputs_outputs(parts.forward, outputs)
@@ -183,7 +183,7 @@ class OrtGradientForwardBackward:
         shape: Dims | None,
         in_row: bool = False,
     ) -> Tensor:
-        """Return a tensor that can be bound to a session; raise `ValueError` if it does not fit.
+        """Return `value` as a tensor that fits `dtype` and `shape`, or raise `ValueError`.
 
         Args:
             what: the name of the tensor in messages.
@@ -212,14 +212,14 @@ class OrtGradientForwardBackward:
         return value
 
     def reshape(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return `value` in another shape."""
+        """Return `value`, an array or OrtValue, reshaped to `shape`."""
         array = to_numpy(value).reshape(shape)
         return owned(array, self.device) if isinstance(value, ort.OrtValue) else array
 
     def results_like(
         self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
     ) -> list[Tensor]:
-        """Return results as OrtValues if one of `inputs` is an OrtValue, else as arrays."""
+        """Return `results` as OrtValues if any of `inputs` is an OrtValue, else as arrays."""
         if self.enable_logging:
             with reporting(logging.INFO):
                 logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
@@ -240,7 +240,7 @@ class OrtGradientForwardBackward:
 
 
 class OrtGradientForwardBackwardFunction:
-    """The two passes of an `OrtGradientForwardBackward`, see `new_instance`.
+    """The forward and backward pass of an `OrtGradientForwardBackward`: see `new_instance`.
 
     Threads cannot share an instance: each thread needs one.
 
@@ -264,7 +264,7 @@ class OrtGradientForwardBackwardFunction:
         self._saved: dict[str, Tensor] | None = None  # inputs of its backward pass
 
     def forward(self, inputs: Sequence[Tensor], training: bool = False) -> list[Tensor]:
-        """Return the outputs of the model.
+        """Return the outputs of the model for a list of inputs and weights.
 
         Args:
             inputs: the inputs of the model, then the weights, arrays or OrtValues; a weight may
@@ -321,9 +321,12 @@ class OrtGradientForwardBackwardFunction:
         parent, outputs, saved = self.parent, self._outputs, self._saved
         grad_outputs = [wrapped(g) for g in grad_outputs]
         if outputs is None:
-            raise EvaluationError("backward comes after forward(inputs, training=True)")
+            raise EvaluationError("call forward(inputs, training=True) before backward")
         if saved is None:
-            raise EvaluationError("backward was called already: call forward(..., training=True)")
+            raise EvaluationError(
+                "backward was called already for the last forward: call forward(inputs, "
+                "training=True) again"
+            )
         if len(grad_outputs) != len(outputs):
             raise ValueError(
                 f"backward takes {len(outputs)} gradients, of {parent.output_names}, "
@@ -356,7 +359,7 @@ class OrtGradientForwardBackwardFunction:
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Write the graphs into `folder`, as `OrtGradientForwardBackward.save_onnx_graph`."""
+        """Write the graphs of both passes: see `OrtGradientForwardBackward.save_onnx_graph`."""
         return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property

@@ -34,8 +34,8 @@ _BOTH = _SUM | _GRADIENT
 _functions: dict[str, Callable[..., Values]] = {f.__name__: f for f in (axpy, axpyw, axpyw2)}
 
 
-def _by_name(write: Callable[..., Values]) -> Callable[..., Values]:
-    """Register a function that writes the outputs of a model into a draft, by its name."""
+def _register_function(write: Callable[..., Values]) -> Callable[..., Values]:
+    """Register the function `write` as the writer of the small model of the same name."""
     _functions[write.__name__] = write
     return write
 
@@ -47,7 +47,7 @@ def function_onnx_graph(
     weight_name: str | None = None,
     **kwargs: Any,
 ) -> ModelProto:
-    """Return a small model by name; `get_supported_functions` describes them.
+    """Return the small ONNX model `name`, such as a loss: see `get_supported_functions`.
 
     An input of any shape is declared without a shape: onnxruntime runs such a model, and
     `onnx.checker` rejects it. The option `shape` declares a shape.
@@ -81,7 +81,7 @@ def function_onnx_graph(
 
 
 def get_supported_functions() -> dict[str, str]:
-    """Return `{name: description}` of the models of `function_onnx_graph`.
+    """Return `{name: description}` of the small models that `function_onnx_graph` writes.
 
     Examples:
         >>> import onnxgrad as og
@@ -91,38 +91,38 @@ def get_supported_functions() -> dict[str, str]:
     return {name: inspect.getdoc(write) or "" for name, write in sorted(_functions.items())}
 
 
-@_by_name
+@_register_function
 def copy(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = X, of any shape (or of `shape`)."""
     return {"Y": draft.input("X", shape)}
 
 
-@_by_name
+@_register_function
 def zero(draft: Draft, shape: Shape | None = None) -> Values:
     """Y = zeros like X, also where X is NaN, of any shape (or of `shape`)."""
     return {"Y": draft.op.zeros_like(draft.input("X", shape))}
 
 
-@_by_name
+@_register_function
 def linear_regression(draft: Draft) -> Values:
     """Y = X A + B, X (N, d), A (d, k), B of a shape that broadcasts to (N, k), such as (1, k)."""
     x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
     return {"Y": draft.op.MatMul(x, a) + draft.input("B", (None, None))}
 
 
-@_by_name
+@_register_function
 def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
     return loss_outputs(draft, _SQUARE, _SUM, weight_name, scale=multiply / 2)
 
 
-@_by_name
+@_register_function
 def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y_grad = multiply w (X2 - X1), the gradient of `square_error` w.r.t. X2."""
     return loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
 
 
-@_by_name
+@_register_function
 def grad_loss_square_error(
     draft: Draft, weight_name: str | None = None, multiply: float = 2
 ) -> Values:
@@ -130,25 +130,25 @@ def grad_loss_square_error(
     return loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
 
 
-@_by_name
+@_register_function
 def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
     return loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
 
 
-@_by_name
+@_register_function
 def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w |X1 - X2|, a scalar."""
     return loss_outputs(draft, AbsoluteLearningLoss(), _SUM, weight_name)
 
 
-@_by_name
+@_register_function
 def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient w.r.t. X2."""
     return loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
 
 
-@_by_name
+@_register_function
 def elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
@@ -157,7 +157,7 @@ def elastic_error(
     return loss_outputs(draft, loss, _SUM, weight_name)
 
 
-@_by_name
+@_register_function
 def grad_loss_elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
@@ -165,7 +165,7 @@ def grad_loss_elastic_error(
     return loss_outputs(draft, ElasticLearningLoss(l1_weight, l2_weight), _BOTH, weight_name)
 
 
-@_by_name
+@_register_function
 def grad_sigmoid_neg_log_loss_error(
     draft: Draft, weight_name: str | None = None, eps: float = 1e-5
 ) -> Values:
@@ -175,7 +175,7 @@ def grad_sigmoid_neg_log_loss_error(
     return loss_outputs(draft, NegLogLearningLoss(eps), _BOTH, weight_name)
 
 
-@_by_name
+@_register_function
 def grad_softmax_neg_log_loss_error(
     draft: Draft, weight_name: str | None = None, eps: float = 1e-5
 ) -> Values:
@@ -186,7 +186,7 @@ def grad_softmax_neg_log_loss_error(
     return loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
 
 
-@_by_name
+@_register_function
 def grad_penalty_elastic_error(
     draft: Draft, l1_weight: float = 0.01, l2_weight: float = 0.01, shape: Shape | None = None
 ) -> Values:
@@ -195,7 +195,7 @@ def grad_penalty_elastic_error(
     return {LOSS: draft.op.Reshape(summed, []), GRADIENT: gradient}
 
 
-@_by_name
+@_register_function
 def update_penalty_elastic_error(
     draft: Draft, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
 ) -> Values:
@@ -207,13 +207,13 @@ def update_penalty_elastic_error(
 def _penalty_and_gradient(
     draft: Draft, l1: float, l2: float, shape: Shape | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the input X, its penalty, (1, 1), and the gradient of the penalty."""
+    """Return (input X, its elastic penalty of shape (1, 1), the gradient w.r.t. X)."""
     op, x = draft.op, draft.input("X", shape)
     summed = weight_penalty(op, x, l1, l2)
     return x, summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
 
 
-@_by_name
+@_register_function
 def n_penalty_elastic_error(
     draft: Draft,
     l1_weight: float = 0.01,

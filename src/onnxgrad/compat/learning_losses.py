@@ -1,4 +1,4 @@
-"""Losses outside of the model, as functions of a prediction and a label.
+"""Losses outside of the model: classes that write a loss of a prediction and a label.
 
 A loss writes itself and its gradient w.r.t. the prediction into any graph, or into two models,
 which `loss_gradient` and `loss_scores` run. The formulas are the formulas of `losses.formulas`,
@@ -41,7 +41,7 @@ Quantities = Mapping[str, str]
 
 
 class BaseLearningLoss(SmallFunctions):
-    """Base of the losses.
+    """Base class of losses outside of the model: functions of a prediction and a label.
 
     A new loss overrides `loss`, and for class indices `label` and `info`, too. `loss` and
     `gradient` are called inside of `with op:`, so that `a * b` writes a node.
@@ -59,11 +59,11 @@ class BaseLearningLoss(SmallFunctions):
     """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss of every element (of the prediction's shape), or of every row."""
+        """Write the loss of each element, in the prediction's shape, or the loss of each row."""
         raise NotImplementedError
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write d loss / d prediction, of the prediction's shape; by default, by the sweep.
+        """Write d loss / d prediction; by default, differentiate the graph of `loss`.
 
         Raises:
             ValueError: the loss does not depend on the prediction.
@@ -72,22 +72,25 @@ class BaseLearningLoss(SmallFunctions):
         loss = self.loss(op, prediction, label)
         gradients = sweep(op, {loss: op.ones_like(loss)}, [prediction])
         if prediction not in gradients:
-            raise ValueError(f"the loss {self} does not depend on {prediction.name!r}")
+            raise ValueError(
+                f"the loss {self} does not depend on the prediction {prediction.name!r}: use "
+                "`prediction` in the method `loss`"
+            )
         return gradients[prediction]
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input, which is not yet an input of the graph.
+        """Return a new value for the labels, not yet added to the graph's inputs.
 
         By default, it has the shape and dtype of the prediction.
         """
         return label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return the limits of labels beyond shape and dtype: by default, there are none."""
+        """Return limits of the labels' values, such as a class count; by default no limits."""
         return LossInfo()
 
     def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the terms for a `Trainer`, and the gradient if the class overrides `gradient`."""
+        """Write the loss for a `Trainer`, and its gradient if the class overrides `gradient`."""
         label = self.label(op, prediction, label_name)
         widen_label(label)
         value, expected = wide(op, prediction), label
@@ -149,7 +152,7 @@ class BaseLearningLoss(SmallFunctions):
         build = partial(
             build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
         )
-        self._keep_models(
+        self._store_models(
             device,
             loss_grad_onnx_=build(quantities={LOSS: "sum", GRADIENT: "gradient"}),
             loss_score_onnx_=build(quantities={LOSS: "rows"}),
@@ -180,7 +183,7 @@ class BaseLearningLoss(SmallFunctions):
         return self._run_loss("loss_score_onnx_", expected, predicted, weight)[0]
 
     def _run_loss(self, name: str, expected: Any, predicted: Any, weight: Any) -> list[Any]:
-        """Return the outputs of the model `name`, for checked labels and predictions."""
+        """Check labels and predictions; return the outputs of the loss model `name`."""
         feed = checked_feed(self, self._model_session(name), expected, predicted, weight)
         return self._run_model(name, feed, isinstance(predicted, ort.OrtValue))
 
@@ -212,7 +215,7 @@ def loss_outputs(
     shape: Shape = ("N", "k"),
     scale: float = 1.0,
 ) -> dict[str, ir.Value]:
-    """Write a loss, with inputs X1 (expected), X2 (predicted) and sample weights.
+    """Write a loss into a draft with the inputs X1 (labels), X2 (predictions) and weights of rows.
 
     Args:
         draft: the model, which gets the name of the class of the loss.
@@ -241,7 +244,7 @@ def loss_outputs(
 def checked_feed(
     loss: Any, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
 ) -> dict[str, Any]:
-    """Return the inputs of a model of `loss_outputs`, by name; arrays that fit are not copied.
+    """Return {input: array} for a model of `loss_outputs`; arrays that fit are not copied.
 
     Raises:
         ValueError: arrays that do not fit the model or each other, or labels that the loss does not
@@ -273,7 +276,7 @@ def checked_feed(
 
 
 def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a prediction is passed to the model: a vector becomes a column."""
+    """Return the shape of a prediction for a loss model's input: (N,) becomes (N, 1) if needed."""
     if not shape or 0 in shape:
         raise ValueError(f"'predicted' has the shape {shape}: it must have rows")
     if len(shape) == 1 and len(declared) == 2:
@@ -285,7 +288,7 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
 
 
 def _label_field(loss: Any, prediction: ir.Value) -> Field:
-    """Return the `Field` that checks labels, for a prediction of static shape."""
+    """Return the `Field` that checks labels' dtype, shape and range, for a static prediction."""
     label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
     info, shape = loss.info(prediction), dims(label)
     assert label.dtype is not None
@@ -315,7 +318,7 @@ class SquareLearningLoss(BaseLearningLoss):
         return 0.5 * formulas.squared_error(op, prediction, label)
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write f - y as one node; the sweep would write f/2 - y/2 twice."""
+        """Write f - y as one node; differentiation would write f/2 - y/2 twice."""
         return op.set_type_like(op.Sub(prediction, label), prediction)
 
 
@@ -406,16 +409,16 @@ class NegLogLearningLoss(BaseLearningLoss):
         return op.set_type_like(gradient, prediction)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input, int64: of the shape of the logits, or (N,) for a softmax."""
+        """Return the int64 label input: in the shape of the logits, or (N,) for a softmax."""
         return label_input(op, prediction, self._label_kind(), type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return the number of classes and, for a sigmoid, the threshold between both."""
+        """Return the class count of the labels and, for a sigmoid, the threshold of class 1."""
         classes = self._label_kind().classes(dims(prediction))
         return LossInfo(classes=classes, threshold=None if self._is_softmax() else 0.0)
 
     def _label_kind(self) -> LabelKind:
-        """Return the kind of the labels: class indices, or 0 and 1 for a sigmoid."""
+        """Return the `LabelKind` of this loss: class indices, or 0 and 1 for a sigmoid."""
         if self._is_softmax():
             return CLASS_INDICES
         return LabelKind(ir.DataType.INT64, classes=lambda prediction: 2)
@@ -427,7 +430,7 @@ class NegLogLearningLoss(BaseLearningLoss):
 
 @dataclass(eq=False, repr=False)
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `onnxgrad.losses.LOSSES`, or a function of the user; the sweep writes its gradient.
+    """A loss of `onnxgrad.losses.LOSSES`, or a user's function, differentiated automatically.
 
     Args:
         function: a key of `onnxgrad.losses.LOSSES`, or `(op, prediction, label, **options)` that
@@ -447,7 +450,7 @@ class FunctionLearningLoss(BaseLearningLoss):
     options: Mapping[str, Any] | None = None
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss.
+        """Write the loss of each element or row by the formula of `function`.
 
         Raises:
             ValueError: the prediction is an input whose number of classes is unknown: then labels
@@ -463,20 +466,20 @@ class FunctionLearningLoss(BaseLearningLoss):
         return spec.losses(op, prediction, label)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the same label input as `add_loss_output` for this loss."""
+        """Return the label input that `add_loss_output` would add for this loss."""
         spec = self.spec(prediction)
         return label_input(op, prediction, spec.label_kind, spec.name, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return the same information as `add_loss_output` notes for this loss."""
+        """Return the limits of labels that `add_loss_output` would store for this loss."""
         return LossInfo.of(self.spec(prediction), prediction)
 
     def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the terms that a `Trainer` writes for the name of the loss."""
+        """Write the same loss as a `Trainer` does for the name `function`."""
         return formula_terms(op, self.spec(), prediction, label_name)
 
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:
-        """Return the loss, with the options that the graph of `prediction` decides, if any."""
+        """Return the `LossSpec`; the graph of `prediction` decides options that are not set."""
         spec = formulas.loss_spec(self.function, "sum", self.options or {})
         return spec if prediction is None else decide_options(spec, prediction, otherwise=1)
 

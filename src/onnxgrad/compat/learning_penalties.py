@@ -71,11 +71,11 @@ def penalty_loss_onnx(
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
-    return [_with_number_fields(t) for t in tensors], nodes
+    return [_tensor_with_number_fields(t) for t in tensors], nodes
 
 
-def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
-    """Return a tensor with its numbers in `float_data`, `double_data` or `int64_data`."""
+def _tensor_with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
+    """Return a TensorProto with numbers in `float_data` (or double, int64), not `raw_data`."""
     proto = ir.to_proto(tensor)
     field = {1: "float_data", 7: "int64_data", 11: "double_data"}.get(proto.data_type)
     if field is not None:
@@ -85,7 +85,7 @@ def _with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
 
 
 class BaseLearningPenalty(SmallFunctions):
-    """Base of the penalties. A new penalty overrides `penalty`.
+    """Base class of penalties on weights; a subclass overrides `penalty`.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -100,7 +100,7 @@ class BaseLearningPenalty(SmallFunctions):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of a weight, which is added to the summed loss, inside of `with op:`.
+        """Write the penalty of the weight `w`, which is added to the summed loss; `op` is active.
 
         Returns:
             The penalty, of shape (1, 1) and of the weight's dtype, or None for no penalty.
@@ -108,7 +108,7 @@ class BaseLearningPenalty(SmallFunctions):
         raise NotImplementedError
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if the penalty does not apply to weights of these names."""
+        """Raise `ValueError` if the penalty does not apply to weights called `names`."""
 
     def build_onnx_function(
         self,
@@ -137,7 +137,7 @@ class BaseLearningPenalty(SmallFunctions):
         """
         names = weight_names(n_tensors) if names is None else list(names)
         self.check(names)
-        self._keep_models(
+        self._store_models(
             device,
             penalty_onnx_=self._penalty_model(names, False, opset, dtype),
             penalty_grad_onnx_=self._penalty_model(names, True, opset, dtype),
@@ -148,7 +148,7 @@ class BaseLearningPenalty(SmallFunctions):
     def _penalty_model(
         self, names: Sequence[str], gradient: bool, opset: int | None, dtype: Any
     ) -> ModelProto | None:
-        """Return the model of the summed penalty, or of its gradients; None if there is none."""
+        """Return the model of the summed penalty or of its gradients; None if no weight has one."""
         draft, terms = Draft(type(self).__name__, opset, dtype), []
         op, weights = draft.op, [draft.input(name) for name in names]
         with op:
@@ -183,7 +183,7 @@ class BaseLearningPenalty(SmallFunctions):
         return owned(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
-        """Return the gradients of the penalty w.r.t. the weights; None for no penalty.
+        """Return the gradient of the penalty w.r.t. each weight; None for a weight without penalty.
 
         Arguments and errors are as for `penalty_loss`.
         """
@@ -196,7 +196,7 @@ class BaseLearningPenalty(SmallFunctions):
         return [gradients.get(f"{name}_grad") for name in self._names]
 
     def _feed_of_weights(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
-        """Return the weights by name, and whether results are OrtValues."""
+        """Return ({name: weight}, whether the results shall be OrtValues)."""
         if "_names" not in self.__dict__:
             self._model_session("penalty_onnx_")  # raises `EvaluationError`
         if len(weights) != len(self._names):
@@ -237,7 +237,7 @@ class BaseLearningPenalty(SmallFunctions):
 
 
 class NoLearningPenalty(BaseLearningPenalty):
-    """No penalty.
+    """A penalty of zero for all weights.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -247,7 +247,7 @@ class NoLearningPenalty(BaseLearningPenalty):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write nothing."""
+        """Return None, as no weight has a penalty."""
         return None
 
 
@@ -271,7 +271,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
     l2: float = 0.5
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write a |w| + b w^2, unless both are 0."""
+        """Write a |w| + b w^2, summed; return None if a = b = 0."""
         self.check([name])
         return weight_penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
 
@@ -284,7 +284,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
 
 @dataclass(eq=False, repr=False)
 class PerWeightLearningPenalty(BaseLearningPenalty):
-    """Different penalties for some weights, and no penalty for other weights.
+    """A separate penalty for each weight in a dict, and no penalty for other weights.
 
     Args:
         penalties: `{weight name: penalty}`, where a penalty is an instance, `{"l1": a, "l2": b}` or
@@ -302,20 +302,20 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
     penalties: Mapping[str, Any]
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of the weight of this name, if it has a penalty."""
-        penalty = self._by_name().get(name)
+        """Write the penalty of the weight `name`; return None for a weight without penalty."""
+        penalty = self._penalty_by_weight().get(name)
         return None if penalty is None else penalty.penalty(op, name, w)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if a penalty is zero, or for a weight that is not among `names`."""
+        """Raise `ValueError` if a penalty is 0, or belongs to a weight outside of `names`."""
         names = list(names)
-        for name, penalty in self._by_name().items():
+        for name, penalty in self._penalty_by_weight().items():
             if name not in names:
                 raise unknown("weight in penalty", name, names)
             penalty.check([name])
 
-    def _by_name(self) -> dict[str, BaseLearningPenalty]:
-        """Return the penalties by the names of their weights."""
+    def _penalty_by_weight(self) -> dict[str, BaseLearningPenalty]:
+        """Return {name of a weight: its penalty}."""
         penalties = {}
         for name, setting in self.penalties.items():
             penalty = setting

@@ -1,4 +1,4 @@
-"""Learning rates by epoch, and the models of their updates of weights."""
+"""Learning rates that change from epoch to epoch, and the models of their weight updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Update = Callable[..., dict[str, ir.Value]]  # writes the outputs into a draft
 
 
 class BaseLearningRate(SmallFunctions, LearningRate):
-    """Base of the learning rates, whose `value` is the rate of the current epoch.
+    """Base class of learning rates; `value` is the learning rate of the current epoch.
 
     A new learning rate overrides `init_learning_rate` and `update_learning_rate`, which set it.
 
@@ -47,15 +47,15 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     @property
     def needs_grad(self) -> bool:
-        """Return whether the update keeps a velocity from step to step."""
+        """Return whether the update has momentum: it keeps a velocity from step to step."""
         return False
 
     def init_learning_rate(self) -> BaseLearningRate:
-        """Set `value` to the rate of the first epoch; return `self`."""
+        """Set `value` to the learning rate of the first epoch; return `self`."""
         raise NotImplementedError
 
     def update_learning_rate(self, t: int, loss: float | None = None) -> BaseLearningRate:
-        """Set `value` to the rate after `t` epochs; return `self`.
+        """Set `value` to the learning rate after `t` epochs; return `self`.
 
         Args:
             t: number of epochs so far, at least 1.
@@ -64,7 +64,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         raise NotImplementedError
 
     def loop(self, n: int = 1000) -> Iterator[float]:
-        """Yield the rates of `n` epochs."""
+        """Yield the learning rates of `n` epochs."""
         self.init_learning_rate()
         for t in range(1, n + 1):
             assert self.value is not None
@@ -72,7 +72,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             self.update_learning_rate(t)
 
     def at_start(self) -> Self:
-        """Return a copy at its first epoch."""
+        """Return a copy of this learning rate at its first epoch."""
         rate = copy.deepcopy(self)
         rate.init_learning_rate()
         return rate
@@ -80,13 +80,13 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     def rates_of_training(
         self, state: Any, steps: int | None, member: int | None = None
     ) -> ByEpoch:
-        """Return the rates of a training that may have finished some epochs."""
+        """Return the `ByEpoch` of a training, at the epoch after the finished epochs."""
         losses = state.losses if member is None else [loss[member] for loss in state.losses]
         return ByEpoch(self.at_start(), losses)
 
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
-        """The update without momentum; float32 unless `build_onnx_function` set another dtype."""
+        """The model of w - lr g; float32 unless `build_onnx_function` set another dtype."""
         return build_model(axpy)
 
     def build_onnx_function(
@@ -96,7 +96,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         n_tensors: int = 1,
         dtype: Any = np.float32,
     ) -> BaseLearningRate:
-        """Set the model of the update of one weight of any shape; return `self`.
+        """Write the model that updates one weight of any shape; return `self`.
 
         It is the model `axpy` of `function_onnx_graph`, in the attribute `axpy_onnx_`; with
         momentum `axpyw2`, or `axpyw` without `nesterov`, in the attribute `axpyw_onnx_`.
@@ -107,19 +107,19 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ValueError: an invalid opset or dtype.
             ProviderError: the installed onnxruntime has no provider for `device`.
         """
-        attribute, update = self._update_model
-        self._keep_models(device, **{attribute: build_model(update, opset, dtype)})
+        attribute, update = self._update_attribute_and_writer
+        self._store_models(device, **{attribute: build_model(update, opset, dtype)})
         return self
 
     @property
-    def _update_model(self) -> tuple[str, Update]:
-        """The name of the attribute of the update's model, and the function that writes it."""
+    def _update_attribute_and_writer(self) -> tuple[str, Update]:
+        """The attribute that holds the model of the update, and the function that writes it."""
         return "axpy_onnx_", axpy
 
     def update_weights(
         self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
     ) -> Any:
-        """Return the weight after a step at the rate `value`, by `axpy_onnx_`.
+        """Return the weight after a step of the learning rate `value`, computed by `axpy_onnx_`.
 
         Args:
             weight: array or OrtValue of the dtype of `build_onnx_function`, by default float32.
@@ -133,17 +133,17 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         """
         if velocity is not None:
             raise ValueError(f"{type(self).__name__} has no momentum: leave out the velocity")
-        alpha = {"alpha": -self._current_rate() / batch_size}
+        alpha = {"alpha": -self._current_learning_rate() / batch_size}
         return self._run_update("axpy_onnx_", alpha, X1=gradient, X2=weight)[0]
 
-    def _current_rate(self) -> float:
-        """Return the rate of the current epoch; raise `EvaluationError` before the first one."""
+    def _current_learning_rate(self) -> float:
+        """Return the current epoch's learning rate; raise `EvaluationError` before epoch one."""
         if self.value is None:
             raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
         return self.value
 
     def _run_update(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
-        """Return the outputs of the model `name`, OrtValues if the weight `X2` is an OrtValue.
+        """Run the update model `name`; return OrtValues if the weight `X2` is an OrtValue.
 
         The inputs `numbers` have the shape (1,), and all `tensors` must have the shape and dtype of
         the weight.
@@ -154,7 +154,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             if shape_of(value) != shape_of(weight):
                 raise ValueError(
                     f"{_OPERANDS[key]} has the shape {shape_of(value)}, "
-                    f"and the weight {shape_of(weight)}"
+                    f"and the weight {shape_of(weight)}: pass an array of the weight's shape"
                 )
             if isinstance(value, ort.OrtValue):
                 kind = session_dtype(value.data_type())
@@ -171,7 +171,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningRate:
-        """Return the learning rate for a name, a class, a number (`eta0`) or an instance.
+        """Return the learning rate object for a name, a class, a number (`eta0`) or an instance.
 
         Raises:
             ValueError: an unknown name or option, or options together with an instance.
@@ -186,7 +186,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
 
 class ByEpoch:
-    """The rates of a training.
+    """The learning rate of each epoch of one training.
 
     Args:
         rate: a learning rate at its first epoch.
@@ -200,22 +200,22 @@ class ByEpoch:
 
     @property
     def steady(self) -> bool:
-        """Whether all epochs have the same rate."""
+        """Whether all epochs have the same learning rate."""
         constant = getattr(self.rate, "learning_rate", None) == "constant"
         return constant and type(self.rate) in (LearningRateSGD, LearningRateSGDNesterov)
 
     def at(self, step: int, count: int) -> np.ndarray:
-        """Return the rate of the current epoch for each of `count` steps."""
+        """Return the learning rate of the current epoch, repeated for `count` steps."""
         assert self.rate.value is not None
         return np.full(count, self.rate.value)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Go to the next epoch if `entry` of the history has the loss of an epoch."""
+        """Go to the next epoch if `entry`, of the training history, has an epoch's loss."""
         if "loss" in entry:
             self._begin_epoch(entry["loss"])
 
     def _begin_epoch(self, loss: float) -> None:
-        """Go to the epoch after an epoch with this loss."""
+        """Go to the next epoch, after an epoch of the given training loss."""
         self.epochs += 1
         self.rate.update_learning_rate(self.epochs, loss)
 
@@ -253,7 +253,7 @@ class LearningRateSGD(BaseLearningRate):
         check_choice("learning_rate", self.learning_rate, _RULES)
 
     def init_learning_rate(self) -> LearningRateSGD:
-        """Set `value` to the rate of the first epoch; return `self`.
+        """Set `value` to the learning rate of the first epoch; return `self`.
 
         Raises:
             ValueError: `eta0` is not positive, or an unknown value of `learning_rate`.
@@ -268,7 +268,7 @@ class LearningRateSGD(BaseLearningRate):
         return self
 
     def update_learning_rate(self, t: int, loss: float | None = None) -> LearningRateSGD:
-        """Set `value` to the rate after `t` epochs; return `self`. Only `adaptive` reads `loss`."""
+        """Set `value` to the learning rate after `t` epochs; only `adaptive` reads `loss`."""
         if self.value is None:
             self.init_learning_rate()
         if self.learning_rate == "invscaling":
@@ -314,17 +314,17 @@ class LearningRateSGDNesterov(LearningRateSGD):
 
     @cached_property
     def axpyw_onnx_(self) -> ModelProto:
-        """The update of one weight; float32 unless `build_onnx_function` set another dtype."""
-        return build_model(self._update_model[1])
+        """The model of the momentum update, float32 unless `build_onnx_function` set a dtype."""
+        return build_model(self._update_attribute_and_writer[1])
 
     @property
-    def _update_model(self) -> tuple[str, Update]:
+    def _update_attribute_and_writer(self) -> tuple[str, Update]:
         return "axpyw_onnx_", axpyw2 if self.nesterov else axpyw
 
     def update_weights(
         self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
     ) -> Any:
-        """Return the weight and the velocity after a step, by `axpyw_onnx_`.
+        """Return the weight and the velocity after a step, computed by `axpyw_onnx_`.
 
         The velocity has the weight's shape and dtype, and is zero before the first step. The other
         arguments and errors are as for `BaseLearningRate`.
@@ -336,7 +336,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
             raise ValueError(
                 f"{type(self).__name__} needs a velocity: pass zeros in the first step"
             )
-        numbers = {"alpha": -self._current_rate() / batch_size, "beta": self.momentum}
+        numbers = {"alpha": -self._current_learning_rate() / batch_size, "beta": self.momentum}
         return tuple(self._run_update("axpyw_onnx_", numbers, X1=gradient, X2=weight, G=velocity))
 
 
@@ -356,16 +356,16 @@ def axpyw(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
     A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
     alpha = -learning rate, beta = momentum.
     """
-    return _write_momentum(draft, shape, ahead=False)
+    return _write_momentum_update(draft, shape, ahead=False)
 
 
 def axpyw2(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
     """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
-    return _write_momentum(draft, shape, ahead=True)
+    return _write_momentum_update(draft, shape, ahead=True)
 
 
-def _write_momentum(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
-    """Write the update with momentum; `ahead`: with Nesterov's momentum."""
+def _write_momentum_update(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
+    """Write the update with momentum into a draft; `ahead`: Nesterov's momentum."""
     op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
     alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
     rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # else scalar weights would become (1,)

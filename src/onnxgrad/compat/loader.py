@@ -1,4 +1,4 @@
-"""`OrtDataLoader`: batches for a training loop of the user, as arrays, OrtValues or bindings."""
+"""`OrtDataLoader`: batches for a user's training loop, as arrays, OrtValues or bound inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxgrad.runtime.values import owned
 
 
 class OrtDataLoader:
-    """Draws batches from arrays, every row once per pass; the last batch may be shorter.
+    """Draws batches of rows from arrays, each row once per pass; the last batch may be shorter.
 
     Args:
         X: features, (N, ...), kept in their dtype.
@@ -49,11 +49,11 @@ class OrtDataLoader:
         random_iter: bool = True,
         random_state: int | np.random.Generator | None = None,
     ) -> None:
-        arrays = {"X": _rows_of_numbers("X", X), "y": _rows_of_numbers("y", y)}
+        arrays = {"X": _contiguous_numbers("X", X), "y": _contiguous_numbers("y", y)}
         if arrays["y"].ndim == 1:
             arrays["y"] = arrays["y"].reshape(-1, 1)
         if sample_weight is not None:
-            weight = _rows_of_numbers("sample_weight", sample_weight)
+            weight = _contiguous_numbers("sample_weight", sample_weight)
             if weight.size != len(weight):
                 raise ValueError(f"'sample_weight' must have shape (N,), not {weight.shape}")
             arrays["sample_weight"] = weight.reshape(-1)
@@ -67,7 +67,7 @@ class OrtDataLoader:
         self._rng = np.random.default_rng(random_state)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the count of rows."""
         return len(self._arrays[0])
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class OrtDataLoader:
 
     @property
     def data(self) -> tuple[np.ndarray, ...]:
-        """The arrays from which rows are drawn: X, y, and the sample weights if there are any."""
+        """The arrays (X, y) or (X, y, sample weights) from which batches are drawn."""
         return self._arrays
 
     @property
@@ -87,7 +87,7 @@ class OrtDataLoader:
         return [(array.shape, array.dtype) for array in self._arrays]
 
     def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield batches (X, y) or (X, y, weight) as arrays; views without `random_iter`."""
+        """Yield batches (X, y) or (X, y, weight) of arrays: views unless `random_iter` is set."""
         order = self._rng.permutation(len(self)) if self.random_iter else None
         count = self.batch_size if self.batch_size > 0 else len(self)
         for start in range(0, len(self), count):
@@ -100,7 +100,7 @@ class OrtDataLoader:
             yield tuple(owned(array, self._device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
-        """Bind each batch to inputs of `bind`, and yield its number of rows.
+        """Bind each batch to inputs of `bind`, and yield the batch's row count.
 
         Args:
             bind: the binding that `session.io_binding()` returns.
@@ -113,20 +113,20 @@ class OrtDataLoader:
         count = len(self._arrays)
         if isinstance(names, str) or len(names) not in (count, count + 1):
             raise ValueError(
-                f"iter_bind needs {count} names, or one more, for {count} arrays, not {names!r}"
+                f"iter_bind needs a list of {count} or {count + 1} names of inputs, not {names!r}"
             )
         return self._bind_batches(bind, names)
 
     def _bind_batches(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
-        """Yield the numbers of rows of `iter_bind`, which checks the names at once."""
+        """Bind each batch and yield its row count; `iter_bind` has checked `names`."""
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)
             yield batch[0].shape()[0]
 
 
-def _rows_of_numbers(name: str, data: Any) -> np.ndarray:
-    """Return `data` as a contiguous array with rows."""
+def _contiguous_numbers(name: str, data: Any) -> np.ndarray:
+    """Return `data` as a contiguous array of numbers; raise `ValueError` if it has no rows."""
     array = to_numbers(name, data)
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{name!r} must have rows; its shape is {array.shape}")

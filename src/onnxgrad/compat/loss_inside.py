@@ -1,4 +1,4 @@
-"""`OrtGradientOptimizer`: trains a model whose graph computes the loss."""
+"""`OrtGradientOptimizer`: trains a model whose own graph computes the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnxgrad.training.step.build import build_epoch
 
 @dataclass(eq=False, repr=False)
 class OrtGradientOptimizer(SeedTrainer):
-    """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
+    """Trains the weights of a model whose graph computes the loss, on the ordinary onnxruntime.
 
     One model computes the gradient of a batch and updates the weights, and one call of onnxruntime
     runs many batches. The learning rate applies to the mean of the rows' gradients: the gradient of
@@ -99,17 +99,17 @@ class OrtGradientOptimizer(SeedTrainer):
     weight_init: str = "model"
 
     trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._from_cache("session", self._gradient_session))
+    train_session_ = Fitted(lambda self: self._build_cached("session", self._gradient_session))
     train_function_ = Fitted(
-        lambda self: self._from_cache("function", self._new_passes().new_instance)
+        lambda self: self._build_cached("function", self._forward_backward().new_instance)
     )
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
-    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
+    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
         return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
 
-    def _save_gradient(self, call: EstimatorFit) -> None:
+    def _save_gradient_model(self, call: EstimatorFit) -> None:
         if self.saved_gradient is not None:
             save(self._gradient_model(call.job.proto, call.state.trained), self.saved_gradient)
             # the model of the runner has operators of onnxruntime
@@ -117,17 +117,17 @@ class OrtGradientOptimizer(SeedTrainer):
             save(plain, f"{os.fspath(self.saved_gradient)}.training.onnx")
 
     def _gradient_model(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
-        """Return the model of the loss and its gradients w.r.t. weights."""
+        """Return a model that computes the loss and its gradients w.r.t. `weights`."""
         loss = DerivativeOptions.Loss
         return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
 
     def _gradient_session(self) -> ort.InferenceSession:
-        """Return a session of the gradient model, for the trained weights."""
-        model = self._gradient_model(read(self.model_onnx), self._trained_names())
+        """Return a session that computes the loss and its gradients w.r.t. the trained weights."""
+        model = self._gradient_model(read(self.model_onnx), self._trained_weight_names())
         return session(model, Device.of(self.device), work=0.0)
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return a copy of the weights, `{name: array}`, in the shapes and dtypes of the model.
+        """Return a copy of the trained weights, `{name: array}`, in the model's shapes and dtypes.
 
         Raises:
             NotFittedError: nothing was trained.
@@ -135,7 +135,7 @@ class OrtGradientOptimizer(SeedTrainer):
         return {name: array.copy() for name, array in self._fitted_state().values.weights.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
-        """Set weights, `{name: array}`; with `warm_start` the next `fit` starts from them.
+        """Set weights, `{name: array}`, from which the next `fit` with `warm_start` starts.
 
         Args:
             state: values of weights, trained or not; other weights are unchanged.
@@ -146,8 +146,8 @@ class OrtGradientOptimizer(SeedTrainer):
                 shape; with `check_trained`, a weight that was not trained.
             NotFittedError: `check_trained`, and there was no `fit`.
         """
-        weights = self._check_weights(state, check_trained)
-        fitted = self._state_to_set()
+        weights = self._weight_arrays(state, check_trained)
+        fitted = self._state_for_set_state()
         old = fitted.values
         fitted.values = replace(old, weights=old.weights | weights)
         return self

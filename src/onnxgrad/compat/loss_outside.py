@@ -1,4 +1,4 @@
-"""`OrtGradientForwardBackwardOptimizer`: trains a model whose loss is outside of it."""
+"""`OrtGradientForwardBackwardOptimizer`: trains a model with a loss outside of its graph."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(
-        lambda self: self._new_passes(self._loss_of_job(False).outputs(read(self.model_onnx)))
+        lambda self: self._forward_backward(self._job_loss(False).outputs(read(self.model_onnx)))
     )
     train_function_ = Fitted(
-        lambda self: self._from_cache("function", self.train_session_.new_instance)
+        lambda self: self._build_cached("function", self.train_session_.new_instance)
     )
     input_names_ = Fitted(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
@@ -129,7 +129,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     zero_onnx_ = Fitted(lambda self: self._graph_by_name("zero_onnx_"))
     epoch_onnx_ = Fitted(lambda self: self._graph_by_name("epoch_onnx_"))
 
-    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
+    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         if weights is not None:
             penalty.check(weights)
@@ -144,7 +144,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     # -- predictions --------------------------------------------------------------------------
 
     def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
-        """Return the loss of every row, times its weight, in the order of the rows: (rows,).
+        """Return the loss of every row times the row's sample weight, (rows,).
 
         Arguments and errors are as for `fit`. Penalties are not included.
         """
@@ -162,7 +162,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the output of the trained model for `X`, an array, a table, or a dict of these.
+        """Return the output of the trained model for `X`: an array, a table, or a dict of arrays.
 
         A single column is returned with the shape (rows,) if the labels of `fit` had this shape.
 
@@ -178,20 +178,20 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return predictions[:, 0] if flat else predictions
 
     def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
-        """Return an evaluator of the trained model; `weighted`: with sample weights."""
+        """Return an `Evaluator` of the trained model; `weighted`: it reads sample weights."""
 
         def build() -> Evaluator:
-            loss, device = self._loss_of_job(weighted), Device.of(self.device)
+            loss, device = self._job_loss(weighted), Device.of(self.device)
             job = Job(self.get_trained_onnx(), loss=loss, device=device)
             return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
-        return self._from_cache(f"{kind.__name__}, {weighted}", build, values)
+        return self._build_cached(f"{kind.__name__}, {weighted}", build, values)
 
     # -- state --------------------------------------------------------------------------------
 
     def get_state(self, kind: Any = "weight") -> Any:
-        """Return a copy of the weights or of the slots of the optimizer, by name.
+        """Return a copy of the weights, or of the optimizer's slots, by name of the weight.
 
         Args:
             kind: "weight": `{name: OrtValue}`. "grad": the slots, `{name: {slot: OrtValue}}`. A
@@ -211,7 +211,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         }
 
     def get_full_state(self, kind: Any = "weight") -> Any:
-        """Return `get_state` with the data inputs of the model first, of value None."""
+        """Return `get_state`, preceded by the model's data inputs with the value None."""
         if not isinstance(kind, str):
             return [self.get_full_state(k) for k in kind]
         state = self.get_state(kind)
@@ -220,7 +220,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def set_state(
         self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
     ) -> Self:
-        """Set weights or slots; with `warm_start` the next `fit` continues with them.
+        """Set weights or slots; with `warm_start` the next `fit` continues with these values.
 
         Args:
             state: `{name: array or OrtValue}`, or for the kind "grad" `{name: {slot: array or
@@ -238,14 +238,14 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
-        checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
-        fitted = self._state_to_set()
+        checked = [(k, self._arrays_of_state(k, one, zero, check_trained)) for k, one in pairs]
+        fitted = self._state_for_set_state()
         for k, new in checked:
             old = fitted.values
             if k == "weight":
                 fitted.values = replace(old, weights=old.weights | new)
                 continue
-            slots, steps, optimizer = old.slots, old.steps, self._rate_and_optimizer()[1]
+            slots, steps, optimizer = old.slots, old.steps, self._learning_rate_and_optimizer()[1]
             if optimizer != fitted.optimizer or (zero and new.keys() >= slots.keys()):
                 slots, steps = {}, 0
             unset: dict[str, Any] = {n: {} for n in self._weight_names()}  # slots start at zero
@@ -253,20 +253,22 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             fitted.values, fitted.optimizer = replace(old, slots=slots, steps=steps), optimizer
         return self
 
-    def _check_state(
+    def _arrays_of_state(
         self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
-        """Return the entries of `state` that are not None, as arrays of the right shapes."""
+        """Return `state` without entries of None, as arrays in the shapes of weights or slots."""
         check_choice("kind of state", kind, _KINDS)
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
+            raise ValueError(
+                f"the state must be a dict {{weight: value}}, not {type(state).__name__}"
+            )
         entries = {name: value for name, value in state.items() if value is not None}
         if kind == "weight":
             arrays = {name: to_numpy(value) for name, value in entries.items()}
-            new = self._check_weights(arrays, check_trained)
+            new = self._weight_arrays(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
         weights = self._float_constants(entries, check_trained)
-        optimizer = self._rate_and_optimizer()[1]
+        optimizer = self._learning_rate_and_optimizer()[1]
         checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             w = weights[name]
@@ -291,7 +293,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Save the graphs of the training, before or after `fit`.
+        """Save the ONNX graphs of the training, before or after `fit`.
 
         Args:
             folder: the folder of the files, created if it is missing; `bytes` saves no files.
@@ -309,9 +311,12 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return write_models(self._training_graphs(), folder, prefix, suffix)
 
     def _training_graphs(self) -> dict[str, Any]:
-        """Return the graphs of `save_onnx_graph`, for the weights to train."""
+        """Return {name: graph} of what `save_onnx_graph` writes."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
-        losses, (rate, optimizer) = self._loss_of_job(False, names), self._rate_and_optimizer()
+        losses, (rate, optimizer) = (
+            self._job_loss(False, names),
+            self._learning_rate_and_optimizer(),
+        )
         objective = build_objective(Recipe(Job(proto, names, losses)))
         ((output, prediction),) = objective.predictions.items()
         shape = dims(prediction)
@@ -324,9 +329,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         loss.build_onnx_function(opset, weight_name=objective.row_weight, dtype=dtype, shape=shape)
         return {
             "model_onnx": proto,
-            "learning_rate": _models_of(rate.build_onnx_function(opset, dtype=dtype)),
-            "learning_loss": _models_of(loss),
-            "learning_penalty": _models_of(
+            "learning_rate": _attribute_models(rate.build_onnx_function(opset, dtype=dtype)),
+            "learning_loss": _attribute_models(loss),
+            "learning_penalty": _attribute_models(
                 penalty.build_onnx_function(opset, dtype=dtype, names=step.weights)
             ),
             "zero_onnx_": function_onnx_graph("zero", opset, dtype),
@@ -335,17 +340,17 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         }
 
     def _graph_by_name(self, name: str) -> ModelProto:
-        """Return a graph of `save_onnx_graph`; raise `AttributeError` if this training has none."""
-        graphs = self._from_cache("graphs", self._training_graphs, self._state.values)
+        """Return the graph `name` of `save_onnx_graph`, or raise `AttributeError`."""
+        graphs = self._build_cached("graphs", self._training_graphs, self._state.values)
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:
-            raise AttributeError(f"{name}: there is no such graph for {self}")
+            raise AttributeError(f"{name}: the training of {self} uses no such graph")
         return graphs[name]
 
 
-def _models_of(piece: Any) -> dict[str, ModelProto]:
-    """Return the models among the attributes of `piece`."""
+def _attribute_models(piece: Any) -> dict[str, ModelProto]:
+    """Return {attribute: model} of the attributes of `piece` that are ONNX models."""
     return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}
 
 
@@ -354,7 +359,7 @@ def _models_of(piece: Any) -> dict[str, ModelProto]:
 
 @dataclass
 class RowsAndPenalty:
-    """The objective (sum over rows of w l + penalty) / rows, with sample weights w.
+    """The training objective (sum_rows w l + penalty) / rows, with losses l and weights w of rows.
 
     Attributes:
         loss: writes the losses l of the rows and their gradient.
@@ -373,20 +378,20 @@ class RowsAndPenalty:
     losses: ir.Value | None = field(default=None, init=False)
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the name of the only float output; raise `ValueError` if there is not just one."""
+        """Return [name of the only float output], or raise `ValueError` for several or none."""
         remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
         return [choose_output(proto, None, remedy)]
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
     ) -> WrittenLoss:
-        """Write the loss, whose gradient starts at the prediction and at the penalty."""
+        """Write the summed loss and penalty; gradients start at the prediction and the penalty."""
         ((name, prediction),) = predictions.items()
         prediction = wide(op, prediction)
         label, weight = self.loss.label(op, prediction, "label"), None
         if self.weight_name is not None:  # (N,) or (N, 1)
             weight = ir.Value(name=op.name(self.weight_name), type=prediction.type)
-        self._require_rows(op, prediction, label)
+        self._check_loss_per_row(op, prediction, label)
         rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
         sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
         sums[0].name = op.name(self.name)
@@ -404,8 +409,8 @@ class RowsAndPenalty:
         counts, factors, infos = [count] * len(sums), [1.0] * len(sums), {str(label.name): info}
         return WrittenLoss(sums, counts, factors, [label], infos, weight, gradients)
 
-    def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
-        """Raise `ValueError` if the loss is one number, which sample weights cannot weight."""
+    def _check_loss_per_row(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
+        """Raise `ValueError` unless the loss has a value per row, as sample weights need."""
         losses = self.loss.loss(op, prediction, label)
         if losses.shape is None:
             infer(ir.Model(op.graph, ir_version=8))
@@ -418,10 +423,10 @@ class RowsAndPenalty:
 
 
 class RowLosses(Evaluator):
-    """An `Evaluator` that predicts the losses of the rows, (rows,), of `RowsAndPenalty`."""
+    """An `Evaluator` whose predictions are the losses of the rows, (rows,), of `RowsAndPenalty`."""
 
     def objective(self) -> Objective:
-        """Return the objective, whose prediction is the losses of the rows."""
+        """Return an objective whose prediction is the loss of each row."""
         one = super().objective()
         assert isinstance(self.recipe.loss, RowsAndPenalty)
         assert self.recipe.loss.losses is not None

@@ -1,4 +1,4 @@
-"""`SeedTrainer`: the base of both trainers, and `EstimatorFit`, a call of their `fit`."""
+"""`SeedTrainer`: the base class of the `OrtGradient...Optimizer`s, and their calls of `fit`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROWS = 1024  # rows of a call of the session in evaluations and predictions
 
 
 class Fitted:
-    """An attribute of a trainer that `read` computes from the state.
+    """A descriptor: an attribute of a trainer that `read` computes from the trained state.
 
     Before there is a state, it raises `NotFittedError`, which is an `AttributeError`.
     """
@@ -76,7 +76,7 @@ class Fitted:
 
 
 class Selected:
-    """An argument of `__init__`, stored as the object that `select` returns for it.
+    """A descriptor: an argument of `__init__`, stored as the object that `select` makes of it.
 
     `select` turns a name or a number into an object. A value that it rejects with TypeError or
     ValueError is stored unchanged, and `fit` raises the error.
@@ -99,7 +99,7 @@ class Selected:
 
 @dataclass(eq=False, repr=False)
 class Arguments(BaseEstimator):
-    """The arguments that both trainers have."""
+    """The arguments that `OrtGradientOptimizer` and `OrtGradientForwardBackwardOptimizer` share."""
 
     model_onnx: ModelLike
     weights_to_train: Sequence[str] | None = None
@@ -115,7 +115,7 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses define `_loss_of_job` and more arguments."""
+    """Trains weights of a model; subclasses define the loss by `_job_loss`."""
 
     random_state: int | None
     weight_init: str
@@ -144,7 +144,7 @@ class SeedTrainer(Arguments):
         y_val: Any = None,
         callback: Callable[[FitProgress], bool | str | None] | None = None,
     ) -> Self:
-        """Train for `max_iter` epochs.
+        """Train the weights on the data for `max_iter` epochs.
 
         Args:
             X: array (rows, ...) of numbers that the input's dtype can represent; a table
@@ -183,15 +183,15 @@ class SeedTrainer(Arguments):
         with garbage_kept():
             call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
             loop = call.begin(self.max_iter, shuffle=True)
-            self._save_gradient(call)
+            self._save_gradient_model(call)
         self._run_epochs(call, loop, before)
         return self
 
-    def _save_gradient(self, call: EstimatorFit) -> None:
-        """Save the gradient model of a call that has begun, if an argument has a path for it."""
+    def _save_gradient_model(self, call: EstimatorFit) -> None:
+        """Save the gradient model of `call` if the argument `saved_gradient` is a path."""
 
     def _run_epochs(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
-        """Run the epochs; keep their state, or the state `before` if no slice was finished."""
+        """Run the epochs of `loop`; keep the new state, or `before` if `loop` did not advance."""
         state = call.state
         try:
             self._state, self._cache = state, BuildCache()
@@ -212,12 +212,12 @@ class SeedTrainer(Arguments):
             call.end()
 
     def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
-        """Return the model with the weights of `state`, if there is one."""
+        """Return the model to train, with the weights of `state` unless it is None."""
         proto = read(self.model_onnx)
         return proto if state is None else constants.replace(proto, state.weights)
 
     def _weight_names(self, announce: bool = False) -> list[str]:
-        """Return the names of the weights to train; `announce` reports weights that are left out.
+        """Return the names of the weights to train; `announce`: log the weights left out.
 
         Whether a constant is a weight follows from its value in the model, not its trained value.
         """
@@ -225,17 +225,17 @@ class SeedTrainer(Arguments):
             return expand(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
-    def _loss_of_job(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
-        """Return the loss of a `Job` that trains `weights`; None: a `Job` that evaluates."""
+    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
+        """Return the loss of a `Job` that trains `weights`, or evaluates if it is None."""
         raise NotImplementedError
 
-    def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
-        """Return a copy of the learning rate, at its first epoch, and the optimizer."""
+    def _learning_rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
+        """Return (copy of the learning rate at its first epoch, optimizer); check arguments."""
         for name in ("max_iter", "batch_size"):
             check_count(name, getattr(self, name))
         names, every = self.weights_to_train, self.validation_every
         if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
-            raise ValueError(f"weights_to_train is a list of names, not {names!r}")
+            raise ValueError(f"weights_to_train must be a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
         check_choice("weight_init", self.weight_init, list(INITS))
@@ -253,7 +253,7 @@ class SeedTrainer(Arguments):
     # -- results ------------------------------------------------------------------------------
 
     def _fitted_state(self) -> EstimatorState:
-        """Return the state, or raise `NotFittedError`."""
+        """Return the state of the last `fit`, or raise `NotFittedError`."""
         if "_state" not in vars(self):
             raise NotFittedError("nothing was trained yet: call fit first")
         return self._state
@@ -263,26 +263,30 @@ class SeedTrainer(Arguments):
 
     @property
     def feature_names_in_(self) -> np.ndarray:
-        """The names of the columns of `X`, if `fit` was called with a table."""
+        """The names of the columns of `X`; only if `fit` was called with a table."""
         names = self._fitted_state().columns
         if names is None:
-            raise AttributeError("feature_names_in_: fit got no table with names of columns")
+            raise AttributeError(
+                "feature_names_in_ is not set: pass fit a table with named columns"
+            )
         return np.array(names, dtype=object)
 
-    def _check_weights(
+    def _weight_arrays(
         self, state: Mapping[str, Any], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return copies of the arrays of `state`, in the dtypes of the model."""
+        """Return `state`, {weight: array}, as copies in the dtypes of the model's weights."""
         if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
+            raise ValueError(
+                f"the state must be a dict {{weight: array}}, not {type(state).__name__}"
+            )
         known = self._float_constants(state, check_trained)
         return {
             name: fitting_array(name, a, known[name].shape, known[name].dtype)
             for name, a in state.items()
         }
 
-    def _state_to_set(self) -> EstimatorState:
-        """Return the state, or a new empty state before the first `fit`."""
+    def _state_for_set_state(self) -> EstimatorState:
+        """Return the state that `set_state` changes; it is empty before the first `fit`."""
         if "_state" not in vars(self):
             self._state = EstimatorState(rng=np.random.default_rng(self.random_state))
         return self._state
@@ -290,21 +294,21 @@ class SeedTrainer(Arguments):
     def _float_constants(
         self, names: Iterable[str], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return the float constants of the model, or only the weights that the last `fit` trained.
+        """Return {name: array} of float constants; `check_trained`: of the trained weights only.
 
         Raises `ValueError` if one of `names` is not among them.
         """
         refs = constants.constant_refs(read(self.model_onnx))
         known = {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
         if check_trained:
-            known = {name: known[name] for name in self._trained_names() if name in known}
+            known = {name: known[name] for name in self._trained_weight_names() if name in known}
         for name in names:
             if name not in known:
                 raise unknown("trained weight" if check_trained else "weight", name, known)
         return known
 
-    def _trained_names(self) -> list[str]:
-        """Return the names of the weights that the last `fit` trained; `set_state` trains none."""
+    def _trained_weight_names(self) -> list[str]:
+        """Return the weights that the last `fit` trained, by name, or raise `NotFittedError`."""
         names = self._fitted_state().trained
         if not names:
             raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
@@ -337,20 +341,22 @@ class SeedTrainer(Arguments):
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 
-    def _new_passes(self, output_names: list[str] | None = None) -> OrtGradientForwardBackward:
-        """Return the passes of the model for the trained weights; None: for all outputs."""
+    def _forward_backward(
+        self, output_names: list[str] | None = None
+    ) -> OrtGradientForwardBackward:
+        """Return an `OrtGradientForwardBackward` of the trained weights and given outputs."""
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
-            self._trained_names(),
+            self._trained_weight_names(),
             output_names=output_names,
             providers=self.device,
             enable_logging=self.enable_logging,
         )
-        return self._from_cache("passes", build)
+        return self._build_cached("passes", build)
 
-    def _from_cache(self, name: str, build: Callable[[], T], *depends: Any) -> T:
-        """Return the cached result of `build`, built again if a parameter or `depends` changed."""
+    def _build_cached(self, name: str, build: Callable[[], T], *depends: Any) -> T:
+        """Return the cached result of `build`; rebuild if an argument or `depends` changed."""
 
         cache = self.__dict__.setdefault("_cache", BuildCache())
 
@@ -368,9 +374,11 @@ class SeedTrainer(Arguments):
 
 
 def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a copy of a new value of a weight or slot, in its dtype; check the shape."""
+    """Return a copy of `value`, new for a weight or slot, as `dtype`; check its shape."""
     if np.shape(value) != shape:
-        raise ValueError(f"{name!r} has shape {shape}, and its new value {np.shape(value)}")
+        raise ValueError(
+            f"the new value of {name!r} must have the shape {shape}, not {np.shape(value)}"
+        )
     return np.array(value, dtype)
 
 
@@ -385,7 +393,7 @@ INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
 
 @dataclass(eq=False)
 class EstimatorState(TrainState):
-    """A `TrainState` with more values that a trainer reads after `fit`.
+    """A `TrainState` with the random generator, optimizer and column names of a trainer.
 
     Attributes:
         rng: draws the order of the rows of all epochs.
@@ -404,23 +412,23 @@ class EstimatorState(TrainState):
     names: Names = field(default_factory=Names)
 
     def row_order(self) -> np.random.Generator:
-        """Return the generator of the orders of all epochs, also of earlier calls."""
+        """Return the random generator that orders the rows of all epochs of all calls."""
         assert self.rng is not None
         return self.rng
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that does nothing: no call resumes an unfinished epoch."""
+        """Return a function that restores nothing, as no call resumes an unfinished epoch."""
         return lambda: None
 
     def copy(self) -> Self:
-        """Return an independent copy, which is not running."""
+        """Return an independent copy of the state, not marked as running."""
         new = super().copy()
         new.rng, new.names = copy.deepcopy(self.rng), self.names.copy()
         return new
 
 
 class EstimatorFit(Fit):
-    """A call of `fit` of a trainer, which it does not modify.
+    """One call of `SeedTrainer.fit`: a `Fit` that leaves the trainer unchanged.
 
     Args:
         estimator: a `SeedTrainer`.
@@ -435,7 +443,7 @@ class EstimatorFit(Fit):
         self, estimator: Any, data: Dataset, held_out: Dataset | None, function: Any = None
     ) -> None:
         self.estimator, file = estimator, read(estimator.model_onnx)
-        rate, optimizer = estimator._rate_and_optimizer()
+        rate, optimizer = estimator._learning_rate_and_optimizer()
         self.before = vars(estimator).get("_state") if estimator.warm_start else None
         names = estimator._weight_names(announce=True)
         warn_of_stale_statistics(file)
@@ -443,10 +451,10 @@ class EstimatorFit(Fit):
         job = Job(
             estimator._model_to_train(self.before),
             names,
-            estimator._loss_of_job(weighted, names),
+            estimator._job_loss(weighted, names),
             optimizers=[optimizer],
             learning_rates=[rate],
-            callbacks=Callbacks(_wanted_callbacks(estimator, data, function)),
+            callbacks=Callbacks(_callbacks_of_fit(estimator, data, function)),
             device=Device.of(estimator.device),
         )
         if self.before is None:
@@ -460,17 +468,17 @@ class EstimatorFit(Fit):
 
     @property
     def progress(self) -> FitProgress:
-        """The progress of the training."""
+        """The `FitProgress` of this call: epoch, step and loss."""
         assert self.loop is not None
         return self.loop.progress
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """The evaluator of the model, whose nodes may be in training mode."""
+        """The `Evaluator` of validation data, by the model with its current weights."""
         return Evaluator(self.recipe.for_model(self.job.proto, self.step.weights))
 
     def _training_fields(self, objective: Objective) -> Fields:
-        """Return the fields that check the data; build the step, which may raise."""
+        """Build the training step; return the `Fields` that check the data."""
         in_place = self.estimator.saved_gradient is None
         self.step = self.recipe.step(objective, in_place=in_place)
         fields = Fields(objective)
@@ -478,7 +486,7 @@ class EstimatorFit(Fit):
         return fields
 
     def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
-        """Return the sources of batches of the data, and of the validation data or None."""
+        """Return (source of training batches, source of validation batches or None)."""
         assert self.batch_size is not None
         source = self.data.source(fields, self.batch_size)
         if not isinstance(self.held_out, Dataset):
@@ -487,7 +495,7 @@ class EstimatorFit(Fit):
         return source, rows_of(self.held_out, self.evaluator.fields)
 
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
-        """Return the runner of a step for batches of any size; the state gets its weights."""
+        """Return the `Runner` of the training step; set the initial weights of the state."""
         job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
         if self.before is None:
@@ -505,14 +513,14 @@ class EstimatorFit(Fit):
         return Runner(self.step, Target.of(job.device, work, source.batch_size), work)
 
     def validation_results(self) -> dict[str, Any]:
-        """Return the entries of the history for validation data; none in epochs without it."""
+        """Return history entries of the validation data; {} in epochs without validation."""
         every = self.estimator.validation_every
         every = max(1, int(every if every >= 1 else every * self.estimator.max_iter))
         return {} if (self.progress.epoch + 1) % every else super().validation_results()
 
 
-def _wanted_callbacks(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
-    """Return the callbacks of a call of `fit`."""
+def _callbacks_of_fit(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
+    """Return the callbacks that a trainer's arguments, data and `function` ask for."""
     wanted: list[tuple[type[Callback], bool]] = [
         (StepLog, estimator.enable_logging),
         (EpochLog, bool(estimator.verbose or estimator.enable_logging)),
@@ -523,10 +531,10 @@ def _wanted_callbacks(estimator: Any, data: Dataset, function: Any) -> list[Call
 
 
 class StepLog(Callback):
-    """Logs the loss of the epoch so far after each call of the runtime."""
+    """Logs the loss of the epoch so far after each call of onnxruntime."""
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Log the loss of the epoch so far."""
+        """Log the step number and the epoch's loss so far."""
         logger.debug("step %d loss %s", state.step, shown(trainer.progress.loss, "g"))
 
 
@@ -534,19 +542,19 @@ class EpochLog(Callback):
     """Logs the loss of each epoch."""
 
     def on_epoch_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Log the loss of the epoch."""
+        """Log the epoch number and the epoch's loss."""
         now = trainer.progress
         logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, shown(now.loss, "g"))
 
 
 class SingleBatches(Callback):
-    """Lets each call of the runtime run one batch."""
+    """Lets each call of onnxruntime run a single batch, as data are streamed."""
 
     every_steps = 1
 
 
 class ProgressFunction(Callback):
-    """Calls a function of the progress after calls of the runtime and after evaluations."""
+    """Calls a user's function with the `FitProgress` after steps and evaluations."""
 
     def __init__(self, function: Callable[[FitProgress], bool | str | None]) -> None:
         if not callable(function):
@@ -556,7 +564,7 @@ class ProgressFunction(Callback):
         self.function = function
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Call the function, and end training if it returns False or "stop"."""
+        """Call the user's function, and end the training if it returns False or "stop"."""
         answer: Any = self.function(trainer.progress)
         if isinstance(answer, (bool, np.bool_)):
             control.stop |= not answer
@@ -572,5 +580,5 @@ class ProgressFunction(Callback):
 
 
 def rows_of(data: Dataset, fields: Fields) -> BatchSource:
-    """Return the source of batches of data for a single pass."""
+    """Return a source of batches that passes over `data` once, in order."""
     return data.source(fields, fields.fixed_rows or ROWS)

@@ -1,4 +1,4 @@
-"""`SmallFunctions`: estimators that build small models and run them, as updates of weights."""
+"""`SmallFunctions`: losses, penalties and learning rates that build and run small ONNX models."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def build_model(
     dtype: Any = np.float32,
     **options: Any,
 ) -> ModelProto:
-    """Return the model whose outputs `write(draft, **options)` writes, with the name of `write`."""
+    """Return a small model named as the function `write`, which writes its outputs."""
     draft = Draft(write.__name__, opset, dtype)
     with draft.op:
         return draft.model(write(draft, **options), finish)
 
 
 class SmallFunctions(BaseEstimator):
-    """An estimator that keeps small models as attributes and runs them.
+    """An estimator that keeps small ONNX models as attributes and runs them.
 
     Sessions are created when a model first runs, and are not pickled. Two instances are equal if
     their parameters are equal.
@@ -42,8 +42,8 @@ class SmallFunctions(BaseEstimator):
 
     _device = CPU
 
-    def _keep_models(self, device: Any, **models: ModelProto | None) -> None:
-        """Set attributes to models, which run on `device`; None deletes an attribute."""
+    def _store_models(self, device: Any, **models: ModelProto | None) -> None:
+        """Store `models` as attributes, to run on `device`; None deletes the attribute."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():
@@ -64,7 +64,7 @@ class SmallFunctions(BaseEstimator):
 
     @escaping()
     def _run_model(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
-        """Return the outputs of the model `name`; the inputs are arrays or OrtValues."""
+        """Run the model in the attribute `name` on arrays or OrtValues; return its outputs."""
         ort_session = self._model_session(name)
         if not as_ortvalues:
             return ort_session.run(None, {k: to_numpy(v) for k, v in feed.items()})
@@ -92,7 +92,7 @@ def instance_of(
     classes: Mapping[Any, type[T]],
     options: Mapping[str, Any],
 ) -> T | None:
-    """Return an instance of `base` for an instance, a class, or a name in `classes`; else None.
+    """Return a `base` object for an instance, a subclass, or a name in `classes`; else None.
 
     Raises:
         ValueError: an option that the class lacks, or options together with an instance.

@@ -1,4 +1,4 @@
-"""FGSM and PGD: inputs close to given inputs, at which a model errs."""
+"""FGSM and PGD: adversarial inputs, close to given inputs, for which a model errs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fgsm(
     bounds: Bounds = (-np.inf, np.inf),
     mask: Any = None,
 ) -> Attributions:
-    """Return inputs moved by `epsilon` in the direction in which the loss of the target grows.
+    """Return inputs moved by `epsilon` times the sign of the gradient of the target's loss (FGSM).
 
     x + epsilon sign(dL/dx), the fast gradient sign method of Goodfellow, Shlens & Szegedy 2014
     (arXiv:1412.6572).
@@ -88,7 +88,7 @@ def pgd(
     mask: Any = None,
     random_state: int | np.random.Generator | None = None,
 ) -> Attributions:
-    """Return inputs moved by steps of `fgsm`, each projected into a ball (Madry et al. 2017).
+    """Return inputs moved by steps of FGSM, each projected to a ball (PGD, Madry et al. 2017).
 
     Args:
         model, inputs, target, wrt, output, batch_axes, targeted, loss, bounds, mask: see `fgsm`.
@@ -127,7 +127,7 @@ def pgd(
 
 
 def broadcast_masks(point: Point, mask: Any) -> Arrays:
-    """Return the mask of each value of `wrt`, broadcast to the shape of the value."""
+    """Return {name of an explained value: its mask, broadcast to the shape of the value}."""
     if not isinstance(mask, Mapping):
         mask = dict.fromkeys(point.values, 1.0 if mask is None else mask)
     for name in mask:
@@ -147,19 +147,19 @@ def broadcast_masks(point: Point, mask: Any) -> Arrays:
 
 
 class _Attack:
-    """Steps that change the values of a point, and projections into the bounds and a ball."""
+    """An attack on the rows of a `Point`: sign steps, and projections to bounds and a ball."""
 
     def __init__(self, point: Point, loss: str, norm: str, bounds: Bounds, mask: Any) -> None:
         low, high = bounds
         if not low < high:
-            raise ValueError(f"bounds={bounds}: give the least value, then the greatest")
+            raise ValueError(f"bounds={bounds} must be the least value, then a greater value")
         check_choice("norm", norm, ("Linf", "L2"))
         check_choice("loss", loss, ("score", "cross_entropy"))
         self.point, self.loss, self.norm, self.bounds = point, loss, norm, bounds
         self.masks = broadcast_masks(point, mask)
 
     def step(self, values: Arrays, length: float) -> Arrays:
-        """Return `values` after one step, which changes each element by `length`."""
+        """Return `values` after a sign step, which changes each unmasked element by `length`."""
         if self.loss == "score":
             gradients = {n: -g for n, g in self.point.gradients(values).items()}
         else:
@@ -169,12 +169,12 @@ class _Attack:
         return {n: x.astype(values[n].dtype) for n, x in moved.items()}
 
     def clip(self, values: Arrays) -> Arrays:
-        """Return `values` inside of the bounds."""
+        """Return `values` clipped to the bounds of the attack."""
         like = self.point.values
         return {n: np.clip(x, *self.bounds).astype(like[n].dtype) for n, x in values.items()}
 
     def project(self, values: Arrays, radius: float) -> Arrays:
-        """Return the nearest of `values` in the ball of `radius`, inside of the bounds."""
+        """Return `values` projected to the ball of `radius` around the rows, and to the bounds."""
         near = {}
         for name, x in self.point.values.items():
             change = values[name].astype(np.float64) - x
@@ -190,7 +190,7 @@ class _Attack:
         return self.clip(near)
 
     def random_values(self, radius: float, rng: np.random.Generator) -> Arrays:
-        """Return random values, uniform in the ball around each row, inside of the bounds."""
+        """Return random values, uniform in the ball around each row, clipped to the bounds."""
         moved = {}
         for name, x in self.point.values.items():
             if self.norm == "Linf":
@@ -205,7 +205,7 @@ class _Attack:
 
 
 def _cross_entropy_gradient(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the gradient of logsumexp(y) - y[target] w.r.t. the logits y."""
+    """Return the gradient of the cross entropy, logsumexp(y) - y[target], w.r.t. the logits y."""
     if y.ndim < 2:
         raise ValueError(f"an output of shape {list(y.shape)} has no classes: use loss='score'")
     exponentials = np.exp(y - y.max(axis=1, keepdims=True).astype(np.float64))

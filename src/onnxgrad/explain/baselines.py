@@ -14,7 +14,7 @@ from onnxgrad.runtime.values import to_numpy
 
 
 def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
-    """Return the baseline of each value of `wrt`, in the shape and dtype of the value.
+    """Return {name of an explained value: its baseline, in the value's shape and dtype}.
 
     Args:
         point: the rows that are explained.
@@ -35,7 +35,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
             feed = {
-                n: _fit_baseline(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+                n: _baseline_like(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
             }
             computed |= function.values(feed, point.with_rows)
         given = computed | {n: b for n, b in given.items() if n in point.values}
@@ -53,11 +53,11 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _fit_baseline(point, n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _baseline_like(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
-    """Return a baseline in the shape and dtype of `x`; None stands for `x` itself."""
+def _baseline_like(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+    """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
     if baseline is None:
         return x
     array = point.function.rows_first(name, to_numpy(baseline))

@@ -1,4 +1,4 @@
-"""Counterfactuals: a small change of a row by which a model puts it into another class."""
+"""Counterfactuals: small changes of a row after which a model predicts another class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FACTORS = 6  # of the hinge, tried for each row
 
 @dataclass(frozen=True)
 class Counterfactual:
-    """The result of `counterfactual`: rows that a model puts into another class.
+    """The result of `counterfactual`: changed rows, for which a model predicts another class.
 
     Attributes:
         values: the changed rows, of the shape and dtype of the value; the unchanged row where the
@@ -58,7 +58,7 @@ def counterfactual(
     learning_rate: float = 0.05,
     steps: int = 300,
 ) -> Counterfactual:
-    """Return each row with a small change after which the target class has the greatest score.
+    """Return rows with the smallest found change that gives the target class the greatest score.
 
     Minimizes distance + c max(0, other - target + margin), where `other` is the greatest score of
     another class, by Adam, with a proximal step for "L1", which changes few elements. c is searched
@@ -106,21 +106,23 @@ def counterfactual(
 
 
 class _CounterfactualSearch:
-    """The search for the shortest change of each row that reaches the class, by Adam."""
+    """The search by Adam for the shortest change of each row that reaches the target class."""
 
     def __init__(self, point: Point, norm: str, margin: float, bounds: Bounds, mask: Any) -> None:
         check_choice("norm", norm, ("L1", "L2"))
         if len(point.values) != 1:
-            raise ValueError(f"`wrt` names {len(point.values)} values: name one")
+            raise ValueError(
+                f"`wrt` names {len(point.values)} values: name the one value to change"
+            )
         (name,) = point.values
         if point.output.ndim != 2 or point.output.shape[1] < 2:
             raise ValueError(
                 f"the output {point.function.output!r} has the shape {list(point.output.shape)}, "
-                "not (rows, classes): name such an `output`"
+                "not (rows, classes): name as `output` a tensor of scores of this shape"
             )
         x = point.values[name]
         if (x < bounds[0]).any() or (x > bounds[1]).any():
-            raise ValueError(f"values of {name!r} are outside of bounds={bounds}: widen them")
+            raise ValueError(f"{name!r} has elements outside of bounds={bounds}: widen the bounds")
         self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
         self.margin = margin
         self.x = x.reshape(len(x), -1).astype(np.float64)
@@ -131,7 +133,7 @@ class _CounterfactualSearch:
         self.record(self.best)
 
     def run(self, learning_rate: float, steps: int) -> None:
-        """Search a factor of the hinge for each row; greater factors reach the class more often."""
+        """Search for each row the least hinge factor by which it reaches the target class."""
         low, factors = np.zeros(self.point.rows), np.ones(self.point.rows)
         for _ in range(_FACTORS):
             reached = self.descend(factors, learning_rate, steps)
@@ -140,7 +142,7 @@ class _CounterfactualSearch:
         self.shorten()
 
     def hinge(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return other - target + margin of each row, and its gradient w.r.t. the output."""
+        """Return (best other score - target score + margin) per row, and its output gradient."""
         y = self.point.outputs({self.name: self.like_input(values)}).astype(np.float64)
         rows, classes = np.arange(len(y)), self.point.indices[:, 0]
         others = y.copy()
@@ -151,7 +153,7 @@ class _CounterfactualSearch:
         return y[rows, other] - y[rows, classes] + self.margin, gradient
 
     def record(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keep the rows that reach the class by a shorter change than before.
+        """Keep changed rows that reach the target class by a shorter change than the best so far.
 
         Returns:
             Which rows reach the class, and the gradient of the hinge w.r.t. the output, which is
@@ -167,7 +169,7 @@ class _CounterfactualSearch:
         return reached, gradient * (~reached)[:, None]
 
     def descend(self, factors: np.ndarray, learning_rate: float, steps: int) -> np.ndarray:
-        """Minimize distance + factor * hinge; return which rows reached the class on the way."""
+        """Minimize distance + factor * hinge; return a mask of rows that reached the class."""
         values, ever = self.x, np.zeros(self.point.rows, bool)
         first, second = np.zeros(self.x.shape), np.zeros(self.x.shape)
         for step in range(1, steps + 1):
@@ -191,7 +193,7 @@ class _CounterfactualSearch:
         return ever
 
     def shorten(self) -> None:
-        """Move each row back toward the unchanged row, by bisection, while it reaches the class."""
+        """Shorten each best change by bisection, as long as the row reaches the target class."""
         low, high = np.zeros(self.point.rows), np.ones(self.point.rows)
         change = self.best - self.x
         for _ in range(_HALVINGS):
@@ -200,6 +202,6 @@ class _CounterfactualSearch:
             low, high = np.where(reached, low, middle), np.where(reached, middle, high)
 
     def like_input(self, values: np.ndarray) -> np.ndarray:
-        """Return changed rows in the shape and dtype of the input."""
+        """Return `values` (rows, elements) in the shape and dtype of the explained input."""
         x = self.point.values[self.name]
         return values.reshape(x.shape).astype(x.dtype)

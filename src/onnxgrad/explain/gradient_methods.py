@@ -27,7 +27,7 @@ def saliency(
     batch_axes: Mapping[str, int] | None = None,
     absolute: bool = True,
 ) -> Attributions:
-    """Return the gradient of the score of each row: the saliency of Simonyan et al. 2013.
+    """Return the saliency of each row (Simonyan et al. 2013): its score's gradient w.r.t. inputs.
 
     Args:
         model: model, serialized model or path, never modified; or a `ScoreFunction`.
@@ -75,7 +75,7 @@ def integrated_gradients(
     steps: int = 50,
     method: str = "gausslegendre",
 ) -> Attributions:
-    """Return integrated gradients: (x - b) times the mean gradient on the way from b to x.
+    """Return integrated gradients: (x - b) times the mean gradient between baseline b and x.
 
     Their sum is f(x) - f(b) for enough steps (Sundararajan, Taly & Yan 2017, arXiv:1703.01365);
     `completeness_gap` returns the difference.
@@ -227,7 +227,7 @@ def completeness_gap(
 
 
 def path_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
-    """Return the values at `fractions` of the way from `starts` to `ends`.
+    """Return values interpolated linearly from `starts` (fraction 0) to `ends` (fraction 1).
 
     The first axis has all rows of the first fraction, then all rows of the second one, and so on.
     """
@@ -240,7 +240,7 @@ def path_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
 
 
 def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights and the points of a quadrature on [0, 1] with `steps` points."""
+    """Return (weights, points) of a quadrature rule on [0, 1] with `steps` points."""
     check_choice("method", method, ("gausslegendre", *_SHIFTS))
     check_count("steps", steps)
     if method == "gausslegendre":

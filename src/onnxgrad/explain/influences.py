@@ -47,7 +47,7 @@ def influence(
     batch_size: int = 256,
     **options: Any,
 ) -> np.ndarray:
-    """Return how much a step on each training row lowers the loss of each test row: TracIn.
+    """Return how much an SGD step on each training row lowers each test row's loss: TracIn.
 
     The sum over checkpoints of the learning rate times the product of two gradients w.r.t. the
     weights: of the loss of a training row, and of the loss of a test row (Pruthi et al. 2020,
@@ -85,7 +85,7 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    losses = _RowLosses(model, weights, loss, output, device, batch_size, options)
+    losses = _RowGradients(model, weights, loss, output, device, batch_size, options)
     states = [losses.checkpoint_weights(c) for c in checkpoints or [model]]
     rates = np.asarray(learning_rates, np.float64)
     if rates.shape not in ((), (len(states),)):
@@ -99,19 +99,19 @@ def influence(
 
 @dataclass
 class _DataRows:
-    """Inputs and labels; `with_rows` are the names of the arrays whose first axis is the rows."""
+    """Input and label arrays by name; `with_rows` names the arrays that have a row axis."""
 
     feed: Arrays
     with_rows: set[str]
     count: int
 
     def part(self, start: int, stop: int) -> Arrays:
-        """Return the inputs and labels of the rows from `start` to `stop`."""
+        """Return the input and label arrays cut to the rows from `start` to `stop`."""
         return {n: x[start:stop] if n in self.with_rows else x for n, x in self.feed.items()}
 
 
-class _RowLosses:
-    """The loss of each row, and its derivatives w.r.t. the weights."""
+class _RowGradients:
+    """Computes the gradient of the loss of each row w.r.t. the weights, and products with it."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _RowLosses:
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
 
     def checkpoint_weights(self, checkpoint: Checkpoint) -> Arrays:
-        """Return the weights of a checkpoint, by name."""
+        """Return {name: array} of the weights in a checkpoint."""
         if isinstance(checkpoint, Mapping):
             weights = {name: np.asarray(w) for name, w in checkpoint.items()}
         else:
@@ -162,20 +162,20 @@ class _RowLosses:
         return {name: weights[name] for name in self.names}
 
     def check_rows(self, data: Inputs, labels: Any) -> _DataRows:
-        """Return rows with their labels, as arrays of the dtypes of the model."""
+        """Return inputs and labels as `_DataRows`, in the dtypes of the model."""
         names = [str(x.name) for x in self._inputs]
         feed = input_arrays(data, self._inputs, names, self._unused)
         count, with_rows = count_rows(feed, self._inputs)
         feed |= input_arrays({self._label: labels}, self._labels, [self._label])
         if feed[self._label].shape[:1] != (count,):
             raise ValueError(
-                f"the labels have the shape {list(feed[self._label].shape)}, and there are {count} "
-                "rows"
+                f"the labels have the shape {list(feed[self._label].shape)}, and the inputs have "
+                f"{count} rows: pass a label for each row"
             )
         return _DataRows(feed, {*with_rows, self._label}, count)
 
     def gradients(self, state: Arrays, rows: _DataRows) -> list[Arrays]:
-        """Return the gradient of the loss of each row."""
+        """Return for each row the gradient of its loss w.r.t. the weights."""
         # raises an error if the model takes a fixed number of rows
         self._piece.rows_per_call(rows.part(0, 1), rows.with_rows, 1)
         cotangent = [*self._vjp.inputs.values()][-1]
@@ -188,7 +188,7 @@ class _RowLosses:
         return gradients
 
     def row_products(self, state: Arrays, rows: _DataRows, gradients: list[Arrays]) -> np.ndarray:
-        """Return the product of each gradient with the gradient of each row, (gradients, rows)."""
+        """Return the products (gradients, rows) of given gradients with each row's gradient."""
         result = np.zeros((len(gradients), rows.count))
         for row, gradient in zip(result, gradients, strict=True):
             feed = rows.feed | state | {f"{name}_tangent": g for name, g in gradient.items()}

@@ -25,7 +25,7 @@ def grad_cam(
     output: str | None = None,
     relu: bool = False,
 ) -> np.ndarray:
-    """Return Grad-CAM: the channels of a layer, weighted by their mean gradients, and summed.
+    """Return Grad-CAM: the sum of a layer's channels, each weighted by its mean gradient.
 
     Selvaraju et al. 2017, arXiv:1610.02391. `show_image` enlarges it to an image.
 
@@ -54,7 +54,10 @@ def grad_cam(
     point = ScoreFunction(model, layer, output).at(inputs, target)
     h = point.values[layer].astype(np.float64)
     if h.ndim < 2:
-        raise ValueError(f"{layer!r} of shape {list(h.shape)} has no axis of channels")
+        raise ValueError(
+            f"{layer!r} of shape {list(h.shape)} has no axis of channels: name as `layer` a tensor "
+            "(rows, channels, ...)"
+        )
     gradient = point.gradients(point.values)[layer].astype(np.float64)
     weights = gradient.mean(axis=tuple(range(2, h.ndim)), keepdims=True)
     maps = (weights * h).sum(axis=1, keepdims=True)
@@ -73,7 +76,7 @@ def layer_conductance(
     steps: int = 50,
     method: str = "gausslegendre",
 ) -> np.ndarray:
-    """Return the conductance of each unit of a layer: the change of the score that it passes on.
+    """Return the conductance of each unit of a layer: the change of the score via the unit.
 
     On the way from the baselines to the inputs, it sums the gradient with respect to the unit times
     the change of the unit (Dhamdhere, Sundararajan & Yan 2018, arXiv:1805.12233). The sum over a

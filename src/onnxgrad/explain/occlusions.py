@@ -1,4 +1,4 @@
-"""Occlusion, an attribution without gradients: the fall of a score where a window hides inputs."""
+"""Occlusion, an attribution without gradients: how a score falls if a window hides inputs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def occlusion(
 def _mean_score_falls(
     point: Point, name: str, hidden: np.ndarray, whole: np.ndarray, windows: list[_Window]
 ) -> np.ndarray:
-    """Return the fall of the score from `whole`, its mean over the windows that hide an element."""
+    """Return for each element the mean fall of the score `whole` over windows that hide it."""
     x = point.values[name]
     total, counts = np.zeros(x.shape), np.zeros(x.shape[1:])
     for chunk in point.chunks(len(windows)):
@@ -88,13 +88,16 @@ def _mean_score_falls(
 
 
 def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
-    """Return the slices of each window of a value: all rows, then one slice for each axis."""
+    """Return an index (all rows, then a slice per axis) for each position of the window."""
     lengths = _lengths_per_axis("window", window, name, shape)
     steps = _lengths_per_axis("strides", 1 if strides is None else strides, name, shape)
     slices = []
     for length, step, d in zip(lengths, steps, shape, strict=True):
         if length > d:
-            raise ValueError(f"`window` {list(lengths)} of {name!r} is larger than {list(shape)}")
+            raise ValueError(
+                f"`window` {list(lengths)} of {name!r} is larger than a row, {list(shape)}: make "
+                "it smaller"
+            )
         if step > length and d > length:
             raise ValueError(
                 f"`strides` {list(steps)} of {name!r} leave out elements between the windows "
@@ -105,7 +108,7 @@ def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -
 
 
 def _lengths_per_axis(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the argument `what` for the value `name`, as a length for each axis of a row."""
+    """Return the argument `what` ("window" or "strides") as one length per axis of `name`."""
     if isinstance(lengths, Mapping):
         if name not in lengths:
             raise ValueError(f"`{what}` has no entry for {name!r}: add one")

@@ -1,4 +1,4 @@
-"""Pictures of the attribution of one row: of an image, a text, or the columns of a table."""
+"""Plots of an attribution of one row: a heat map of an image, colored text, or bars."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def show_text(tokens: Sequence[str], attribution: Any, axes: Axes | None = None)
     """
     import matplotlib
 
-    numbers = _number_per_name(tokens, attribution)
+    numbers = _attribution_per_name(tokens, attribution)
     axes, colors = _axes_or_new(axes), matplotlib.colormaps[_COLORS]
     limit, column, line = float(np.abs(numbers).max(initial=0)) or 1.0, 0, 0
     for token, number in zip(tokens, numbers, strict=True):
@@ -113,7 +113,7 @@ def show_table(names: Sequence[str], attribution: Any, axes: Axes | None = None)
         [0.2, -1.0]
         >>> plt.close(axes.figure)
     """
-    numbers = _number_per_name(names, attribution)
+    numbers = _attribution_per_name(names, attribution)
     axes, order = _axes_or_new(axes), np.argsort(np.abs(numbers), kind="stable")
     bars = numbers[order].tolist()
     positions = list(range(len(bars)))
@@ -125,14 +125,14 @@ def show_table(names: Sequence[str], attribution: Any, axes: Axes | None = None)
 
 
 def _axes_or_new(axes: Axes | None) -> Axes:
-    """Return the axes, or the axes of a new figure."""
+    """Return matplotlib's `axes`, or the axes of a new figure if it is None."""
     from matplotlib import pyplot
 
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
 def _image_plane(what: str, array: Any, reduce: Any) -> np.ndarray:
-    """Return an image as an array (height, width); `reduce` sums or averages over its channels."""
+    """Return an image as (height, width); `reduce`, np.sum or np.mean, joins its channels."""
     plane = _finite_array(what, array)
     if plane.ndim == 3 and plane.shape[0] <= 4:
         plane = reduce(plane, axis=0)
@@ -144,8 +144,8 @@ def _image_plane(what: str, array: Any, reduce: Any) -> np.ndarray:
     return plane
 
 
-def _number_per_name(names: Sequence[str], attribution: Any) -> np.ndarray:
-    """Return an attribution to tokens or columns as one number for each."""
+def _attribution_per_name(names: Sequence[str], attribution: Any) -> np.ndarray:
+    """Return an attribution of one row as a vector with one number per name."""
     numbers = _finite_array("attribution", attribution)
     if numbers.ndim == 2:
         numbers = numbers.sum(axis=1)
@@ -158,8 +158,10 @@ def _number_per_name(names: Sequence[str], attribution: Any) -> np.ndarray:
 
 
 def _finite_array(what: str, array: Any) -> np.ndarray:
-    """Return an array in float64; raise `ValueError` if it holds NaN or infinity."""
+    """Return `array` as float64; raise `ValueError` if an element is NaN or infinite."""
     numbers = np.asarray(array, np.float64)
     if not np.isfinite(numbers).all():
-        raise ValueError(f"the {what} is not finite: it holds NaN or infinity, which has no color")
+        raise ValueError(
+            f"the {what} holds NaN or infinity, which has no color: replace these elements"
+        )
     return numbers

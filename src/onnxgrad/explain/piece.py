@@ -1,4 +1,4 @@
-"""`Piece`, the part of a model that computes some values from others, run on rows in chunks."""
+"""`Piece`: the part of a model between two sets of values, run on chunks of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GradientPredictor = tuple[Predictor, dict[str, str], str]
 
 
 class Piece:
-    """The part of a model that computes `outputs` from the values `cut`, and from more inputs.
+    """The part of a model that computes `outputs` from the values `cut` and the model's inputs.
 
     Nodes that compute the values of `cut` do not run.
 
@@ -77,16 +77,16 @@ class Piece:
 
     @property
     def graph(self) -> ir.Graph:
-        """The prepared graph."""
+        """The graph that computes `outputs`, prepared for differentiation."""
         return self._model.graph
 
     def shape(self, name: str) -> Dims | None:
-        """Return the shape of an input or an output; None if it is unknown."""
+        """Return the shape of the input or output `name`; None if the shape is unknown."""
         listed = [*self.graph.inputs, *self.graph.outputs]
         return next((dims(v) for v in listed if v.name == name), None)
 
     def run(self, feed: Mapping[str, np.ndarray], with_rows: Collection[str]) -> list[np.ndarray]:
-        """Return the outputs of all rows.
+        """Return the arrays of `outputs` for all rows of `feed`.
 
         Args:
             feed: the inputs, by name.
@@ -108,23 +108,23 @@ class Piece:
         wrt: Sequence[str],
         cotangent: np.ndarray,
     ) -> Arrays:
-        """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`; see `run`."""
+        """Return {name: gradient of sum(cotangent * output)} for the values `wrt`; see `run`."""
         predictor, names, last = self._gradient_predictor(tuple(wrt))
         found = self.run_rows(predictor, {**feed, last: cotangent}, {*with_rows, last})
         return {name: found[names[name]] for name in wrt}
 
     @cached_property
     def _multiply_adds(self) -> float:
-        """The multiply-adds of a call with the most rows."""
+        """The multiply-adds of running `batch_size` rows."""
         return work(self.graph) * self._batch_size
 
     @cached_property
     def _output_predictor(self) -> Predictor:
-        """The predictor of the outputs."""
+        """The `Predictor` that computes `outputs`."""
         return Predictor(self._proto, self.outputs, self._device, 0, self._multiply_adds)
 
     def _gradient_predictor(self, wrt: tuple[str, ...]) -> _GradientPredictor:
-        """Return the predictor of the gradients, their names by `wrt`, and the cotangent's name."""
+        """Return (predictor of gradients, {wrt: gradient's name}, name of the cotangent input)."""
         if self._gradient is None or self._gradient[0] != wrt:
             values = [self._values[name] for name in wrt]
             require_differentiable(self.graph, values, self.graph.outputs[0])
@@ -142,7 +142,7 @@ class Piece:
     def run_rows(
         self, predictor: Predictor, feed: Mapping[str, np.ndarray], with_rows: Collection[str]
     ) -> Arrays:
-        """Return the outputs of a predictor that have a row for each row of `feed`, by name.
+        """Return {name: array} of a predictor's outputs, leaving out outputs without a row axis.
 
         Args:
             predictor: computes values from the inputs of this piece and more inputs.
@@ -157,7 +157,7 @@ class Piece:
     def rows_per_call(
         self, feed: Mapping[str, np.ndarray], with_rows: Collection[str], rows: int
     ) -> int:
-        """Return how many rows run at once: one if they are not proven to be independent.
+        """Return how many rows run at once: 1 unless the rows are proven to be independent.
 
         Raises:
             ValueError: the model takes a fixed number of rows, and mixes them or gets another
@@ -172,7 +172,7 @@ class Piece:
                 f"the model takes {max(fixed)} rows at a time, and the inputs have {rows}: pass "
                 f"{max(fixed)} rows, or export the model with a symbolic first axis"
             )
-        mixing = self._mixing_reason(feed, with_rows)
+        mixing = self._reason_of_mixed_rows(feed, with_rows)
         if mixing is None:
             return max(fixed, default=self._batch_size)
         if fixed:
@@ -186,7 +186,7 @@ class Piece:
                 f"rows are not proven to be independent ({mixing}), and the inputs "
                 f"{list(symbols)} have first axes with different symbols: pass one row at a time"
             )
-        if others := [] if self._rows_are_stated else self._common_symbols(firsts):
+        if others := [] if self._rows_are_stated else self._shared_symbolic_lengths(firsts):
             raise ValueError(
                 f"rows are not proven to be independent ({mixing}), and inputs and outputs have "
                 f"another axis in common, {others}: say which axis is the rows with batch_axes="
@@ -197,8 +197,8 @@ class Piece:
             self._warned = True
         return 1
 
-    def _common_symbols(self, firsts: Mapping[str, Dim]) -> list[str]:
-        """Return the symbols besides `firsts` that are axes of all inputs with rows and outputs.
+    def _shared_symbolic_lengths(self, firsts: Mapping[str, Dim]) -> list[str]:
+        """Return symbolic lengths, other than those in `firsts`, that all inputs and outputs share.
 
         Any of these may be the rows, unless a symbol of `firsts` is called a batch: then none is
         returned.
@@ -209,10 +209,10 @@ class Piece:
         common = set.intersection(*(set(shape) for shape in shapes)) - set(firsts.values())
         return sorted(d for d in common if isinstance(d, str) and is_stated(d))
 
-    def _mixing_reason(
+    def _reason_of_mixed_rows(
         self, feed: Mapping[str, np.ndarray], with_rows: Collection[str]
     ) -> str | None:
-        """Return why rows may be mixed; None if row i of outputs needs row i of inputs only."""
+        """Return why the model may mix rows; None if row i of outputs reads row i of inputs."""
         lengths = {name: feed[name].shape for name in self.inputs}
         axes = {name: 0 if name in with_rows else None for name in self.inputs}
         key = tuple((n, s[1:] if n in with_rows else s, axes[n]) for n, s in lengths.items())
@@ -227,7 +227,7 @@ class Piece:
 
 
 def check_model_and_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
-    """Return the device; raise `ValueError` if rows of the model cannot be explained one by one."""
+    """Return the `Device`; raise `ValueError` for nodes in training mode, which mix rows."""
     if training := has_training_nodes(proto):
         raise ValueError(
             f"nodes in training mode: {', '.join(map(printable, training[:3]))}; {what} would "
@@ -239,7 +239,7 @@ def check_model_and_device(proto: ModelProto, device: Any, batch_size: int, what
 
 
 def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value) -> None:
-    """Raise unless `y` depends differentiably on all values `wrt`; name the nodes in between."""
+    """Raise `ValueError` unless `y` depends differentiably on each of the values `wrt`."""
     for x in wrt:
         if y in smooth_values(graph, [x]):
             continue

@@ -29,7 +29,8 @@ def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
         shape = dims(value)
         if shape is None or not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"batch_axes[{name!r}] is {axis}, and the shape of {name!r} is {shape}"
+                f"batch_axes[{name!r}] is {axis}, and {name!r} has the shape {shape}: give the "
+                "index of its axis of rows"
             )
         axis %= len(shape)
         others = [i for i in range(len(shape)) if i != axis]

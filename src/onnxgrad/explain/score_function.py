@@ -1,4 +1,4 @@
-"""`ScoreFunction`: the scores of the rows of a model, as a function of some of its values."""
+"""`ScoreFunction`: the score of each row, as a function of explained values of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
 
 class ScoreFunction:
-    """The score of each row of a model, as a function of some of its values, with its gradient.
+    """The score of each row as a function of explained values of a model, with its gradient.
 
     The functions of `onnxgrad.explain` take a `ScoreFunction` in place of a model; in several calls
     with the same one, graphs and sessions are built once, when they are first needed.
@@ -93,12 +93,12 @@ class ScoreFunction:
         self.batch_size = int(batch_size)
         self.output = maps.get(output or "") or _output_name(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
-        self.wrt = _float_inputs(self.whole) if names is None else list(once("value", names))
+        self.wrt = _explainable_inputs(self.whole) if names is None else list(once("value", names))
         if not self.wrt:
             raise ValueError("`wrt` is empty: name at least one value")
         self.single = isinstance(wrt, str) or (wrt is None and len(self.wrt) == 1)
         self.inner = [name for name in self.wrt if name not in names_without_default(self._proto)]
-        self._check_wrt()
+        self._check_explained_values()
         for node in all_nodes(self.whole.graph):
             if node.op_type in RANDOM and not node.domain:
                 raise ValueError(
@@ -114,7 +114,7 @@ class ScoreFunction:
         output: str | None,
         batch_axes: Mapping[str, int] | None,
     ) -> ScoreFunction:
-        """Return `model` if it is a `ScoreFunction`, or a new one of the model.
+        """Return `model` if it is a `ScoreFunction`, else a new `ScoreFunction` of the model.
 
         Raises:
             ValueError: names or axes are passed together with a `ScoreFunction`.
@@ -129,32 +129,32 @@ class ScoreFunction:
         return model
 
     def piece(self, outputs: Sequence[str], cut: Sequence[str] = ()) -> Piece:
-        """Return the part of the model that computes `outputs` from `cut`."""
+        """Return the part of the model that computes `outputs` from the values `cut`."""
         stated = bool(self.batch_axes)
         return Piece(self._proto, outputs, cut, self._device, self.batch_size, stated)
 
     @cached_property
     def whole(self) -> Piece:
-        """The part that computes the output from the inputs."""
+        """The part of the model that computes the output from the inputs."""
         return self.piece([self.output])
 
     @cached_property
     def behind(self) -> Piece:
-        """The part that computes the output from the values `wrt`, and from more inputs."""
+        """The part of the model behind the values `wrt`, which computes the output."""
         return self.piece([self.output], self.wrt) if self.inner else self.whole
 
     @cached_property
     def front(self) -> Piece:
-        """The part that computes the inner values of `wrt` from the inputs."""
+        """The part of the model that computes the values `wrt` that are no inputs."""
         return self.piece(self.inner)
 
     @cached_property
     def classes(self) -> list[str]:
-        """The names of the classes that the model stores."""
+        """The class names that the model stores; empty if it stores none."""
         return list(map(str, read_note(self._proto, CLASSES) or stored_labels(self._proto) or ()))
 
     def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
-        """Return the values at which scores are explained.
+        """Return the `Point` of the given inputs and target.
 
         Args:
             inputs: the array of the only input, or `{name: array}`.
@@ -181,18 +181,18 @@ class ScoreFunction:
         return point
 
     def values(self, feed: Arrays, with_rows: set[str]) -> Arrays:
-        """Return the values `wrt` for the inputs `feed`."""
+        """Return {name: array} of the explained values `wrt`, computed from the inputs `feed`."""
         inner = self.front.run(feed, with_rows) if self.inner else ()
         known = feed | dict(zip(self.inner, inner, strict=True))
         return {name: known[name] for name in self.wrt}
 
     def rows_first(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return an array for an input, or for a value of `wrt`, with its rows first."""
+        """Return the array `x` of the value `name`, with the row axis moved to the front."""
         return np.moveaxis(x, self.batch_axes.get(name, 0), 0) if x.ndim else x
 
     # -- checks --------------------------------------------------------------------------------
 
-    def _check_wrt(self) -> None:
+    def _check_explained_values(self) -> None:
         """Raise `ValueError` if the values `wrt` cannot be explained together.
 
         These are the output, values that it does not depend on, and values that depend on others
@@ -223,7 +223,7 @@ class ScoreFunction:
 
 @dataclass
 class Point:
-    """Rows of inputs at which scores are explained.
+    """The rows of inputs, and the values computed from them, at which scores are explained.
 
     Attributes:
         function: the function that computes the scores.
@@ -245,7 +245,7 @@ class Point:
         self._behind_with_rows = {*self.with_rows, *self.values}
 
     def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return attributions in the dtypes and axes of the explained values.
+        """Return attributions with the dtypes, and the row axis, of the explained values.
 
         They are one array if `wrt` is one name, else `{name: array}`. Attributions to integers stay
         floats.
@@ -258,22 +258,22 @@ class Point:
 
     @cached_property
     def output(self) -> np.ndarray:
-        """The output of the model, (rows, ...)."""
+        """The model's output at this point, (rows, ...)."""
         return self.outputs(self.values)
 
     @cached_property
     def indices(self) -> np.ndarray:
-        """The index of the score of each row: see `target_indices`."""
+        """The index of the explained score in each row of the output: see `target_indices`."""
         target = targets.class_indices(self.target, self.function.classes)
-        return targets.target_indices(target, self.rows, self._row_shape)
+        return targets.target_indices(target, self.rows, self._output_row_shape)
 
     def chunks(self, copies: int) -> Iterator[slice]:
-        """Return slices of a number of copies of the rows; the copies of a slice run at once."""
+        """Return slices of range(`copies`): copies of the rows in one slice run at once."""
         size = max(1, self.function.batch_size // self.rows)
         return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output for other values `wrt`, which have k rows for each row, tiled."""
+        """Return the output at `values`, arrays with k copies of the rows one after another."""
         y = self.function.behind.run(self.feed_at(values), self._behind_with_rows)[0]
         if y.dtype.kind in "iubOU":
             raise ValueError(
@@ -282,49 +282,51 @@ class Point:
         return y
 
     def scores(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the scores for other values `wrt`, float64 of shape (k rows,); see `outputs`."""
+        """Return the scores at `values`, float64 of shape (k * rows,); see `outputs`."""
         y = self.outputs(values)
-        every = np.tile(self.indices, (self._copies_of_rows(values), 1))
+        every = np.tile(self.indices, (self._count_of_copies(values), 1))
         return y[(np.arange(len(y)), *every.T)].astype(np.float64)
 
     def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the gradients of the scores w.r.t. the values `wrt`, at `values`."""
-        return self.pull_back(values, self.cotangent(self._copies_of_rows(values)))
+        """Return {name: gradient of the scores at `values`} for the explained values."""
+        return self.pull_back(values, self.cotangent(self._count_of_copies(values)))
 
     def cotangent(self, copies: int) -> np.ndarray:
-        """Return the cotangent of the output for `copies` of the rows: one at each score."""
+        """Return the output's cotangent for k = `copies` of the rows: 1 at each score, else 0."""
         every = np.tile(self.indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
-        return targets.score_cotangent((len(every), *self._row_shape), y.dtype.numpy(), every)
+        return targets.score_cotangent(
+            (len(every), *self._output_row_shape), y.dtype.numpy(), every
+        )
 
     def pull_back(self, values: Mapping[str, np.ndarray], cotangent: np.ndarray) -> Arrays:
-        """Return the gradients of sum(cotangent * output) w.r.t. the values `wrt`, at `values`."""
+        """Return {name: gradient of sum(cotangent * output) at `values`} for explained values."""
         behind = self.function.behind
         for name, x in values.items():
             if x.dtype.kind in "iubO":
                 raise ValueError(
                     f"{name!r} holds {x.dtype}: only floats have a gradient; name an inner float "
-                    f"value as `wrt`{_embedding_hint(self.function.whole.graph)}"
+                    f"value as `wrt`{_hint_of_embeddings(self.function.whole.graph)}"
                 )
         return behind.gradients(
             self.feed_at(values), self._behind_with_rows, self.function.wrt, cotangent
         )
 
     @cached_property
-    def _row_shape(self) -> tuple[int, ...]:
-        """The shape of a row of the output, known from the graph or from running it."""
+    def _output_row_shape(self) -> tuple[int, ...]:
+        """The shape of a row of the output, from the graph or from running the model."""
         shape = self.function.behind.shape(self.function.output)
         known = None if shape is None else static(shape[1:])
         return self.output.shape[1:] if known is None else known
 
-    def _copies_of_rows(self, values: Mapping[str, np.ndarray]) -> int:
-        """Return how many rows the values have for each row of this point."""
+    def _count_of_copies(self, values: Mapping[str, np.ndarray]) -> int:
+        """Return k, the count of copies of this point's rows in `values`."""
         return len(next(iter(values.values()))) // self.rows
 
     def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the inputs of the model, tiled to the rows of `values`, and `values`."""
-        copies = self._copies_of_rows(values)
+        """Return `values` and the model's inputs, tiled to the row count of `values`."""
+        copies = self._count_of_copies(values)
         feed = dict(self.feed)
         for name in self.with_rows:
             if copies != 1 and name not in values:
@@ -333,7 +335,7 @@ class Point:
 
 
 def _output_name(proto: ModelProto, name: str | None) -> str:
-    """Return the name of the output whose elements are scores."""
+    """Return `name`, or the name of the only float output; raise `ValueError` if several."""
     if name is not None:
         return name
     floats = [
@@ -347,8 +349,8 @@ def _output_name(proto: ModelProto, name: str | None) -> str:
     return floats[0]
 
 
-def _float_inputs(whole: Piece) -> list[str]:
-    """Return the names of the float inputs that the output depends on, differentiably if any."""
+def _explainable_inputs(whole: Piece) -> list[str]:
+    """Return the float inputs that the output depends on, preferring differentiable ones."""
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]
     used = [x for x in floats if y in dependents(graph, [x])]
@@ -357,12 +359,12 @@ def _float_inputs(whole: Piece) -> list[str]:
         return [str(x.name) for x in smooth or used]
     raise ValueError(
         f"no float input leads to {y.name!r}: name an inner float value as `wrt`"
-        f"{_embedding_hint(graph)}"
+        f"{_hint_of_embeddings(graph)}"
     )
 
 
-def _embedding_hint(graph: ir.Graph) -> str:
-    """Return the end of a message, which names results of embeddings of integer inputs."""
+def _hint_of_embeddings(graph: ir.Graph) -> str:
+    """Return a hint for messages that names the results of Gathers of integer inputs."""
     integers = [x for x in graph.inputs if not is_real(x)]
     depending = dependents(graph, integers)
     lookups = [

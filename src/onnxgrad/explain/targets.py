@@ -1,4 +1,4 @@
-"""Targets: which element of a row of the output is its score."""
+"""Targets: which element of a row of the output is the score to explain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Target: TypeAlias = int | tuple[int, ...] | Sequence[int] | Sequence[tuple[int, 
 
 
 def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np.ndarray:
-    """Return the index of the score of each row, int64 of shape (rows, len(shape)).
+    """Return the index of the explained score in each row of the output, (rows, len(shape)).
 
     Args:
         target: None if a row of the output has one element. An integer, or a tuple of integers for
@@ -43,7 +43,10 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
         indices = np.broadcast_to(indices.reshape(1, -1), (rows, indices.size))
     indices = indices.reshape(len(indices), -1)
     if len(indices) != rows:
-        raise ValueError(f"`target` has {len(indices)} rows, the inputs have {rows}")
+        raise ValueError(
+            f"`target` has {len(indices)} rows, and the inputs have {rows}: give one target for "
+            "each row, or a single target"
+        )
     if indices.shape[1] == 1 and set(shape[1:]) == {1}:  # (N, C, 1, 1) is an output of classes
         indices = np.pad(indices, ((0, 0), (0, len(shape) - 1)))
     if indices.shape[1] != len(shape):
@@ -62,7 +65,7 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
 
 
 def class_indices(target: Any, classes: Sequence[str]) -> Any:
-    """Return a target with names of classes replaced by indices.
+    """Return `target` with class names replaced by class indices.
 
     Raises:
         ValueError: a name that is not among `classes`, or no classes are known.
@@ -87,14 +90,14 @@ def class_indices(target: Any, classes: Sequence[str]) -> Any:
 
 
 def score_cotangent(y_shape: Sequence[int], dtype: Any, indices: np.ndarray) -> np.ndarray:
-    """Return the gradient of the sum of scores w.r.t. the output: one at each score, else zero."""
+    """Return the gradient of the sum of scores w.r.t. the output: 1 at each score, else 0."""
     cotangent = np.zeros(y_shape, dtype)
     cotangent[(np.arange(len(indices)), *indices.T)] = 1
     return cotangent
 
 
 def _integer_indices(target: Any) -> np.ndarray:
-    """Return a target as an array of int64; raise `TypeError` if it holds no integers."""
+    """Return a target as an int64 array; raise `TypeError` if an element is no integer."""
     if isinstance(target, bool):
         raise TypeError("`target` is an index, not a truth value: give an integer")
     try:

@@ -1,4 +1,4 @@
-"""Checks of the inputs that users pass, and which inputs have rows."""
+"""Checks of the inputs that users pass to explanations, and of their row counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def input_arrays(
     needed: Iterable[str],
     unused: Collection[str] = (),
 ) -> Arrays:
-    """Return the inputs as arrays in the dtypes of the model.
+    """Return {name: array} of the inputs, in the dtypes of the model.
 
     Args:
         inputs: the array of the only input, or a dict of arrays by name.
@@ -50,7 +50,7 @@ def input_arrays(
 
 
 def count_rows(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
-    """Return the number of rows, and the names of the inputs whose first axis is the rows.
+    """Return the row count, and the names of the inputs whose first axis is the rows.
 
     The rows are the first axis of the first input whose first axis is symbolic, or else of the
     first input.
@@ -58,7 +58,10 @@ def count_rows(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
     shapes = {str(x.name): dims(x) for x in graph}
     firsts = {n: (shapes[n] or (None,))[0] for n, x in feed.items() if x.ndim}
     if not firsts:
-        raise ValueError("no input has an axis of rows: all are scalars")
+        raise ValueError(
+            "all inputs of the model are scalars: explanations need an input with rows on its "
+            "first axis"
+        )
     primary = next((n for n, d in firsts.items() if not isinstance(d, int)), next(iter(firsts)))
     rows, first = len(feed[primary]), firsts[primary]
     if not rows:
@@ -74,12 +77,12 @@ def count_rows(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
 
 
 def _input_array(value: Any, x: ir.Value) -> np.ndarray:
-    """Return an array in the dtype of the input `x`; raise `TypeError` if it cannot be cast."""
+    """Return `value` as an array of the dtype of the model input `x`, or raise `TypeError`."""
     array = to_numpy(value)
     assert x.dtype is not None
     dtype = np.dtype(x.dtype.numpy())
     if dtype.hasobject:  # strings
         return array.astype(object)
     if array.dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}")
+        raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}: convert the array")
     return np.asarray(array, dtype, order="C")

@@ -28,7 +28,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body of the tag between the marks."""
+        """Return the jinja2 nodes of the tag's body, between marks of a turn's begin and end."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)]
@@ -40,7 +40,7 @@ def _raise_template_error(message: str) -> None:
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox for templates, with the filters and functions that transformers offers."""
+    """Return a jinja2 sandbox with the filters and functions of chat templates in transformers."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -67,10 +67,10 @@ class ChatTemplate:
         try:
             self._template = _template_environment().from_string(text)
         except TemplateError as e:
-            raise ValueError(f"jinja2 cannot read the chat template: {e}") from None
+            raise ValueError(f"jinja2 cannot parse the chat template, correct it: {e}") from None
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, **more: Any) -> str:
-        """Return the text of a conversation.
+        """Return the text that the template makes of a conversation's messages.
 
         Args:
             messages: the messages, each `{"role": ..., "content": ...}`.
@@ -84,7 +84,7 @@ class ChatTemplate:
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def _render_marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
-        """Return the text of a conversation, with the marks of the tag `{% generation %}`."""
+        """Return a conversation's text, with marks around assistant turns in `{% generation %}`."""
         given = {"tools": None, "documents": None, **self._tokens, **more}
         try:
             return self._template.render(
@@ -94,7 +94,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation: {e}") from None
 
     def spans(self, messages: Messages, first: int = 0, **more: Any) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the characters of each turn of the assistant.
+        """Return a conversation's text, and the character span of each assistant turn in it.
 
         A turn is the text inside of `{% generation %}`, if the template has this tag; or else the
         text that the turn appends to the conversation before it, which ends with the beginning of
@@ -112,12 +112,12 @@ class ChatTemplate:
         text = marked.replace(_BEGIN, "").replace(_END, "")
         turns = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i >= first]
         if _BEGIN in marked:
-            spans = _marked_spans(marked)
+            spans = _spans_of_marked_turns(marked)
             return text, spans[len(spans) - len(turns) :] if first else spans
         return text, [self._turn_span(text, messages, i, more) for i in turns]
 
     def _turn_span(self, text: str, messages: Messages, i: int, more: Mapping[str, Any]) -> Span:
-        """Return the characters of the turn in message `i`, in a template without the tag."""
+        """Return the span of the turn of message `i`, for a template without `{% generation %}`."""
         before = self.render(messages[:i], True, **more) if i else ""
         until = self.render(messages[: i + 1], False, **more)
         content = messages[i].get("content")
@@ -126,26 +126,26 @@ class ChatTemplate:
         # a template may write a turn in another way if messages follow, as without its thoughts
         said = content.strip() if isinstance(content, str) else ""
         start = len(before) if i and text.startswith(before) else None
-        at = text.find(said, _common_length(before, text)) if said else -1
+        at = text.find(said, _common_prefix_length(before, text)) if said else -1
         if at < 0:
             raise ValueError(
                 f"the chat template does not show where message {i} of the assistant is in the "
                 f"conversation: pass {argument('completion_only', False)}"
             )
         end, after = at + len(said), until[until.rfind(said) + len(said) :]
-        ending = after[: _common_length(after, text[end:])]
+        ending = after[: _common_prefix_length(after, text[end:])]
         whole = max(ending.rfind(c) for c in ">]\n") + 1  # without a part of the next token
         return at if start is None else start, end + (whole or len(ending))
 
 
-def _common_length(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
+def _common_prefix_length(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
-def _marked_spans(text: str) -> list[Span]:
-    """Return the spans between the marks, as positions in the text without marks."""
+def _spans_of_marked_turns(text: str) -> list[Span]:
+    """Return the span of each marked turn, in characters of the text without the marks."""
     spans, at = [], 0
     for part in text.split(_BEGIN):
         inside, end, rest = part.partition(_END)
@@ -158,7 +158,7 @@ def _marked_spans(text: str) -> list[Span]:
 def read_template(
     home: Path, config: Mapping[str, Any], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the chat template of a folder, or None; `config` is its `tokenizer_config.json`."""
+    """Return a folder's chat template, or None; `config` is the `tokenizer_config.json` there."""
     text = config.get("chat_template")
     if (home / "chat_template.jinja").is_file():
         text = (home / "chat_template.jinja").read_text(encoding="utf-8")

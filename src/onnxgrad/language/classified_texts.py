@@ -1,4 +1,4 @@
-"""`classified_texts`: texts, or pairs of texts, with a class each, as rows of tokens."""
+"""`classified_texts`: texts, or pairs of texts, each with a class, as rows of tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def classified_texts(
     known: Sequence[str] = (),
     labels: bool = True,
 ) -> ClassifiedTexts:
-    """Return texts with a class each as data for the classification of texts.
+    """Return texts, each with a class, as a reader of token rows for text classification.
 
     A batch has labels, int64 (N,), and `input_ids`, `attention_mask` and `token_type_ids`, if the
     model has these inputs. Both texts of a pair are tokens of one row, as the tokenizer writes
@@ -77,10 +77,10 @@ def classified_texts(
         raise ValueError(f"text={text!r}: name one column of texts, or the two columns of pairs")
     rows = [*_text_rows(source, columns, label if labels else None)]
     if not rows and labels:
-        raise DataError("there is no text: the data have no rows")
+        raise DataError("there is no text: the data have no rows; add at least two")
     numbers, chosen = None, [*(classes or known)]
     if labels:
-        numbers, chosen = _number_classes(rows, classes, known)
+        numbers, chosen = _class_indices_and_names(rows, classes, known)
     tokenizer = as_tokenizer(tokenizer)
     most = max_length or tokenizer.max_length or DEFAULT_LENGTH
     cutting = tokenizer.cutting_backend(most)
@@ -102,7 +102,7 @@ def classified_texts(
 
 
 class ClassifiedTexts(TokenRows):
-    """The reader that `classified_texts` returns: rows of tokens with a class each.
+    """The reader that `classified_texts` returns: rows of tokens, each with a class.
 
     Attributes:
         classes: the names of all classes, in the order of their numbers.
@@ -124,23 +124,23 @@ class ClassifiedTexts(TokenRows):
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The class number of each row, int64 (N,); None without labels."""
+        """The class index of each row, int64 (N,); None if the texts have no labels."""
         return None if self._labels is None else np.array(self._labels, np.int64)
 
     def subset(self, numbers: np.ndarray) -> ClassifiedTexts:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows whose indices are `numbers`."""
         new = super().subset(numbers)
         assert isinstance(new, ClassifiedTexts)
         new.texts = [self.texts[i] for i in numbers]
         return new
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and digests of tokens, labels and lengths."""
+        """Return the row count, and digests of the tokens, labels and lengths of the rows."""
         return super().describe() | {"kind": "classified texts", "classes": self.classes}
 
 
 class _TextRow(NamedTuple):
-    """The text or pair of texts of a record, its label, and its place for messages."""
+    """The text or pair of texts of a record, its label, and its file and line for messages."""
 
     place: str
     texts: tuple[str, ...]
@@ -148,7 +148,7 @@ class _TextRow(NamedTuple):
 
 
 def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterator[_TextRow]:
-    """Yield the texts of each record, and its label unless `label` is None."""
+    """Yield a `_TextRow` for each record of a source; its label is None if `label` is None."""
     is_path = isinstance(source, (str, os.PathLike))
     plain = label is None and is_path and Path(source).suffix.lower() in TEXTS
     found: Iterator[Record] = records(source) if plain else column_records(source)
@@ -159,31 +159,31 @@ def _text_rows(source: Any, columns: Sequence[str], label: str | None) -> Iterat
                 raise DataError(f"{place} is {record!r:.40}: expected texts for {[*columns]}")
             record = dict(zip(columns, values, strict=True))
         if not isinstance(record, Mapping):
-            raise DataError(f"{place} has no columns: it is {type(record).__name__}, not a dict")
+            raise DataError(f"{place} is {type(record).__name__}: pass a dict of columns")
         for name in (*columns, *([] if label is None else [label])):
             if name not in record:
                 option = "label=" if name == label else "text="
                 raise DataError(f"{place}: {unknown(f'column ({option})', name, record)}")
         for name in columns:
-            if _is_missing(record[name]):
-                raise DataError(f"{place}: the text in column {name!r} is empty")
+            if _is_empty_cell(record[name]):
+                raise DataError(f"{place}: column {name!r} is empty: write a text there")
             if not isinstance(record[name], str):
                 raise DataError(f"{place}: {name!r} must be a text, not {record[name]!r:.40}")
-        if label is not None and _is_missing(record[label]):
-            raise DataError(f"{place}: the label in column {label!r} is missing")
+        if label is not None and _is_empty_cell(record[label]):
+            raise DataError(f"{place}: no label in column {label!r}: write one, or remove the row")
         texts = tuple(record[name] for name in columns)
         yield _TextRow(place, texts, None if label is None else record[label])
 
 
-def _is_missing(cell: Any) -> bool:
+def _is_empty_cell(cell: Any) -> bool:
     """Return whether a cell is empty, NaN, or a text of white space."""
     return is_empty(cell) or (isinstance(cell, str) and not cell.strip())
 
 
-def _number_classes(
+def _class_indices_and_names(
     rows: Sequence[_TextRow], classes: Sequence[str] | None, known: Sequence[str]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return the class number of each row, int64, and the names of the classes.
+    """Return the class index of each row, int64, and the names of the classes.
 
     Raises:
         DataError: a label that is no class, numbers with fractions, or a single class.
@@ -191,14 +191,14 @@ def _number_classes(
     names = [label_text(row.label) for row in rows]
     different = {*names}
     chosen = list(map(str, classes or ()))
-    if not chosen and known and (different <= {*known} or different == _place_names(known)):
+    if not chosen and known and (different <= {*known} or different == _indices_as_texts(known)):
         chosen = [*known]
     if not chosen:
-        _check_names(rows, different)
+        _check_class_names(rows, different)
         whole = all(name.removeprefix("-").isdecimal() for name in different)
         chosen = sorted(different, key=int if whole else None)
     by_name = ClassNames(chosen)
-    if different <= _place_names(chosen) - {*chosen} and not by_name.are_other_numbers:
+    if different <= _indices_as_texts(chosen) - {*chosen} and not by_name.are_other_numbers:
         return np.array(list(map(int, names)), np.int64), chosen
     numbers, wrong = by_name.encode(np.array(names, str))
     if wrong.any():
@@ -207,17 +207,17 @@ def _number_classes(
     return numbers, chosen
 
 
-def _place_names(classes: Sequence[str]) -> set[str]:
-    """Return the numbers 0, 1, 2, ... of the classes as texts."""
+def _indices_as_texts(classes: Sequence[str]) -> set[str]:
+    """Return the class indices 0, 1, 2, ... as texts."""
     return set(map(str, range(len(classes))))
 
 
-def _check_names(rows: Sequence[_TextRow], names: set[str]) -> None:
-    """Raise `DataError` for labels that are not the names of several classes."""
+def _check_class_names(rows: Sequence[_TextRow], names: set[str]) -> None:
+    """Raise `DataError` if all labels are equal, or if some labels are fractional numbers."""
     if len(names) == 1:
         raise DataError(
             f"all {len(rows)} rows have the label {next(iter(names))!r}, and a classifier needs "
-            "two classes; if there are other classes, name all of them"
+            "two classes; if there are other classes, name all of them as `classes`"
         )
     try:
         fractions = [row for row in rows if float(row.label) % 1]

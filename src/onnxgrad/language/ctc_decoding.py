@@ -1,4 +1,4 @@
-"""`ctc_decode`: the labels that a model trained with CTC predicts, from scores of time steps."""
+"""`ctc_decode`: decodes scores of time steps, of a model trained with CTC, into labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxgrad.checks import check_count
 def ctc_decode(
     log_p: np.ndarray, blank: int = 0, beam: int | None = None
 ) -> tuple[list[int], float]:
-    """Return the most likely labels: argmax of p(l), the sum over alignments of prod_t p_t.
+    """Return the most likely label sequence l: argmax of p(l), the sum of all its alignments.
 
     Without a beam, the most likely alignment gives the labels: repeated classes are merged and
     blanks removed (best path decoding, Graves et al. 2006). A beam adds up the alignments of each
@@ -56,7 +56,7 @@ def ctc_decode(
 def _extend_prefixes(
     prefixes: list[tuple[int, ...]], ends: np.ndarray, step: np.ndarray, blank: int, beam: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return the best prefixes after one more step, and their `ends`.
+    """Return the best prefixes after one more time step, and log p of ending in blank or label.
 
     Args:
         prefixes: the best prefixes before this step.

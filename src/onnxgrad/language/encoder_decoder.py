@@ -75,9 +75,9 @@ def join_encoder_decoder(encoder: ModelLike, decoder: ModelLike) -> ModelProto:
 def _wire_inputs(
     encoder: ModelProto, decoder: ModelProto
 ) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """Return the inputs of the decoder by the outputs of the encoder that feed them, and new names.
+    """Map encoder outputs to the decoder inputs that they feed; rename the decoder's other inputs.
 
-    The new names are the names of the decoder's other inputs in the joined model.
+    The result is {encoder output: decoder input} or None, and {decoder input: its new name}.
 
     Raises:
         ValueError: the decoder needs a cache.
@@ -104,7 +104,7 @@ def _output_names(model: ModelProto) -> list[str]:
 
 
 def without_cache(decoder: ModelProto) -> ModelProto:
-    """Return the branch of a merged decoder without a cache; another decoder unchanged."""
+    """Return the cacheless branch of a merged decoder; other decoders are returned unchanged."""
     if CACHED not in names_without_default(decoder):
         return decoder
     model = to_ir(decoder)

@@ -1,4 +1,4 @@
-"""`split_encoder_decoder`: the files of an encoder-decoder, with the weights of a joined model."""
+"""`split_encoder_decoder`: writes a trained joined model's weights back to encoder and decoder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split_encoder_decoder(
     *others: ModelLike,
     mapping: Mapping[str, Places] | None = None,
 ) -> list[ModelProto]:
-    """Return the files of an encoder-decoder with the weights of a trained joined model.
+    """Return encoder and decoder models with the weights of the trained joined model.
 
     Only the values of weights change: inputs, outputs, caches and names stay. A weight that several
     files store gets the same values in all of them. Weights are found by their values before the
@@ -104,7 +104,7 @@ def split_encoder_decoder(
     """
     protos = [read(file) for file in (encoder, decoder, *others)]
     if mapping is not None:
-        return _write_by_name(read(trained), protos, mapping)
+        return _files_with_weights_by_name(read(trained), protos, mapping)
     changes = _ChangedWeights(join_encoder_decoder(encoder, decoder), read(trained))
     files = [separate_merged(file) for file in protos]
     found = [
@@ -136,10 +136,10 @@ def split_encoder_decoder(
     ]
 
 
-def _write_by_name(
+def _files_with_weights_by_name(
     trained: ModelProto, protos: Sequence[ModelProto], mapping: Mapping[str, Places]
 ) -> list[ModelProto]:
-    """Return the files with the trained weights, found by `mapping` or by their names.
+    """Return the files with trained weights, which `mapping` or equal names assign to constants.
 
     Raises:
         ValueError: a weight of `trained` or of a file has no counterpart, and its value changed.
@@ -152,18 +152,18 @@ def _write_by_name(
     # weights that an exporter has merged may have been separated before the training
     files = [max(file, separate_merged(file), key=count_known_names) for file in protos]
     before = [_float_constants(file) for file in files]
-    places = _places_by_name(mapping, new, before)
+    places = _weight_name_by_constant(mapping, new, before)
     matched = [("the trained model", new, {*places.values()}, before)]
     for i, constants in enumerate(before):
         placed = {name for index, name in places if index == i}
         matched.append((_file_description(i), constants, placed, [new]))
     for where, constants, placed, others in matched:
-        kept = {_array_key(array) for other in others for _, array in other.values()}
+        kept = {_content_key(array) for other in others for _, array in other.values()}
         weights = {n: a for n, (row, a) in constants.items() if row.is_weight and n not in placed}
-        if lost := [name for name, array in weights.items() if _array_key(array) not in kept]:
+        if lost := [name for name, array in weights.items() if _content_key(array) not in kept]:
             raise ValueError(
-                f"{where} has {_quoted_names(lost)}, which no weight of this name corresponds to: "
-                f"name its place by {argument('mapping')}, or merge adapters first"
+                f"{where} has {_quoted_names(lost)}, without a counterpart of the same name: name "
+                f"its place by {argument('mapping')}, or merge adapters first"
             )
     values: list[dict[str, np.ndarray]] = [{} for _ in files]
     for (i, name), source in places.items():
@@ -172,10 +172,10 @@ def _write_by_name(
     return [replace(file, each) for file, each in zip(files, values, strict=True)]
 
 
-def _places_by_name(
+def _weight_name_by_constant(
     mapping: Mapping[str, Places], new: _Constants, before: Sequence[_Constants]
 ) -> dict[tuple[int, str], str]:
-    """Return the names of the trained weights by the constants (file, name) that get them.
+    """Return {(index of the file, name of the constant): name of the trained weight for it}.
 
     Raises:
         ValueError: `mapping` has an unknown name.
@@ -203,7 +203,7 @@ def _places_by_name(
 
 
 class _ChangedWeights:
-    """The weights that a training has changed, found by their values before the training."""
+    """Maps constants of a file to trained weights that had the same values before the training."""
 
     def __init__(self, before: ModelProto, after: ModelProto) -> None:
         new = {ref.name: ref.array() for ref in constant_refs(after)}
@@ -223,23 +223,23 @@ class _ChangedWeights:
         self._by_values: dict[Any, list[tuple[str, np.ndarray]]] = {}
         for name, array in old.items():
             views = [(array, new[name]), (array.T, new[name].T)][: 1 + (array.ndim == 2)]
-            self._known.update(_array_key(view) for view, _ in views)
+            self._known.update(_content_key(view) for view, _ in views)
             if array.tobytes() != new[name].tobytes():
                 self.names.add(name)
                 for view, value in views:
-                    self._by_values.setdefault(_array_key(view), []).append((name, value))
+                    self._by_values.setdefault(_content_key(view), []).append((name, value))
 
     def new_values(
         self, file: ModelProto, prefix: str, where: str
     ) -> dict[str, tuple[str, np.ndarray]]:
-        """Return the name in the joined model and the new value of each changed constant of a file.
+        """Return {changed constant: (name in the joined model, new value)} of a file.
 
         Raises:
             ValueError: values before the training do not say which weight a constant is.
         """
         found = {}
         for constant, (row, array) in _float_constants(file).items():
-            options = self._by_values.get(_array_key(array), [])
+            options = self._by_values.get(_content_key(array), [])
             plain = _MERGED_NAME.sub("", constant)
             named = next((o for n in (prefix + plain, plain) for o in options if o[0] == n), None)
             if not options or (named is None and (row.size == 1 or not row.is_weight)):
@@ -247,7 +247,7 @@ class _ChangedWeights:
             joined, value = options[0] if named is None else named
             if named is None and any(not np.array_equal(value, other) for _, other in options):
                 raise ValueError(
-                    f"{constant!r} of {where} may be one of "
+                    f"{constant!r} of {where} has the values of several joined weights, "
                     f"{_quoted_names(n for n, _ in options)}, which were equal before training: "
                     f"export this file again, or name its weight by {argument('mapping')}"
                 )
@@ -255,10 +255,10 @@ class _ChangedWeights:
         return found
 
     def check_known(self, file: ModelProto, where: str) -> None:
-        """Raise `ValueError` for weights, or scales of integer weights, that were not joined."""
+        """Raise `ValueError` if the joined model lacks a weight or quantization scale of `file`."""
         for row, array in _float_constants(file).values():
             weight = row.is_weight or row.why.startswith(QUANTIZED) or "stored integers" in row.why
-            if weight and _array_key(array) not in self._known:
+            if weight and _content_key(array) not in self._known:
                 raise ValueError(
                     f"{where} has {row.name!r}, with values that neither the encoder nor the "
                     "decoder has: it belongs to another model, or was quantized or optimized in "
@@ -267,30 +267,30 @@ class _ChangedWeights:
 
 
 def _float_constants(file: ModelProto) -> _Constants:
-    """Return the float constants of a file by name: the row of `trainable`, and the array."""
+    """Return {name: (row of the table of `trainable`, array)} for a file's float constants."""
     rows = {row.name: row for row in default_rows(file)}
     return {r.name: (rows[r.name], r.array()) for r in constant_refs(file) if r.name in rows}
 
 
-def _array_key(array: np.ndarray) -> Any:
+def _content_key(array: np.ndarray) -> Any:
     """Return a key that is equal for arrays of the same dtype, shape and values."""
     return str(array.dtype), array.shape, sha1(np.ascontiguousarray(array).tobytes()).digest()
 
 
 def _quoted_names(names: Iterable[str]) -> str:
-    """Return the first three names, and the number of more, for a message."""
+    """Return at most three quoted names and the count of further names, as one text."""
     every = sorted(names)
     shown = ", ".join(repr(printable(name)) for name in every[:3])
     return shown + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def _file_description(index: int) -> str:
-    """Return the name of a file in messages, by its position in the arguments."""
+    """Return how messages call the file at position `index` of the arguments: "the encoder", ..."""
     return ("the encoder", "the decoder")[index] if index < 2 else f"the file {index + 1}"
 
 
 def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[str]:
-    """Return the names of the decoder's constants that `other`, a decoder with a cache, needs.
+    """Return the names of constants of `decoder` that `other`, a decoder with a cache, needs.
 
     If the cache holds the values that depend on the states of the encoder alone, `other` lacks the
     constants that compute them.

@@ -1,4 +1,4 @@
-"""`RecordEncoder`: the tokens of records, and the labels of the tokens that a model learns."""
+"""`RecordEncoder`: encodes records, such as texts or chats, into token ids and labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = tuple[np.ndarray, np.ndarray]  # ids and labels, (T,) int32
 
 
 class _TextToEncode(NamedTuple):
-    """A text to encode.
+    """A text that a tokenizer will encode, with the spans of characters that are learned.
 
     Attributes:
         where: the place of its record, for messages.
@@ -41,7 +41,7 @@ class _TextToEncode(NamedTuple):
 
 @dataclass
 class RecordEncoder:
-    """Encodes records into rows of tokens and labels.
+    """Encodes records, such as texts or chats, into rows of token ids and labels.
 
     Args:
         tokenizer: the tokenizer.
@@ -68,14 +68,14 @@ class RecordEncoder:
     split: int = field(default=0, init=False)
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """Yield the tokens and labels of the records with tokens to learn.
+        """Yield (token ids, labels) of each record that has a token to learn.
 
         Raises:
             DataError: a record of another form, or a prompt that fills a row.
         """
         iterator = iter(records)
         while chunk := list(islice(iterator, _TEXTS_PER_CALL)):
-            made: list[Any] = [self._prepare_record(*record) for record in chunk]
+            made: list[Any] = [self._text_or_tokens_of_record(*record) for record in chunk]
             for special in (False, True):
                 texts = [
                     (i, item) for i, item in enumerate(made) if isinstance(item, _TextToEncode)
@@ -85,14 +85,14 @@ class RecordEncoder:
                 for (i, item), (ids, characters) in zip(texts, encoded, strict=True):
                     made[i] = self._label_tokens(item, ids, characters)
             for (where, _), (ids, labels) in zip(chunk, made, strict=True):
-                self._check_ids(where, ids)
-                if row := self._fit_row(where, ids, labels):
+                self._check_ids_in_vocabulary(where, ids)
+                if row := self._truncate_row(where, ids, labels):
                     yield row
 
     # -- forms of records ---------------------------------------------------------------------
 
-    def _prepare_record(self, where: str, record: Any) -> _TextToEncode | Row:
-        """Return the text of a record that is to be encoded, or its tokens if it has these."""
+    def _text_or_tokens_of_record(self, where: str, record: Any) -> _TextToEncode | Row:
+        """Return the text of a record, to be encoded, or the token row if the record has ids."""
         if self.column is not None:
             if not isinstance(record, Mapping) or self.column not in record:
                 has = list(record) if isinstance(record, Mapping) else type(record).__name__
@@ -103,20 +103,20 @@ class RecordEncoder:
         if not isinstance(record, Mapping):
             raise DataError(f"{where} is {type(record).__name__}: expected a text or an object")
         if record.get("input_ids") is not None:
-            return self._token_row(where, record)
+            return self._row_of_token_record(where, record)
         if record.get("messages") is not None:
-            return self._chat_piece(where, record, [*record["messages"]], 0)
+            return self._render_chat_record(where, record, [*record["messages"]], 0)
         if "prompt" in record and "completion" in record:
             prompt, completion = record["prompt"], record["completion"]
             if not isinstance(prompt, str) and not isinstance(completion, str):
-                return self._chat_piece(where, record, [*prompt, *completion], len(prompt))
-            _check_text(where, "prompt", prompt)
-            _check_text(where, "completion", completion)
+                return self._render_chat_record(where, record, [*prompt, *completion], len(prompt))
+            _check_field_is_text(where, "prompt", prompt)
+            _check_field_is_text(where, "completion", completion)
             whole = prompt + completion
             only = self.completion_only is not False
             return _TextToEncode(where, whole, [(len(prompt), len(whole))] if only else None)
         if "text" in record:
-            _check_text(where, "text", record["text"])
+            _check_field_is_text(where, "text", record["text"])
             if self.completion_only:
                 raise DataError(
                     f"{where} has a text without a prompt, and {argument('completion_only', True)} "
@@ -125,12 +125,12 @@ class RecordEncoder:
                 )
             return _TextToEncode(where, record["text"])
         raise DataError(
-            f"{where} has {list(record)}: expected 'text', 'prompt' and 'completion', 'messages', "
+            f"{where} has {list(record)}: write 'text', 'prompt' and 'completion', 'messages', "
             "or 'input_ids'"
         )
 
-    def _token_row(self, where: str, record: Mapping[str, Any]) -> Row:
-        """Return the row of a record that has tokens."""
+    def _row_of_token_record(self, where: str, record: Mapping[str, Any]) -> Row:
+        """Return (token ids, labels) of a record with the fields `input_ids` and maybe `labels`."""
         ids = np.asarray(record["input_ids"])
         given = record.get("labels")
         labels = ids if given is None else np.asarray(given)
@@ -143,10 +143,10 @@ class RecordEncoder:
             )
         return ids.astype(np.int32), labels.astype(np.int32)
 
-    def _chat_piece(
+    def _render_chat_record(
         self, where: str, record: Mapping[str, Any], messages: list[Any], first: int
     ) -> _TextToEncode:
-        """Return the text of a conversation, whose turns from message `first` on are learned."""
+        """Return a chat's text to encode; assistant turns from message `first` on are learned."""
         template = self.tokenizer.chat_template
         if template is None:
             raise DataError(
@@ -156,7 +156,7 @@ class RecordEncoder:
         if bad := next(
             (m for m in messages if not isinstance(m, Mapping) or "role" not in m), None
         ):
-            raise DataError(f"{where}: a message has 'role' and 'content', not {bad!r:.80}")
+            raise DataError(f"{where}: a message must have 'role' and 'content', not {bad!r:.80}")
         more = {n: record[n] for n in ("tools", "documents") if record.get(n) is not None}
         try:
             if self.completion_only is False:
@@ -165,13 +165,13 @@ class RecordEncoder:
         except ValueError as e:
             raise DataError(f"{where}: {e}") from None
         if not spans:
-            raise DataError(f"{where} has no message of the assistant to learn")
+            raise DataError(f"{where} has no message of the assistant to learn: add one")
         return _TextToEncode(where, text, spans, special=False, ends=False)
 
     # -- tokens -------------------------------------------------------------------------------
 
     def _label_tokens(self, piece: _TextToEncode, ids: np.ndarray, characters: np.ndarray) -> Row:
-        """Return the row of an encoded text, whose tokens have the characters (T, 2)."""
+        """Return (token ids, labels) of a text; `characters` (T, 2) are the spans of the tokens."""
         labels, eos = ids.copy(), self.tokenizer.eos_id
         if not piece.text.strip():
             return ids, np.full_like(ids, IGNORED)
@@ -192,8 +192,8 @@ class RecordEncoder:
             labels[-1] = eos
         return ids, labels
 
-    def _fit_row(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
-        """Return the row, cut to `max_length` tokens; None if no token is learned."""
+    def _truncate_row(self, where: str, ids: np.ndarray, labels: np.ndarray) -> Row | None:
+        """Return a row cut to `max_length` tokens; None if all its labels are ignored."""
         if not (labels[1:] != IGNORED).any():  # the first token is not predicted
             self.empty += 1
             return None
@@ -208,8 +208,8 @@ class RecordEncoder:
             )
         return ids, labels
 
-    def _check_ids(self, where: str, ids: np.ndarray) -> None:
-        """Raise `DataError` for an id that the model does not have."""
+    def _check_ids_in_vocabulary(self, where: str, ids: np.ndarray) -> None:
+        """Raise `DataError` for a token id outside of the model's vocabulary."""
         if self.vocab_size is not None and len(ids) and ids.max() >= self.vocab_size:
             raise DataError(
                 f"{where}: the tokenizer returns the id {ids.max()}, and the model has "
@@ -218,7 +218,7 @@ class RecordEncoder:
             )
 
     def notes(self) -> list[str]:
-        """Return sentences about the rows that were cut, left out or split."""
+        """Return warnings about rows that were cut, left out, or split within a token."""
         sentences = []
         if self.cut:
             most = argument("max_length", self.max_length)
@@ -234,14 +234,14 @@ class RecordEncoder:
         return sentences
 
 
-def _check_text(where: str, name: str, value: Any) -> None:
-    """Raise `DataError` if the field `name` of a record is no text."""
+def _check_field_is_text(where: str, name: str, value: Any) -> None:
+    """Raise `DataError` if `value`, the field `name` of a record, is no text."""
     if not isinstance(value, str):
         raise DataError(f"{where}: {name!r} must be a text, not {value!r:.40}")
 
 
 def pack_rows(rows: Iterable[Row], length: int) -> Iterator[Row]:
-    """Yield the tokens of all rows in blocks of `length`; the last block may be shorter."""
+    """Yield rows of `length` tokens, from all rows joined; the last row may be shorter."""
     held: list[Row] = []
     count = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""`load_folder`: the folders of language models that onnxruntime-genai and optimum write."""
+"""`load_folder`: reads folders of language models of onnxruntime-genai and optimum."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class ModelFolder:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The chat template of the tokenizer; None if it has none."""
+        """The chat template of the tokenizer; None if the folder has no chat template."""
         return self.tokenizer.chat_template
 
 
 def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder:
-    """Return the language model in a folder of onnxruntime-genai or of optimum.
+    """Return the `ModelFolder` of a language model's folder of onnxruntime-genai or optimum.
 
     A folder of onnxruntime-genai has a `genai_config.json`, which names the file of the model; a
     folder of optimum has a `config.json`, and the model in `model.onnx` or `onnx/model.onnx`. Both
@@ -106,16 +106,16 @@ def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder
         >>> og.load_folder("nowhere")
         Traceback (most recent call last):
         ...
-        onnxgrad.errors.ModelError: 'nowhere' is no folder
+        onnxgrad.errors.ModelError: 'nowhere' is no folder: pass the folder of a language model
     """
     if isinstance(path, ModelFolder):
         return path
     home = Path(path)
     if not home.is_dir():
-        raise ModelError(f"{os.fspath(path)!r} is no folder")
-    for name, of_kind in ((GENAI, _genai_folder), (OPTIMUM, _optimum_folder)):
+        raise ModelError(f"{os.fspath(path)!r} is no folder: pass the folder of a language model")
+    for name, read_folder in ((GENAI, _read_genai_folder), (OPTIMUM, _read_optimum_folder)):
         if (home / name).is_file():
-            return of_kind(home, _read_json(home / name), file)
+            return read_folder(home, _read_json_object(home / name), file)
     raise ModelError(
         f"{os.fspath(path)!r} holds no language model: it has neither the {GENAI} of "
         f"onnxruntime-genai nor the {OPTIMUM} of optimum"
@@ -123,7 +123,7 @@ def load_folder(path: str | os.PathLike, file: str | None = None) -> ModelFolder
 
 
 def adapter_file(home: Path, name: str) -> Path:
-    """Return the path of the file of an adapter in a folder.
+    """Return the path at which a model folder keeps the adapter `name`.
 
     Raises:
         ValueError: the name holds a folder, or characters that no file name has.
@@ -138,30 +138,30 @@ def is_folder(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in (GENAI, OPTIMUM))
 
 
-def _genai_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
-    """Return a folder of onnxruntime-genai, from its configuration."""
+def _read_genai_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    """Return the `ModelFolder` of onnxruntime-genai's layout, read from `genai_config.json`."""
     model = config.get("model", {})
     decoder = model.get("decoder", {})
     if not file and not decoder.get("filename"):
         pipeline = ", but a pipeline of several files" if decoder.get("pipeline") else ""
-        raise ModelError(f"{str(home / GENAI)!r} names no file of the decoder{pipeline}")
+        raise ModelError(f"{str(home / GENAI)!r} names no ONNX file{pipeline}: pass `file`")
     names = {n: v for n, v in decoder.get("inputs", {}).items() if isinstance(v, str)}
     return ModelFolder(
         home,
         "genai",
         _existing_file(home, file or decoder["filename"]),
         config,
-        **_special_ids(model),
+        **_special_token_ids(model),
         vocab_size=model.get("vocab_size"),
         context_length=model.get("context_length"),
         input_names=names,
     )
 
 
-def _optimum_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
-    """Return a folder of optimum, from its configuration."""
+def _read_optimum_folder(home: Path, config: dict[str, Any], file: str | None) -> ModelFolder:
+    """Return the `ModelFolder` of optimum's layout, read from `config.json`."""
     written = home / "generation_config.json"
-    generation = _read_json(written) if written.is_file() else {}
+    generation = _read_json_object(written) if written.is_file() else {}
     text = config.get("text_config") or {}  # in models for texts and images
     every = {**text, **config, **{n: v for n, v in generation.items() if v is not None}}
     return ModelFolder(
@@ -169,14 +169,14 @@ def _optimum_folder(home: Path, config: dict[str, Any], file: str | None) -> Mod
         "optimum",
         _existing_file(home, file) if file else _optimum_model_file(home),
         config,
-        **_special_ids(every),
+        **_special_token_ids(every),
         vocab_size=every.get("vocab_size"),
         context_length=next((every[n] for n in _LENGTHS if every.get(n)), None),
     )
 
 
 def _optimum_model_file(home: Path) -> Path:
-    """Return the file of the model: `model.onnx`, or the only file `.onnx`."""
+    """Return the path of an optimum folder's model: `model.onnx`, or the only file `.onnx`."""
     found = [*home.glob("*.onnx"), *home.glob("onnx/*.onnx")]
     usual = [home / name for name in _MODELS if home / name in found]
     if usual or len(found) == 1:
@@ -192,28 +192,28 @@ def _optimum_model_file(home: Path) -> Path:
 def _existing_file(home: Path, name: str) -> Path:
     """Return the path of a file in a folder; raise `ModelError` if there is no such file."""
     if not (home / name).is_file():
-        raise ModelError(f"{str(home)!r} lacks the file of its model, {name!r}")
+        raise ModelError(f"{str(home)!r} lacks its ONNX file {name!r}: copy the file there")
     return home / name
 
 
-def _special_ids(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of special tokens, as fields of a `ModelFolder`."""
+def _special_token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens in a configuration, as fields of a `ModelFolder`."""
     pad, bos, eos = (config.get(f"{name}_token_id") for name in SPECIAL)
     ids = eos if isinstance(eos, Sequence) else [] if eos is None else [eos]
-    return {"pad_id": _first_id(pad), "bos_id": _first_id(bos), "eos_ids": tuple(ids)}
+    return {"pad_id": _first_token_id(pad), "bos_id": _first_token_id(bos), "eos_ids": tuple(ids)}
 
 
-def _first_id(ids: Any) -> int | None:
-    """Return an id, or the first one of a list; None if there is none."""
+def _first_token_id(ids: Any) -> int | None:
+    """Return a token id, or the first id of a list; None if `ids` is None or empty."""
     return (ids[0] if ids else None) if isinstance(ids, Sequence) else ids
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file of JSON."""
+def _read_json_object(file: Path) -> dict[str, Any]:
+    """Return the dict that a JSON file holds."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ModelError(f"{str(file)!r} cannot be read as JSON: {e}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{str(file)!r} holds no object of JSON")
+        raise ModelError(f"{str(file)!r} holds no JSON object: export the folder again")
     return content

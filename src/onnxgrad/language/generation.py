@@ -1,4 +1,4 @@
-"""`generate`: the texts by which a language model continues prompts."""
+"""`generate`: lets a language model continue prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 class CachedModel:
-    """A language model that returns the scores of the next token, for one text.
+    """A language model with a key-value cache, which returns logits of the next token of one text.
 
     Args:
         model: a model with the input `input_ids`, and maybe `attention_mask`, `position_ids` and
@@ -65,11 +65,11 @@ class CachedModel:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all tokens, to begin another text."""
+        """Empty the cache of past tokens, to begin another text."""
         self._held, self._tokens = dict(self._empty), []  # type: tuple[dict, list[int]]
 
     def scores(self, tokens: list[int]) -> np.ndarray:
-        """Append tokens to the text, and return the scores (V,) of the next token."""
+        """Append token ids to the text; return the logits (V,) of the next token."""
         self._tokens += tokens
         new = tokens if self._caches else self._tokens
         total, first = len(self._tokens), len(self._tokens) - len(new)
@@ -86,7 +86,7 @@ class CachedModel:
 
 
 def _empty_cache(x: ir.Value) -> np.ndarray:
-    """Return an empty cache for the input `x`."""
+    """Return an array of past length 0 for the model's key-value cache input `x`."""
     heads, size = cache_sizes(x)
     if heads is None or size is None or x.dtype is None:
         raise ModelError(
@@ -98,7 +98,7 @@ def _empty_cache(x: ir.Value) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How the next token is chosen: the most probable token, or drawn if `temperature` > 0."""
+    """How to choose the next token: the most probable one if `temperature` is 0, else a draw."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -112,7 +112,7 @@ class TokenChoice:
             )
 
     def choose_token(self, scores: np.ndarray, rng: np.random.Generator) -> int:
-        """Return the next token, by the scores (V,) of all tokens."""
+        """Return the id of the next token, chosen by the logits (V,) of the vocabulary."""
         if not self.temperature:
             return int(scores.argmax())
         scores = scores.astype(np.float64) / self.temperature
@@ -195,7 +195,7 @@ def generate(
 
 
 def _model_folder(model: Any) -> ModelFolder | None:
-    """Return a folder of a language model, or the folder at a path; None for other models."""
+    """Return `model` if it is a `ModelFolder`, or the folder at a path; None for other models."""
     if isinstance(model, ModelFolder):
         return model
     is_path = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
@@ -203,7 +203,7 @@ def _model_folder(model: Any) -> ModelFolder | None:
 
 
 def _find_adapter(folder: ModelFolder | None, name: str) -> Path:
-    """Return the file of an adapter in a folder; raise `ValueError` if the model lacks it."""
+    """Return the path of the adapter `name`; raise `ValueError` unless it fits the model."""
     if folder is None:
         raise ValueError(
             f"{argument('adapter', name)} names an adapter in a folder: pass the folder as model"
@@ -221,7 +221,7 @@ def _find_adapter(folder: ModelFolder | None, name: str) -> Path:
 
 
 def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    """Return the tokens of a prompt, without a token that ends a text."""
+    """Return the token ids of a prompt, without the end-of-text token."""
     text, special = prompt, True
     if not isinstance(prompt, str):
         if tokenizer.chat_template is None:
@@ -235,12 +235,12 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     if not ids and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id]
     if not ids:
-        raise ValueError(f"the prompt {text!r} has no token")
+        raise ValueError(f"the prompt {text!r} has no token: pass a prompt with at least one word")
     return ids
 
 
 def _genai_model(folder: ModelFolder) -> Any:
-    """Return the model of onnxruntime-genai; None if it cannot run the folder."""
+    """Return the folder's model in onnxruntime-genai; None if that package cannot run it."""
     if folder.kind != "genai":
         return None
     try:
@@ -266,7 +266,7 @@ def _generate_by_genai(
     choice: TokenChoice,
     adapter: str | None,
 ) -> Iterator[list[int]]:
-    """Yield the new tokens for each prompt, by onnxruntime-genai."""
+    """Yield the token ids that onnxruntime-genai generates after each prompt."""
     import onnxruntime_genai as genai
 
     adapters = genai.Adapters(model)
@@ -300,7 +300,7 @@ def _generate_by_session(
     count: int,
     choice: TokenChoice,
 ) -> Iterator[list[int]]:
-    """Yield the new tokens for each prompt, by an ordinary session."""
+    """Yield the token ids that a session of onnxruntime generates after each prompt."""
     cached = CachedModel(proto, {} if folder is None else folder.input_names)
     ends = {*(folder.eos_ids if folder is not None else ()), tokenizer.eos_id}
     limit = None if folder is None else folder.context_length

@@ -1,4 +1,4 @@
-"""`sequence_log_probs`: the log-probability of a text, which losses of preferences read."""
+"""`sequence_log_probs`: adds a text's log-probability to a model, for preference losses."""
 
 from __future__ import annotations
 
@@ -69,20 +69,22 @@ def sequence_log_probs(
     logits = ir.convenience.create_value_mapping(graph, include_subgraphs=False)[chosen]
     shape = dims(logits)
     if shape is None or len(shape) != 3:
-        raise ValueError(f"{chosen!r} has the shape {shape}: logits are (rows, tokens, vocabulary)")
+        raise ValueError(
+            f"`output` {chosen!r} has the shape {shape}: name logits, (rows, tokens, vocabulary)"
+        )
     if any(x.name == LABELS for x in graph.inputs):
         raise ValueError(f"the model has an input {LABELS!r} already: rename it")
     op = Emit(graph, [LABELS, LOG_PROBS])
     _write_log_prob_output(op, logits, alternatives)
     if alternatives is not None:
-        _take_alternatives(op, alternatives)
+        _add_alternatives_axis(op, alternatives)
     tidy(made)
     note_constants(made, proto)
     return to_proto(made)
 
 
 def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None) -> None:
-    """Add the input of labels, and replace the outputs by the log-probability of each text."""
+    """Add an input of labels, and let the log-probability of each text be the only output."""
     shape = ir.Shape((dims(logits) or ())[:2])
     label = ir.Value(name=LABELS, type=ir.TensorType(ir.DataType.INT64), shape=shape)
     op.graph.inputs.append(label)
@@ -96,8 +98,8 @@ def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None)
     op.graph.outputs[:] = [total]
 
 
-def _take_alternatives(op: Emit, count: int) -> None:
-    """Insert an axis of `count` texts behind the rows of each input, and reshape it into rows."""
+def _add_alternatives_axis(op: Emit, count: int) -> None:
+    """Let each input be (rows, `count` texts, ...); reshape it to (rows * `count`, ...)."""
     graph = op.graph
     for x in [x for x in graph.inputs if x.name not in graph.initializers]:
         shape = dims(x)

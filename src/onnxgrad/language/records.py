@@ -1,4 +1,4 @@
-"""The records of files, lists, tables and datasets of texts."""
+"""Readers of text records, from files, lists, tables and datasets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DELIMITED = (".csv", ".tsv")
 
 
 def is_stream(source: Any) -> bool:
-    """Return whether the source is read again for each pass, and its records are not kept."""
+    """Return whether each pass over the source reads its records again, none kept in memory."""
     return is_hugging_face_stream(source) or callable(source)
 
 
 def records(source: Any, by_line: bool = True) -> Iterator[Record]:
-    """Yield the place and the content of each record of `source`.
+    """Yield (file and line, or row, for messages; content) of each record of `source`.
 
     Args:
         source: the path of a file of JSON lines, of Parquet, or of plain text, or a list of such
@@ -54,7 +54,7 @@ def records(source: Any, by_line: bool = True) -> Iterator[Record]:
 
 
 def column_records(source: Any) -> Iterator[Record]:
-    """Yield the place and the content of each record of a source with columns, also CSV and TSV.
+    """Yield (place for messages, cells by column) of each record of a table, CSV or TSV file, ...
 
     Raises:
         DataError: a file that cannot be read, or that has no columns.
@@ -93,12 +93,12 @@ def _delimited_records(path: Path) -> Iterator[Record]:
 
 @contextmanager
 def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
-    """Open a file of text; raise `DataError` while the block cannot read it."""
+    """Open a UTF-8 file for the block; raise `DataError` if the file cannot be read."""
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             yield file
     except UnicodeDecodeError as e:
-        raise DataError(f"{str(path)!r} is not UTF-8: {e}") from None
+        raise DataError(f"{str(path)!r} is not UTF-8, save it as UTF-8: {e}") from None
     except (OSError, csv.Error) as e:
         missing = isinstance(e, FileNotFoundError)
         more = "; to pass texts themselves, put them in a list" if missing else ""
@@ -107,7 +107,7 @@ def _open_text(path: Path, newline: str | None = None) -> Iterator[Any]:
 
 
 def _iterate_rows(source: Any) -> Any:
-    """Return an iterator or a list of the rows of a table or dataset."""
+    """Return the rows of a table, a dataset or an iterable: an iterator, or a list of dicts."""
     if is_hugging_face(source):
         return iter(source)
     if hasattr(source, "to_pylist"):
@@ -126,7 +126,7 @@ def _iterate_rows(source: Any) -> Any:
 
 
 def _file_records(path: Path, by_line: bool) -> Iterator[Record]:
-    """Yield the records of a file of Parquet, JSON lines or plain text."""
+    """Yield (place, content) of each record of a file of Parquet, JSON lines or plain text."""
     name, suffix = str(path), path.suffix.lower()
     if suffix in TABLES:
         from pyarrow import ArrowException, parquet
@@ -149,7 +149,7 @@ def _file_records(path: Path, by_line: bool) -> Iterator[Record]:
 
 
 def _json_records(name: str, file: Any) -> Iterator[Record]:
-    """Yield the records of a file with an object of JSON on each line, or with one array."""
+    """Yield (place, content) of each record of a file of JSON lines, or of a JSON array."""
     first = next((line for line in file if line.strip()), "")
     file.seek(0)
     if first.lstrip().startswith("["):

@@ -83,10 +83,10 @@ def save_folder(
         proto = adapter_inputs(adapted)
     target = check_folder(path, overwrite, origin, proto)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, file = _temporary_beside(target), origin.model.relative_to(origin.path)
+    temporary, file = _temporary_folder_beside(target), origin.model.relative_to(origin.path)
     temporary.mkdir()
     try:
-        _copy_other_files(origin, temporary, target)
+        _copy_files_except_model(origin, temporary, target)
         (temporary / file).parent.mkdir(parents=True, exist_ok=True)
         _write_model(proto, temporary / file, origin.model)
         if adapter is not None:
@@ -117,12 +117,12 @@ def check_folder(
     """
     target, home = Path(os.path.realpath(path)), Path(os.path.realpath(like.path))
     if target != home and target.is_relative_to(home):
-        raise ValueError(f"{os.fspath(path)!r} is in the folder that is copied: name another")
+        raise ValueError(f"{os.fspath(path)!r} is inside of the copied folder: name another")
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{os.fspath(path)!r} is a file: name a folder")
     files = external.files_of(model) if model is not None else ()
     if model is not None:
-        _check_interface(model, like)
+        _check_same_interface(model, like)
     if any(Path(os.path.realpath(file)).is_relative_to(target) for file in files):
         raise ValueError(
             f"the model reads its data from {os.fspath(path)!r}: save to another folder"
@@ -136,15 +136,15 @@ def check_folder(
         try:
             load_folder(target)
         except ModelError as e:
-            raise FileExistsError(f"only a language model can be overwritten: {e}") from None
+            raise FileExistsError(f"{e}, and is not overwritten: name another folder") from None
     home = next(folder for folder in target.parents if folder.exists())
     if not os.access(home, os.W_OK):
         raise PermissionError(f"cannot write {os.fspath(path)!r}: {str(home)!r} is read-only")
     return target
 
 
-def _check_interface(model: ModelProto, like: ModelFolder) -> None:
-    """Raise `ValueError` if programs that run the model of a folder could not run another one."""
+def _check_same_interface(model: ModelProto, like: ModelFolder) -> None:
+    """Raise `ValueError` if `model` lacks outputs, or adds inputs, of the model in `like`."""
     held = onnx.load_model_from_string(like.model.read_bytes())
     inputs, outputs = ({x.name for x in face} for face in (held.graph.input, held.graph.output))
     lost = sorted(outputs - {y.name for y in model.graph.output})
@@ -158,12 +158,12 @@ def _check_interface(model: ModelProto, like: ModelFolder) -> None:
         )
 
 
-def _temporary_beside(target: Path) -> Path:
+def _temporary_folder_beside(target: Path) -> Path:
     """Return the path of a new temporary folder in the parent folder of `target`."""
     return target.with_name(f".onnxgrad-{target.name[:100]}.{os.urandom(8).hex()}")
 
 
-def _copy_other_files(origin: ModelFolder, temporary: Path, target: Path) -> None:
+def _copy_files_except_model(origin: ModelFolder, temporary: Path, target: Path) -> None:
     """Copy all files of a folder except the model and its data."""
     replaced = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
     stale = []
@@ -191,12 +191,12 @@ def _copy_other_files(origin: ModelFolder, temporary: Path, target: Path) -> Non
 
 
 def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
-    """Write a model with its tensors in the same files as the tensors of `like`."""
+    """Write `proto` to `file`; each tensor goes to the data file in which `like` has it."""
     old = onnx.load_model_from_string(like.read_bytes())
     known = {tensor.name for tensor in old.graph.initializer}
-    places = {n: _data_location(t) for n, t in external.external_tensors(old) if n in known}
+    places = {n: _external_data_path(t) for n, t in external.external_tensors(old) if n in known}
     if bad := next((p for p in places.values() if p.is_absolute() or ".." in p.parts), None):
-        raise ModelError(f"{str(like)!r} has its data outside of its folder, in {str(bad)!r}")
+        raise ModelError(f"{str(like)!r} reads {str(bad)!r}, outside of its folder: move it there")
     data = next((place for place, _ in Counter(places.values()).most_common(1)), None)
     if data is None and external.inline_nbytes(proto) > external.IN_MODEL:
         data, known = Path(f"{file.name}.data"), set()
@@ -213,24 +213,24 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
 
     written = external.written_out(proto, place)
     for _, tensor in external.external_tensors(written):
-        if _data_location(tensor).is_absolute():  # a tensor of a subgraph
+        if _external_data_path(tensor).is_absolute():  # a tensor of a subgraph
             tensor.raw_data = external.array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     external.write_filled(written, file, {})
 
 
-def _data_location(tensor: TensorProto) -> Path:
-    """Return the path of the file with the data of a tensor, relative to the model."""
+def _external_data_path(tensor: TensorProto) -> Path:
+    """Return the path of the external data file of a tensor, relative to the model's folder."""
     return Path(next(e.value for e in tensor.external_data if e.key == "location"))
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    """Move a folder to `target`; files of an old folder there stay if the new one lacks them."""
+    """Move `temporary` to `target`; files of an old `target` that `temporary` lacks stay."""
     if not target.exists():
         temporary.rename(target)
         return
-    aside = _temporary_beside(target)
+    aside = _temporary_folder_beside(target)
     target.rename(aside)
     try:
         temporary.rename(target)

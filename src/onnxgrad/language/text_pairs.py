@@ -1,4 +1,4 @@
-"""`paired_texts`: texts that belong together, as tokens for one encoder."""
+"""`paired_texts`: reads texts that belong together, as token rows for an embedding model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onnxgrad.operators.shapes import Dims
 
 @with_arguments(data="source tokenizer")
 def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTexts:
-    """Return texts that belong together as data for losses of embeddings.
+    """Return texts that belong together as a reader of token rows for embedding losses.
 
     One model encodes all texts of a row, which are consecutive rows of a batch. A batch has
     `input_ids`, `attention_mask` and `token_type_ids`, if the model has these inputs. `batch_size`
@@ -58,7 +58,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
     rows = [*column_records(source)]
     if not rows:
         raise ValueError(
-            f"there is no text: {os.fspath(source) if is_path else source!r} has no rows"
+            f"there is no text: {os.fspath(source) if is_path else source!r} has no rows; add one"
         )
     tokenizer = as_tokenizer(tokenizer)
     if all(isinstance(row, str) for _, row in rows):
@@ -74,7 +74,7 @@ def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTe
 
 
 class PairedTexts(IndexedReader):
-    """The reader that `paired_texts` returns: the tokens of rows of texts.
+    """The reader that `paired_texts` returns: rows of several texts each, as tokens.
 
     Attributes:
         kind: "pairs", "scores", or "texts" for single texts.
@@ -93,7 +93,7 @@ class PairedTexts(IndexedReader):
         self._names: Sequence[str] = INPUTS
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> PairedTexts:
-        """Return the reader for the inputs of a model, and for its number of tokens if it is fixed.
+        """Return the reader for a model's inputs, padded to the model's token count if it is fixed.
 
         Raises:
             ValueError: the model has other inputs.
@@ -112,13 +112,13 @@ class PairedTexts(IndexedReader):
         new._width = next((n for n in shape[1:2] if isinstance(n, int)), None)
         return new
 
-    def _text_numbers(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the numbers of all texts of some rows."""
+    def _text_indices_of_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the indices of all texts that belong to the rows `numbers`."""
         return (np.asarray(numbers)[:, None] * self.each + np.arange(self.each)).ravel()
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
-        """Return the inputs and labels of the texts of some rows."""
-        every = self._text_numbers(indices)
+        """Return a batch, (inputs by name, labels), of the texts of the rows `indices`."""
+        every = self._text_indices_of_rows(indices)
         tokens = [self._tokens[i] for i in every]
         ids, mask, _ = pad_sequences([np.int64(e.ids) for e in tokens], self._fill, self._width)
         types, _, _ = pad_sequences([np.int64(e.type_ids) for e in tokens], 0, self._width)
@@ -127,14 +127,14 @@ class PairedTexts(IndexedReader):
         return (X,) if self.labels is None else (X, self.labels[every])
 
     def subset(self, numbers: np.ndarray) -> PairedTexts:
-        """Return the reader of some rows."""
-        part, every = copy.copy(self), self._text_numbers(numbers)
+        """Return the reader of the rows whose indices are `numbers`."""
+        part, every = copy.copy(self), self._text_indices_of_rows(numbers)
         part.rows, part._tokens = len(numbers), [self._tokens[i] for i in every]
         part.labels = None if self.labels is None else self.labels[every]
         return part
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and a digest of tokens and labels."""
+        """Return the row count, and a digest of the tokens and labels."""
         arrays = {"tokens": np.concatenate([np.int64(e.ids) for e in self._tokens])}
         if self.labels is not None:
             arrays["labels"] = self.labels
@@ -142,7 +142,7 @@ class PairedTexts(IndexedReader):
 
 
 def _pair_labels(anchors: list[str], each: int) -> np.ndarray:
-    """Return the labels of texts: one for each different anchor, and one for each negative."""
+    """Return int64 labels: equal for texts of equal anchors, and unique for each negative."""
     numbers: dict[str, int] = {}
     labels = np.arange(len(anchors) * each).reshape(-1, each) + len(anchors)
     labels[:, :2] = [[numbers.setdefault(anchor, len(numbers))] for anchor in anchors]
@@ -150,7 +150,7 @@ def _pair_labels(anchors: list[str], each: int) -> np.ndarray:
 
 
 def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]]:
-    """Return the names of the columns of texts, and the scores; check that all rows have them."""
+    """Return the names of the text columns, and the scores; check all rows for these columns."""
     for place, row in rows:
         if not isinstance(row, Mapping):
             raise ValueError(f"{place} is {row!r:.40}: expected columns, as {{'anchor': ...}}")
@@ -163,24 +163,26 @@ def _text_columns_and_scores(rows: list[Record]) -> tuple[list[str], list[float]
         )
     for place, row in rows:
         if sorted(_text_columns(row)) != sorted(names) or ("score" in row) != scored:
-            raise ValueError(f"{place} has the columns {list(row)}, the first row {list(first)}")
+            raise ValueError(
+                f"{place} has the columns {list(row)}, but all rows need {list(first)}"
+            )
         for name in names:
             if not isinstance(row[name], str) or not row[name].strip():
-                raise ValueError(f"{place}: {name!r} is {row[name]!r:.40}, and no text")
+                raise ValueError(f"{place}: {name!r} must be a text, not {row[name]!r:.40}")
     return names, [_finite_score(place, row["score"]) for place, row in rows] if scored else []
 
 
 def _text_columns(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the columns of a row that hold texts."""
+    """Return the names of a row's columns called anchor, positive, or negative..."""
     return [n for n in row if n in ("anchor", "positive") or str(n).startswith("negative")]
 
 
 def _finite_score(place: str, score: Any) -> float:
-    """Return a score as a finite number."""
+    """Return a similarity score as a finite float; raise `ValueError` naming its row."""
     try:
         number = float(score)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{place}: the score {score!r} is no number")
+        raise ValueError(f"{place}: the column 'score' must hold a finite number, not {score!r}")
     return number

@@ -40,7 +40,7 @@ def texts(
     column: str | None = None,
     by_line: bool = True,
 ) -> Reader:
-    """Return texts as data for a language model: `input_ids`, `attention_mask`, and labels.
+    """Return texts as a reader of `input_ids`, `attention_mask` and labels for a language model.
 
     Labels are the ids of the same tokens, for a loss that shifts them, and -100 for tokens that are
     not learned. A batch has rows of similar length, padded at the end. A record is a text or
@@ -110,7 +110,7 @@ def texts(
     if not rows:
         is_path = isinstance(source, (str, os.PathLike))
         name = repr(str(source)) if is_path else f"the {type(source).__name__}"
-        raise DataError(f"{name} has no text to learn")
+        raise DataError(f"{name} has no text to learn: add a text of two tokens or more")
     for note in encoder.notes():
         warnings.warn(note, stacklevel=2)
     return Texts(rows, pad, names, encoder.notes(), tokenizer if folder is None else folder)
@@ -119,31 +119,31 @@ def texts(
 def _encode_rows(
     source: Any, encoder: RecordEncoder, block: int | None, by_line: bool
 ) -> Iterator[Row]:
-    """Return the rows of the records of a source, packed into blocks if `block` is their length."""
+    """Yield the token rows of a source's records, packed into blocks of `block` tokens if given."""
     rows = encoder.rows(records(source, by_line))
     return rows if block is None else pack_rows(rows, block)
 
 
 class _TextReader(Reader):
-    """A reader of rows of tokens, which renames the inputs of a batch by `names`."""
+    """A reader of token rows, whose batches use the model's input names in `names`."""
 
     def __init__(self, pad: int, names: Mapping[str, str]) -> None:
         self.pad, self.names, self.masked = pad, names, True
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
-        """Return the reader for the inputs of a model, which may have no mask."""
+        """Return the reader for a model's inputs; it yields a mask only if the model reads one."""
         new = copy.copy(self)
         new.masked = self.names.get(_MASK, _MASK) in shapes
         return new
 
     def _name_inputs(self, X: Mapping[str, np.ndarray], labels: np.ndarray) -> tuple[Any, ...]:
-        """Return a batch with the names of the model's inputs, and without weights of rows."""
+        """Return the batch (inputs by the model's names, labels, None for row weights)."""
         kept = {self.names.get(n, n): a for n, a in X.items() if self.masked or n != _MASK}
         return kept, labels, None
 
 
 class Texts(_TextReader):
-    """A reader of texts in memory, as tokens.
+    """A reader of token rows, of texts that were encoded once and stay in memory.
 
     Attributes:
         rows: number of rows.
@@ -170,19 +170,19 @@ class Texts(_TextReader):
         self.learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in rows)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, in the order of `by_length`."""
+        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
         ids, labels = [[row[k] for row in self._rows] for k in (0, 1)]
         padded = by_length({_IDS: ids}, labels, mask=_MASK, value=self.pad, y_value=IGNORED)
         for X, y, _ in padded.batches(size, seed, skip):
             yield self._name_inputs(X, y)
 
     def subset(self, numbers: np.ndarray) -> Texts:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows whose indices are `numbers`."""
         rows = [self._rows[i] for i in numbers]
         return Texts(rows, self.pad, self.names, [], self.tokenizer)
 
     def describe(self) -> dict[str, Any]:
-        """Return the numbers of rows and tokens, and a digest of tokens and labels."""
+        """Return the counts of rows and tokens, and a digest of the tokens and labels."""
         digest = hashlib.blake2b(digest_size=16)
         for ids, labels in self._rows:
             digest.update(ids.tobytes() + b"/" + labels.tobytes() + b";")
@@ -191,7 +191,7 @@ class Texts(_TextReader):
 
 
 class TextStream(_TextReader):
-    """A reader of texts that are encoded while they are read.
+    """A reader of token rows, of texts that each pass reads and encodes again.
 
     With a seed, the files of a stream of Hugging Face and the rows in a buffer of 1000 are
     shuffled, and the rows of 50 batches are sorted by length.
@@ -209,20 +209,20 @@ class TextStream(_TextReader):
         self.source, self.encoder, self.block, self._has_warned = source, encoder, block, False
 
     def first(self) -> Any:
-        """Return a batch of one row, without reading the source."""
+        """Return a batch of one row of zeros, without reading the source."""
         ids = np.zeros((1, 2), np.int32)
         return self._name_inputs({_IDS: ids, _MASK: ids}, ids)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; the rows of skipped batches are read, too."""
-        yield from islice(self._all_batches(size, seed), skip, None)
+        """Yield the batches of one pass after the first `skip`, whose rows are read, too."""
+        yield from islice(self._batches_of_pass(size, seed), skip, None)
         if not self._has_warned:  # once, at the end of the first pass
             for note in self.encoder.notes():
                 warnings.warn(note, stacklevel=2)
         self._has_warned = True
 
-    def _all_batches(self, size: int, seed: int | None) -> Iterator[Any]:
-        """Yield the batches of one pass from its beginning."""
+    def _batches_of_pass(self, size: int, seed: int | None) -> Iterator[Any]:
+        """Yield all batches of one pass over the source, in an order that `seed` decides."""
         source, rng = self.source, None if seed is None else np.random.default_rng(seed)
         if seed is not None and is_hugging_face_stream(source):
             source = source.shuffle(seed=seed % (1 << 32), buffer_size=_SHUFFLED_ROWS)
@@ -238,5 +238,5 @@ class TextStream(_TextReader):
                 yield self._name_inputs({_IDS: ids, _MASK: mask}, labels)
 
     def describe(self) -> dict[str, Any]:
-        """Return the type of the source."""
+        """Return a description of the data for checkpoints: the type of the source."""
         return {"kind": "texts", "source": full_name(self.source)}

@@ -44,10 +44,10 @@ class TokenRows(Reader):
     ) -> None:
         self._ids, self._types, self._labels, self._fill = ids, types, labels, fill
         self.rows = len(ids)
-        self._padded = self._padded_for(INPUTS, None) if ids else None
+        self._padded = self._padding_reader(INPUTS, None) if ids else None
 
-    def _padded_for(self, inputs: Collection[str], width: int | None) -> Reader:
-        """Return the reader of padded batches for some inputs, of `width` tokens if it is given."""
+    def _padding_reader(self, inputs: Collection[str], width: int | None) -> Reader:
+        """Return a reader of batches of `inputs`, padded to `width` tokens or the longest row."""
         X = {"input_ids": self._ids, "token_type_ids": self._types}
         values, labels = {"input_ids": self._fill, "token_type_ids": 0}, self._labels
         mask = "attention_mask" if width is None and "attention_mask" in inputs else None
@@ -63,7 +63,7 @@ class TokenRows(Reader):
         return by_length(X, labels, mask=mask, value=value, y_value=IGNORED)
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> TokenRows:
-        """Return the reader for the inputs of a model, and for its length of rows if it is fixed.
+        """Return the reader for a model's inputs, padded to the model's row length if it is fixed.
 
         Raises:
             ValueError: the model has other inputs.
@@ -81,29 +81,29 @@ class TokenRows(Reader):
                 stacklevel=2,
             )
         if self.rows:
-            new._padded = self._padded_for(shapes, width).for_inputs(shapes)
+            new._padded = self._padding_reader(shapes, width).for_inputs(shapes)
         return new
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each row, int64."""
+        """The token count of each row, int64."""
         return np.array([len(ids) for ids in self._ids], np.int64)
 
     @property
     def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of batches without a seed; None: 0, 1, 2, ..."""
+        """The row indices in the order of unshuffled batches; None: 0, 1, 2, ..."""
         return None if self._padded is None else self._padded.order
 
     def count_batches(self, size: int) -> int | None:
-        """Return the number of batches of a pass."""
+        """Return the count of batches of `size` rows in a pass."""
         return 0 if self._padded is None else self._padded.count_batches(size)
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass, in the order of `by_length`."""
+        """Yield the batches of one pass, rows of similar length together, as `by_length` does."""
         yield from () if self._padded is None else self._padded.batches(size, seed, skip)
 
     def subset(self, numbers: np.ndarray) -> TokenRows:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows whose indices are `numbers`."""
         new = copy.copy(self)
         new._ids = [self._ids[i] for i in numbers]
         new._types = [self._types[i] for i in numbers]
@@ -113,7 +113,7 @@ class TokenRows(Reader):
         return new
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and digests of tokens, labels and lengths."""
+        """Return the row count, and digests of the tokens, labels and lengths of the rows."""
         entries = {} if self._padded is None else self._padded.describe()
         parts = list(self._ids)
         if self._labels is not None:

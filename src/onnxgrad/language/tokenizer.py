@@ -1,4 +1,4 @@
-"""`Tokenizer`: tokenizers of files `tokenizer.json`, run by the library `tokenizers`."""
+"""`Tokenizer`: reads a file `tokenizer.json` and runs it by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tokenizer:
     def of_folder(
         cls, folder: str | os.PathLike, ids: Mapping[str, int | None] | None = None
     ) -> Tokenizer:
-        """Return the tokenizer of a folder, which encodes as `AutoTokenizer` of transformers does.
+        """Return the `Tokenizer` of a folder; it encodes as transformers' `AutoTokenizer` does.
 
         Raises:
             ImportError: the library `tokenizers` is not installed.
@@ -81,8 +81,8 @@ class Tokenizer:
                 f"{os.fspath(folder)!r} has no {FILE}: let transformers write it, with "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
-        backend = _read_backend(home / FILE)
-        config = _special_config(home)
+        backend = _read_tokenizers_backend(home / FILE)
+        config = _config_with_special_tokens(home)
         tokens = {name: config.get(f"{name}_token") for name in _SPECIAL_TOKENS}
         texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
         special = {name: text for name, text in texts.items() if text is not None}
@@ -97,7 +97,7 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], special: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each text the ids of its tokens (T,), int32, and their characters (T, 2).
+        """Return for each text its token ids (T,), int32, and the tokens' character spans (T, 2).
 
         Args:
             texts: the texts.
@@ -109,7 +109,7 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+        """Return the text of token ids, leaving out special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
@@ -143,7 +143,7 @@ def as_tokenizer(source: Any) -> Tokenizer:
         if path.is_dir() and not (path / FILE).is_file() and (path / VOCABULARY).is_file():
             path = path / VOCABULARY
         if path.is_file() and path.name != FILE:
-            return Tokenizer(_read_backend(path))
+            return Tokenizer(_read_tokenizers_backend(path))
         return Tokenizer.of_folder(path.parent if path.name == FILE else path)
     raise ValueError(
         "a tokenizer is a folder, a path, or an object of tokenizers or transformers, not "
@@ -151,8 +151,8 @@ def as_tokenizer(source: Any) -> Tokenizer:
     )
 
 
-def _read_backend(path: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a file of JSON, or of the vocabulary of a BERT."""
+def _read_tokenizers_backend(path: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of a `tokenizer.json`, or of a BERT `vocab.txt`."""
     library = _tokenizers_library()
     try:
         if path.suffix != ".txt":
@@ -165,8 +165,8 @@ def _read_backend(path: Path) -> Any:
         raise ValueError(f"{str(path)!r} cannot be read: {e}") from None
 
 
-def _special_config(home: Path) -> dict[str, Any]:
-    """Return the configuration of the tokenizer in a folder, with its special tokens."""
+def _config_with_special_tokens(home: Path) -> dict[str, Any]:
+    """Return the dict of `tokenizer_config.json` in a folder, with special tokens filled in."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if (home / name).is_file():

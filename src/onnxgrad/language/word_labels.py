@@ -35,7 +35,7 @@ def labeled_texts(
     label_all: bool = False,
     labels: bool = True,
 ) -> LabeledTexts:
-    """Return texts whose words have labels as data for token classification.
+    """Return texts with labeled words as a reader of token rows for token classification.
 
     A batch has labels, int64 (N, T), and `input_ids`, `attention_mask` and `token_type_ids`, if the
     model has these inputs. The first token of a word has the label of the word; all other tokens
@@ -90,8 +90,8 @@ def labeled_texts(
     return LabeledTexts(texts, rows, chosen, encoder.tokenizer.fill_id)
 
 
-class _Row(NamedTuple):
-    """A row of tokens.
+class _TokenRow(NamedTuple):
+    """A row of tokens of a text, with the label of each token.
 
     Attributes:
         text: number of the text.
@@ -109,7 +109,7 @@ class _Row(NamedTuple):
 
 
 class LabeledTexts(TokenRows):
-    """The reader that `labeled_texts` returns: rows of tokens with labels.
+    """The reader that `labeled_texts` returns: token rows with a label per token.
 
     Attributes:
         classes: the names of all classes, in the order of their numbers.
@@ -117,25 +117,25 @@ class LabeledTexts(TokenRows):
     """
 
     def __init__(
-        self, texts: list[LabeledText], rows: list[_Row], classes: list[str], fill: int
+        self, texts: list[LabeledText], rows: list[_TokenRow], classes: list[str], fill: int
     ) -> None:
         self.texts, self.classes, self._rows = texts, classes, rows
         columns = [row.ids for row in rows], [row.types for row in rows]
         super().__init__(*columns, [row.labels for row in rows], fill)
 
     def subset(self, numbers: np.ndarray) -> LabeledTexts:
-        """Return the reader of the rows with these numbers."""
+        """Return the reader of the rows whose indices are `numbers`."""
         new = super().subset(numbers)
         assert isinstance(new, LabeledTexts)
         new._rows = [self._rows[i] for i in numbers]
         return new
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows, and digests of tokens, labels and lengths."""
+        """Return the row count, and digests of the tokens, labels and lengths of the rows."""
         return super().describe() | {"kind": "labeled texts", "classes": self.classes}
 
     def of_words(self, batches: Iterable[np.ndarray]) -> list[np.ndarray]:
-        """Return the values that a model predicts for words: for each text an array (words, ...).
+        """Return a model's values for the words of each text, one array (words, ...) per text.
 
         The values of a word are the values of its first token; zeros for a word without a token.
 
@@ -166,11 +166,11 @@ class _WordEncoder:
         self._room = self.max_length - self._whole.num_special_tokens_to_add(False)
         self._stride = min(stride, self._room // 4)
 
-    def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_Row]:
-        """Return the rows of all texts; if they are `learned`, warn of labels that are lost."""
+    def rows(self, texts: Sequence[LabeledText], learned: bool) -> list[_TokenRow]:
+        """Return the token rows of all texts; if `learned`, warn of labels that no token gets."""
         rows, counts = [], Counter[str]()
         for number, text in enumerate(texts):
-            labels, inside = self._class_numbers(text, learned)
+            labels, inside = self._class_indices(text, learned)
             spans = np.array(text.words, np.int64).reshape(-1, 2)
             owners = _encode_words(text.text, spans, self._whole)[2]
             each, seen = np.bincount(owners[owners >= 0], minlength=len(spans)), 0
@@ -183,7 +183,7 @@ class _WordEncoder:
                 heads = counted & np.append(True, words[1:] != words[:-1])
                 row = np.where(heads, labels[words], inside[words])
                 row[~(counted if self.label_all else heads)] = IGNORED
-                rows.append(_Row(number, ids, types, np.where(heads, words, -1), row))
+                rows.append(_TokenRow(number, ids, types, np.where(heads, words, -1), row))
                 seen += int(heads.sum())
             long = len(owners) > self.max_length
             counts[f"texts have more than {self.max_length} tokens and become several rows"] += long
@@ -195,8 +195,8 @@ class _WordEncoder:
             warnings.warn(f"of {len(texts)} texts: {listed}", stacklevel=4)
         return rows
 
-    def _class_numbers(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each word the class of its first token, and the class of its other tokens."""
+    def _class_indices(self, text: LabeledText, learned: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each word the class index of its first token, and of its further tokens."""
         names = text.labels if learned else ["O"] * len(text.words)
         numbers = {name: k for k, name in enumerate(self.classes)}
         if names is None:
@@ -211,7 +211,7 @@ class _WordEncoder:
     def _split_into_rows(
         self, each: np.ndarray, labels: Sequence[str]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each row of a text (first, stop) of its labeled words, then of all its words.
+        """Yield (first, stop, begin, end) per row: ranges of the labeled words, and of all words.
 
         Args:
             each: number of tokens of each word.
@@ -233,7 +233,7 @@ class _WordEncoder:
 
 
 def _encode_words(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, ...]:
-    """Return the ids, types and word numbers of the tokens of some words; -1 for special tokens."""
+    """Return ids, type ids and word indices of the tokens of words; -1 for special tokens."""
     start, end = (spans[0, 0], spans[-1, 1]) if len(spans) else (0, 0)
     found = tokenizer.encode(text[start:end])
     begins, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T + start
@@ -245,7 +245,7 @@ def _encode_words(text: str, spans: np.ndarray, tokenizer: Any) -> tuple[np.ndar
 
 
 class LabeledText(NamedTuple):
-    """A text whose words may have labels.
+    """A text with the spans of its words, and the labels of the words if known.
 
     Attributes:
         text: the text.
@@ -263,7 +263,7 @@ class LabeledText(NamedTuple):
 
 
 def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[LabeledText]:
-    """Yield the texts of a CoNLL file, or of records; `classes` are the names of numbers."""
+    """Yield the `LabeledText`s of a CoNLL file or of records; `classes` names integer labels."""
     is_path = isinstance(source, (str, os.PathLike))
     if not is_path or Path(source).suffix.lower() in (*LINES, *TABLES):
         for name, record in records(source):
@@ -274,7 +274,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
     for number, line in enumerate([*lines, ""], 1):
         name, fields = f"{str(path)!r}, line {number}", line.split()
         if len(fields) == 1:
-            raise ValueError(f"{name}: {line!r} has a word without a label after it")
+            raise ValueError(f"{name}: {line!r} has a word without a label: add the label")
         if fields and fields[0] != "-DOCSTART-":
             words, labels = [*words, fields[0]], [*labels, fields[-1]]
         elif words and not fields:
@@ -283,7 +283,7 @@ def _read_labeled_texts(source: Any, classes: Sequence[str]) -> Iterator[Labeled
 
 
 def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledText:
-    """Return the text of a record, with the labels of its words if it has some."""
+    """Return the `LabeledText` of a record; its labels are None if the record has no labels."""
     if not isinstance(record, Mapping):
         record = {"text" if isinstance(record, str) else "tokens": record}
     words, text = record.get("tokens"), record.get("text")
@@ -291,10 +291,10 @@ def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledTe
         spans = [match.span() for match in _WORD.finditer(text)]
         if (entities := record.get("entities")) is None:
             return LabeledText(text, spans, None, name)
-        return LabeledText(text, spans, *_word_labels(entities, spans, name))
+        return LabeledText(text, spans, *_word_labels_of_entities(entities, spans, name))
     tags = next((record[key] for key in _TAGS if key in record), None)
     if not words or (tags is not None and len(tags) != len(words)):
-        raise ValueError(f"{name} has neither 'text' nor 'tokens' with as many 'tags': {record}")
+        raise ValueError(f"{name} needs 'text', or 'tokens' and as many 'tags': {record}")
     numbers = [tag for tag in tags or () if not isinstance(tag, str)]
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(classes):
         raise ValueError(
@@ -305,23 +305,23 @@ def _text_of_record(record: Any, name: str, classes: Sequence[str]) -> LabeledTe
 
 
 def _join_words(words: Sequence[str], labels: Sequence[str] | None, name: str) -> LabeledText:
-    """Return the text of words separated by spaces."""
+    """Return the `LabeledText` of words, joined by spaces; `name` is its place for messages."""
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     spans = [(int(end) - len(word), int(end)) for word, end in zip(words, ends, strict=True)]
     return LabeledText(" ".join(words), spans, None if labels is None else [*labels], name)
 
 
-def _word_labels(
+def _word_labels_of_entities(
     entities: Sequence[Mapping[str, Any]], words: Sequence[tuple[int, int]], name: str
 ) -> tuple[list[str], str, int]:
-    """Return the fields `labels`, `place` and `misfits` of a `LabeledText` with entities."""
+    """Return the word labels of entities, `name`, and the count of entities cutting a word."""
     labels, misfits = ["O"] * len(words), 0
     for entity in entities:
         start, end, label = entity["start"], entity["end"], entity["label"]
         inside = [i for i, (a, b) in enumerate(words) if a < end and start < b]
         if not inside or any(labels[i] != "O" for i in inside):
             why = "overlaps another entity" if inside else "holds no word of the text"
-            raise ValueError(f"{name}: the entity {dict(entity)} {why}")
+            raise ValueError(f"{name}: the entity {dict(entity)} {why}: correct its start and end")
         for i in inside:
             labels[i] = f"{'B' if i == inside[0] else 'I'}-{label}"
         misfits += words[inside[0]][0] < start or end < words[inside[-1]][1]
@@ -329,7 +329,7 @@ def _word_labels(
 
 
 def _label_classes(texts: Sequence[LabeledText], stored: Sequence[str]) -> list[str]:
-    """Return the classes of texts: `stored` if it has all labels, else B and I of each kind."""
+    """Return the class names: `stored` if it has all labels, else labels with B-X and I-X."""
     found = {label for text in texts for label in text.labels or ()}
     if found <= {*stored}:
         return [*stored]

@@ -1,4 +1,4 @@
-"""The native form of a step: operators of onnxruntime's CPU provider that no file contains.
+"""The native form of a training step: operators that only onnxruntime's CPU provider has.
 
 A step consists of standard operators, so that any runtime runs an exported step. The wheel of
 onnxruntime has faster operators for its CPU provider: layouts of convolutions, and fused products.
@@ -23,13 +23,13 @@ from onnxgrad.native.target import EPOCH, PHASES, Target
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite a graph in place into its fastest form on a CPU; leave it unchanged on a GPU."""
+    """Rewrite a graph in place into its native form for a CPU; do nothing for a GPU."""
     if target.device.kind == "cpu":
         for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)
 
 
 def loop_to_native(graph: ir.Graph, target: Target) -> None:
-    """Rewrite the loop over batches, whose body is the step, as `to_native` rewrites the step."""
+    """Rewrite the Scan over batches, whose body is the training step, into its native form."""
     if target.device.kind == "cpu":
         rewrite(graph, GROUPS[EPOCH], target)

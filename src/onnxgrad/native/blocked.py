@@ -1,4 +1,4 @@
-"""Convolutions of a step in blocks of channels, with the gradients of their inputs and weights."""
+"""Rewrites of convolutions and of their gradients into onnxruntime's blocked layout, NCHWc."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ _OF_HEIGHT_1 = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "out
 
 @rewrites("Conv", "ConvTranspose", group=BLOCKS)
 def convolution(op, node):
-    """A convolution whose weight is no constant, and its gradient w.r.t. its input."""
+    """Rewrite a convolution of trained weights, or its input gradient, into the NCHWc layout."""
     layout, (y,) = Layout(op), node.outputs
     x, w, bias = (*node.inputs, None)[:3]
-    if not _is_image(x) or not _is_image(w) or marks.WEIGHT_GRADIENT in y.meta:
+    if not _is_float_image(x) or not _is_float_image(w) or marks.WEIGHT_GRADIENT in y.meta:
         return None
     if static(sizes(w)) is None or dims(y) is None:
         return None
     if not layout.fits(sizes(w)[0]) or not _is_faster_in_blocks(layout, x, w):
         return None
-    form = _forward_in_blocks if node.op_type == "Conv" else _transposed_node_in_blocks
-    blocked = form(layout, node, x, w, bias)
+    write_blocked = (
+        _blocked_convolution if node.op_type == "Conv" else _blocked_transposed_convolution
+    )
+    blocked = write_blocked(layout, node, x, w, bias)
     return None if blocked is None else [layout.plain(blocked, y)]
 
 
 @rewrites("Conv", "ConvTranspose", group=NODES)
-def depthwise_of_one_axis(op, node):
-    """A depthwise convolution of one axis is a convolution of images of height 1.
+def depthwise_1d_convolution(op, node):
+    """Rewrite a depthwise 1-d convolution as a 2-d convolution of images of height 1.
 
     onnxruntime has blocks for images only: for 32 rows of 64 x 50 and windows of 9, an image of
     height 1 takes 0.12 ms instead of 0.6, with the reordering. For a convolution that mixes
@@ -69,24 +71,24 @@ def depthwise_of_one_axis(op, node):
     return [op.Squeeze(images, [2])]
 
 
-def _is_image(x: ir.Value | None) -> bool:
-    """Return whether `x` has four axes, (N, C, H, W), and holds float32."""
+def _is_float_image(x: ir.Value | None) -> bool:
+    """Return whether `x` is a float32 tensor of rank 4, (N, C, H, W)."""
     shape = dims(x)
     return x is not None and x.dtype == ir.DataType.FLOAT and shape is not None and len(shape) == 4
 
 
 def _is_faster_in_blocks(layout: Layout, x: ir.Value, weight: ir.Value) -> bool:
-    """Return whether blocks are faster: not for few pixels, nor for a 1 x 1 kernel on plain x."""
+    """Return whether NCHWc is faster: not for few pixels, nor for 1 x 1 kernels on NCHW input."""
     *_, height, width = sizes(x)
     kernel = sizes(weight)[2:]
     few = isinstance(height, int) and isinstance(width, int) and height * width < LEAST_PIXELS
-    return not few and (prod(kernel) > 1 or layout.has(x))
+    return not few and (prod(kernel) > 1 or layout.has_blocked(x))
 
 
-def _forward_in_blocks(
+def _blocked_convolution(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
-    """Return a convolution in blocks; None if its numbers of channels do not fit."""
+    """Return a Conv in NCHWc layout; None if the channel counts are no multiples of the block."""
     rows, per_group, *_ = sizes(w)
     channels, group = sizes(x)[1], node.attributes.get_int("group", 1)
     by_channel = group == rows == channels and per_group == 1
@@ -98,13 +100,13 @@ def _forward_in_blocks(
     attributes = {a.name: a.value for a in node.attributes.values()}
     operand = x if plain else layout.blocked(x)
     pixels = (dims(node.outputs[0]) or (None,) * 4)[2:]
-    return layout.convolve(operand, layout.filter(w), pixels, attributes, bias)
+    return layout.convolve(operand, layout.conv_weight(w), pixels, attributes, bias)
 
 
-def _transposed_node_in_blocks(
+def _blocked_transposed_convolution(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
-    """Return a ConvTranspose in blocks; None if blocks cannot express it."""
+    """Return a ConvTranspose in NCHWc layout; None if an attribute or shape prevents it."""
     rows, per_group, *_ = sizes(w)
     windows, group = stated_windows(node, w), node.attributes.get_int("group", 1)
     pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
@@ -120,14 +122,14 @@ def _transposed_node_in_blocks(
 
 @rewrites(group=BLOCKS)
 def weight_gradient(op, node):
-    """The gradient of the weight of a convolution."""
+    """Rewrite the gradient of a 2-d convolution's weight into the NCHWc layout."""
     dw = node.outputs[0]
     if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:
         return None
     x, g, windows, group = dw.meta[marks.WEIGHT_GRADIENT]
     layout, x, g = Layout(op), latest_replacement(x), latest_replacement(g)
     shapes = [static(sizes(v)[1:]) for v in (x, g)]
-    if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
+    if not (_is_float_image(x) and _is_float_image(g) and _is_float_image(dw) and all(shapes)):
         return None
     rows, per_group, *kernel = sizes(dw)
     channels, counts = sizes(x)[1], sizes(g)[2:]
@@ -136,14 +138,16 @@ def weight_gradient(op, node):
         return None
     if windows.pads is None or not windows.kernel or not depends_on(dw, {x, g}):
         return None
-    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < LEAST_PIXELS):
+    if not (layout.has_blocked(x) and layout.has_blocked(g)) and (
+        prod(kernel) == 1 or prod(counts) < LEAST_PIXELS
+    ):
         return None
     return [correlate_images(layout, x, g, dw, windows, group)]
 
 
 @rewrites(group=BLOCKS)
-def depthwise_weight_gradient_of_one_axis(op, node):
-    """The gradient of the weight of a depthwise convolution of one axis."""
+def depthwise_1d_weight_gradient(op, node):
+    """Rewrite the weight gradient of a depthwise 1-d convolution as one of images of height 1."""
     dw = node.outputs[0]
     if marks.WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1 or len(sizes(dw)) != 3:
         return None

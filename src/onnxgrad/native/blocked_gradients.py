@@ -1,4 +1,4 @@
-"""Gradients of convolutions in blocks of channels, w.r.t. their inputs and their weights."""
+"""Gradients of convolutions w.r.t. inputs and weights in onnxruntime's blocked layout, NCHWc."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def transposed_conv(
     group: int,
     bias: ir.Value | None = None,
 ) -> ir.Value | None:
-    """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
+    """Return the transposed convolution of g (N, M, ...) by `weight`, (M, C / group, kernel).
 
-    The result is in blocks, (N, C, pixels). None if blocks cannot express it.
+    The result is in the NCHWc layout, (N, C, pixels); None if attributes or padding prevent this.
     """
     if group > 1:
-        return _transposed_by_channel(layout, g, weight, windows, pixels, bias)
+        return _transposed_depthwise_conv(layout, g, weight, windows, pixels, bias)
     strided = max(windows.strides) > 1
     if strided and max(windows.dilations) > 1:
         return None
@@ -35,11 +35,11 @@ def transposed_conv(
     rows = zip(
         sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin.tolist(), pixels, strict=True
     )
-    axes = [_axis_by_stride(*row) for row in rows]
+    axes = [_split_axis_by_stride(*row) for row in rows]
     if any(min(a.pads) < 0 for a in axes):
         return None
     x = layout.blocked(g)
-    weight = _turned_filter(layout, weight, windows, axes)
+    weight = _reverse_weight(layout, weight, windows, axes)
     attributes = {
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
         "dilations": list(windows.dilations),
@@ -51,8 +51,8 @@ def transposed_conv(
 
 
 @dataclass(frozen=True)
-class _Axis:
-    """One axis of a transposed convolution of stride s, as s convolutions of stride 1.
+class _StridedAxis:
+    """One spatial axis of a transposed convolution of stride s, as s convolutions of stride 1.
 
     Elements i = s j + r of the result are a convolution with elements r, r + s, r + 2 s, ... of the
     kernel. `front` zeros before the kernel make the padding a multiple of s.
@@ -70,23 +70,23 @@ class _Axis:
     count: int
 
 
-def _axis_by_stride(
+def _split_axis_by_stride(
     count: int, kernel: int, stride: int, dilation: int, begin: int, length: int
-) -> _Axis:
-    """Return the `_Axis` of a transposed convolution from `count` to `length` elements."""
+) -> _StridedAxis:
+    """Return an axis of a transposed convolution as stride-1 convolutions: `count` to `length`."""
     front = -begin % stride
     taps = -(-(kernel + front) // stride)
     shift = (begin + front) // stride
     before = (taps - 1) * dilation - shift
     steps = -(-length // stride)
     after = steps - count + shift
-    return _Axis(front, taps, (before, after), steps)
+    return _StridedAxis(front, taps, (before, after), steps)
 
 
-def _turned_filter(
-    layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_Axis]
+def _reverse_weight(
+    layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_StridedAxis]
 ) -> ir.Value:
-    """Return the filter (strides C, M, taps) of a transposed convolution, in blocks."""
+    """Return a ConvTranspose's weight as an NCHWc weight (strides * C, M, taps) of a Conv."""
     op, b = layout.op, layout.block
     rows, channels, *kernel = sizes(weight)
     strides = windows.strides
@@ -95,7 +95,7 @@ def _turned_filter(
     if lengths != kernel:
         weight = op.Pad(weight, [0, 0, *(a.front for a in axes), 0, 0, *back])
         weight.shape = ir.Shape([rows, channels, *lengths])
-    cells = layout.taps(weight)
+    cells = layout.kernel_elements(weight)
     high, wide = axes
     grid = np.arange(prod(lengths)).reshape(high.taps, strides[0], wide.taps, strides[1])
     order = grid[::-1, :, ::-1].transpose(1, 3, 0, 2).ravel().tolist()
@@ -108,7 +108,7 @@ def _turned_filter(
 
 
 def _interleave_strides(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
-    """Return y (N, strides C, counts) with the strides interleaved: (N, C, pixels)."""
+    """Return y (N, strides * C, counts) as (N, C, pixels): stride phases become pixels."""
     op, b = layout.op, layout.block
     _, channels, *counts = sizes(y)
     blocks = channels // prod(strides) // b
@@ -121,7 +121,7 @@ def _interleave_strides(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pi
     return layout.view(cells, [0, blocks * b, *pixels])
 
 
-def _transposed_by_channel(
+def _transposed_depthwise_conv(
     layout: Layout,
     g: ir.Value,
     weight: ir.Value,
@@ -129,7 +129,7 @@ def _transposed_by_channel(
     pixels: Pixels,
     bias: ir.Value | None,
 ) -> ir.Value | None:
-    """Return `transposed_conv` for a depthwise convolution.
+    """Return the transposed convolution of g by a depthwise weight, in NCHWc layout.
 
     With strides, zeros are inserted between the elements of g, as there are few products.
     """
@@ -147,7 +147,7 @@ def _transposed_by_channel(
         cells = op.Pad(cells, [0] * 10 + [strides[0] - 1, 0, strides[1] - 1, 0])
         x = layout.view(cells, [0, channels, *spread])
     taps = prod(windows.kernel)
-    cells = layout.view(layout.filter(weight), [channels // b, taps, b])
+    cells = layout.view(layout.conv_weight(weight), [channels // b, taps, b])
     cells = op.Gather(cells, list(range(taps))[::-1], axis=1)
     w = layout.view(cells, [channels, 1, *windows.kernel])
     attributes = {"pads": begin + end, "dilations": list(windows.dilations), "group": channels}
@@ -157,7 +157,7 @@ def _transposed_by_channel(
 def correlate_images(
     layout: Layout, x: ir.Value, g: ir.Value, weight: ir.Value, windows: Windows, group: int
 ) -> ir.Value:
-    """Return the gradient of the weight of a convolution of x with cotangent g, all plain.
+    """Return a convolution's weight gradient from its input x and cotangent g, all in NCHW layout.
 
     It is a convolution of x with g as its kernel, of images one below the other, with rows of zeros
     between them. The channels of x within a block are columns, so that only whole images are
@@ -179,8 +179,8 @@ def correlate_images(
         images = layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
     kernels = layout.cells(layout.blocked(g))
     below, right = pitch * s - lengths[0], width - left - lengths[1]
-    images = _by_channel(layout, images, (0, left), (below, right))
-    kernels = _by_channel(layout, kernels, (0, 0), (pitch - counts[0], 0))
+    images = _channels_before_rows(layout, images, (0, left), (below, right))
+    kernels = _channels_before_rows(layout, kernels, (0, 0), (pitch - counts[0], 0))
     bottom = max(0, reach[0] - top - s)
     attributes = {"pads": [top, 0, bottom, 0], "strides": [d, 1]}
     down = (top + bottom + s - 1) // d + 1
@@ -189,19 +189,19 @@ def correlate_images(
         kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
         y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        y = _kernel_elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        y = _weight_from_correlation(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
         return layout.view(y, [rows, 1, *kernel])
-    at_once = _images_at_once(layout, x)
+    at_once = _images_per_group(layout, x)
     images = layout.view(images, [channels // cell, at_once, -1, width * cell])
     kernels = layout.view(kernels, [rows, at_once, -1, counts[1]])
     attributes["dilations"] = [s, across * cell]
     y = layout.plain(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
     y = layout.view(y, [channels // cell, rows, down, reach[1], cell])
-    return _kernel_elements(layout, y, windows)
+    return _weight_from_correlation(layout, y, windows)
 
 
-def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
-    """Return (N, C / block, ...) as (C / block, N, ...), with padding of the pixels."""
+def _channels_before_rows(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
+    """Return x (N, C / block, ...) as (C / block, N, ...), padding the pixels."""
     rows, blocks, *pixels, cell = sizes(cells)
     if any((*begin, *end)):
         cells = layout.op.Pad(cells, [0, 0, *begin, 0, 0, 0, *end, 0])
@@ -210,8 +210,8 @@ def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> 
     return cells if blocks == 1 else layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
 
 
-def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
-    """Return the largest divisor of the number of images below the size of a block.
+def _images_per_group(layout: Layout, x: ir.Value) -> ir.Value:
+    """Return the largest divisor of the batch size that is less than the channel block's size.
 
     This many images are channels of the convolution, and other images are stacked below them, so
     that the kernels of one channel stay in the cache for all columns.
@@ -224,8 +224,8 @@ def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
     return op.ReduceMax(op.Where(divides, candidates, [1]), keepdims=1)
 
 
-def _kernel_elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
-    """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without surplus rows."""
+def _weight_from_correlation(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
+    """Return y (C / cell, M, rows, columns, cell) as a weight (M, C, kernel), cropping rows."""
     op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
     blocks, rows, down, columns, cell = sizes(y)
     if down > k or columns > m:

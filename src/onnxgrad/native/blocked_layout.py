@@ -1,4 +1,4 @@
-"""`Layout`: onnxruntime's layout for convolutions on the CPU, with channels in blocks.
+"""`Layout`: onnxruntime's layout for convolutions on the CPU, NCHWc, with channels in blocks.
 
 A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain read and
 write it under the shape (N, C, H, W). onnxruntime's optimizer chooses them for constant weights
@@ -29,7 +29,7 @@ Pixels = Sequence[int]  # lengths of the two spatial axes
 
 @cache
 def block_size() -> int:
-    """Return the number of channels of a block; 0 if onnxruntime has no blocked convolution.
+    """Return the channels per block of the NCHWc layout; 0 if onnxruntime has no such kernels.
 
     The number depends on the instructions of the processor: 16 with AVX-512, else 8. No function of
     onnxruntime returns it, and a wrong number gives wrong results, so that a convolution in blocks
@@ -40,7 +40,7 @@ def block_size() -> int:
     w = random.standard_normal((_WIDEST, _WIDEST, 3, 3), dtype=np.float32)
     for block in (16, 8):
         try:
-            plain, blocked = _plain_and_blocked(x, w, block)
+            plain, blocked = _convolve_plain_and_blocked(x, w, block)
         except Exception:
             continue
         if np.allclose(plain, blocked, rtol=1e-3, atol=1e-3):
@@ -48,12 +48,12 @@ def block_size() -> int:
     return 0
 
 
-def _plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
-    """Return the results of a plain convolution, and of a convolution in blocks of this size."""
+def _convolve_plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
+    """Return onnxruntime's results of a convolution in NCHW, and in NCHWc with this `block`."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)
     layout, image, weight = Layout(op, block), op.const(x), op.const(w)
-    y = layout.convolve(layout.blocked(image), layout.filter(weight), (3, 2), {})
+    y = layout.convolve(layout.blocked(image), layout.conv_weight(weight), (3, 2), {})
     graph.outputs.extend([op.Conv(image, weight), layout.plain(y)])
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -65,12 +65,12 @@ def _plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndar
 
 
 def sizes(x: ir.Value | None) -> tuple[Any, ...]:
-    """Return the dimensions of `x`, whose rank the caller has checked."""
+    """Return the dimensions of `x`; the empty tuple if its shape is unknown."""
     return dims(x) or ()
 
 
 class Layout:
-    """Writes operators on blocks of channels, and reorders each value at most once.
+    """Writes operators in the NCHWc layout, and reorders each value at most once.
 
     The `meta` of a value in the plain layout refers to the same value in blocks, if there is one.
     """
@@ -81,33 +81,33 @@ class Layout:
 
     @property
     def block(self) -> int:
-        """The number of channels of a block; 0 if onnxruntime has no blocks."""
+        """The channels per block; 0 if onnxruntime has no kernels for NCHWc."""
         return block_size() if self._block is None else self._block
 
     # -- values ------------------------------------------------------------------------------
 
     def fits(self, channels: Any) -> bool:
-        """Return whether this number of channels is a multiple of the block."""
+        """Return whether `channels`, a count or symbol, is a multiple of the block."""
         size = self.block
         return isinstance(channels, int) and channels > 0 and size > 0 and channels % size == 0
 
-    def has(self, x: ir.Value) -> bool:
-        """Return whether a node before this place has computed `x` in blocks."""
+    def has_blocked(self, x: ir.Value) -> bool:
+        """Return whether an earlier node has computed `x` in the NCHWc layout."""
         node = x.meta[marks.BLOCKED_IMAGE].producer() if marks.BLOCKED_IMAGE in x.meta else None
         return node is not None and self.op.precedes(node)
 
     def blocked(self, x: ir.Value) -> ir.Value:
-        """Return `x` (N, C, H, W) in blocks; C is a multiple of the block."""
-        if not self.has(x):
-            x.meta[marks.BLOCKED_IMAGE] = self._reorder_input(x, dims(x))
+        """Return `x` (N, C, H, W) in the NCHWc layout, reordered by a new node if needed."""
+        if not self.has_blocked(x):
+            x.meta[marks.BLOCKED_IMAGE] = self._reorder_to_blocks(x, dims(x))
         return x.meta[marks.BLOCKED_IMAGE]
 
-    def forms(self, x: ir.Value) -> list[ir.Value]:
-        """Return `x`, and `x` in blocks if a node has computed it."""
-        return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has(x) else [x]
+    def known_layouts(self, x: ir.Value) -> list[ir.Value]:
+        """Return [x], and the value of `x` in the NCHWc layout if a node has computed it."""
+        return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has_blocked(x) else [x]
 
     def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
-        """Return `y`, which is in blocks, in the plain layout, with the shape of `like`."""
+        """Return `y`, a value in the NCHWc layout, reordered to NCHW with the shape of `like`."""
         if like is not None:
             y.shape = like.shape
         attributes = {"channels": sizes(y)[1], "channels_last": 0}
@@ -115,19 +115,19 @@ class Layout:
         result.meta[marks.BLOCKED_IMAGE] = y
         return result
 
-    def note(self, x: ir.Value, blocked: ir.Value) -> bool:
-        """Record that `blocked` is `x` in blocks; return False if this was known."""
+    def record_blocked(self, x: ir.Value, blocked: ir.Value) -> bool:
+        """Record `blocked` as `x` in the NCHWc layout; return whether `x` had no such value."""
         known = marks.BLOCKED_IMAGE in x.meta
         x.meta.setdefault(marks.BLOCKED_IMAGE, blocked)
         return not known
 
     def cells(self, x: ir.Value) -> ir.Value:
-        """Return `x`, which is in blocks, as the tensor (N, C / block, H, W, block)."""
+        """Return `x`, a value in the NCHWc layout, as a tensor (N, C / block, H, W, block)."""
         _, channels, *pixels = sizes(x)
         return self.view(x, [0, channels // self.block, *pixels, self.block])
 
     def view(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
-        """Return `x` in another shape: a length of 0 is copied, a length of -1 is inferred."""
+        """Return `x` reshaped to `shape`, where 0 copies a length of `x`, and -1 is inferred."""
         y = self.op.Reshape(x, self.op.vector(*shape))
         if y.shape is None or None in sizes(y):
             old = dims(x) or (None,) * len(shape)
@@ -147,11 +147,11 @@ class Layout:
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return the convolution of `x` with `weight` + `bias` + `plus`, in blocks.
+        """Return conv(x, weight) + bias + plus in the NCHWc layout.
 
         Args:
             x: an image in blocks, or with fewer channels than a block.
-            weight: the weight, in the layout of `filter`.
+            weight: the weight, in the layout of `conv_weight`.
             pixels: lengths of the spatial axes of the result.
             attributes: attributes of the Conv.
             bias: a number per channel, or None.
@@ -170,7 +170,7 @@ class Layout:
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return x * factor + bias + plus, with a factor and bias per channel, as a convolution."""
+        """Return x * factor + bias + plus, with numbers per channel, as a 1 x 1 convolution."""
         channels, *pixels = sizes(x)[1:]
         if factor is None:
             factor = self.op.const(np.ones(channels, np.float32))
@@ -178,8 +178,8 @@ class Layout:
         attributes = {"group": channels, "kernel_shape": [1, 1]}
         return self.convolve(x, weight, pixels, attributes, bias, plus)
 
-    def joined(self, x: ir.Value, op_type: str, plus: ir.Value | None) -> ir.Value | None:
-        """Return the sum of `x` and `plus`, or the Relu of `x`, as part of the convolution `x`.
+    def fuse_into(self, x: ir.Value, op_type: str, plus: ir.Value | None) -> ir.Value | None:
+        """Return `x` + `plus`, or the Relu of `x`, fused into the Conv node that computes `x`.
 
         None if `x` is no convolution, or a convolution that already has a sum or an activation. The
         node of `x` is no longer used.
@@ -197,13 +197,13 @@ class Layout:
         return self._emit_blocked("Conv", inputs, attributes, dims(x))
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
-        """Return the means (N, C) of the pixels of `x`, which is in blocks."""
+        """Return the means (N, C) over the pixels of `x`, a value in the NCHWc layout."""
         shape = sizes(x)[:2]
         means = self._emit_blocked("GlobalAveragePool", [x], {}, (*shape, 1, 1))
         return self.view(means, [0, shape[1]])
 
-    def filter(self, weight: ir.Value) -> ir.Value:
-        """Return the weight (M, C, kernel) of a convolution, in blocks.
+    def conv_weight(self, weight: ir.Value) -> ir.Value:
+        """Return a Conv's weight (M, C, kernel) in the layout of NCHWc convolutions.
 
         The layout is (M / block, C / block, kernel, block of C, block of M) if C is a multiple of
         the block; else (M / block, C, kernel, block of M), for depthwise convolutions and plain
@@ -212,27 +212,27 @@ class Layout:
         rows, channels, *kernel = sizes(weight)
         taps, b = prod(kernel), self.block
         flat = self.view(weight, [1, rows, channels * taps, 1])
-        cells = self._reorder_input(flat, (1, rows, channels * taps, 1))
+        cells = self._reorder_to_blocks(flat, (1, rows, channels * taps, 1))
         if self.fits(channels):
             cells = self.view(cells, [-1, b, taps, b])
             cells = self.op.Transpose(cells, perm=[0, 2, 1, 3])
         return self.view(cells, [rows, channels, *kernel])
 
-    def taps(self, weight: ir.Value) -> ir.Value:
-        """Return the weight (M, C, kernel) as (M, C / block, elements of the kernel, block)."""
+    def kernel_elements(self, weight: ir.Value) -> ir.Value:
+        """Return a weight (M, C, kernel) as (M, C / block, kernel elements, block)."""
         rows, channels, *kernel = sizes(weight)
         shape = (rows, channels, prod(kernel), 1)
-        cells = self._reorder_input(self.view(weight, list(shape)), shape)
+        cells = self._reorder_to_blocks(self.view(weight, list(shape)), shape)
         return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])
 
-    def _reorder_input(self, x: ir.Value, shape: Dims | None) -> ir.Value:
-        """Return `x` in blocks, with a shape."""
+    def _reorder_to_blocks(self, x: ir.Value, shape: Dims | None) -> ir.Value:
+        """Return `x` reordered from NCHW to NCHWc; `shape` is the result's (N, C, H, W)."""
         return self._emit_blocked("ReorderInput", [x], {"channels_last": 0}, shape)
 
     def _emit_blocked(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any], shape: Dims | None
     ) -> ir.Value:
-        """Return the result of an operator on blocks, with its type and shape."""
+        """Return the result of an operator of onnxruntime's NCHWc domain, typed as float32."""
         self.op.root.graph.opset_imports.setdefault(DOMAIN, 1)
         y = self.op.emit(op_type, inputs, attributes, domain=DOMAIN)
         y.type = ir.TensorType(ir.DataType.FLOAT)

@@ -1,4 +1,4 @@
-"""Elementwise operators and BatchNormalization in blocks of channels.
+"""Elementwise operators and BatchNormalization in onnxruntime's blocked layout, NCHWc.
 
 They stand between convolutions in blocks, whose results need no reordering then. An elementwise
 operator runs on blocks, or becomes part of a convolution. The statistics of a BatchNormalization
@@ -27,62 +27,64 @@ _FLOAT = ir.DataType.FLOAT
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
 def elementwise(op, node):
-    """An elementwise operator on images in blocks, or on an image and a number per channel."""
+    """Rewrite an elementwise operator of NCHWc images, or of an image and channel numbers."""
     layout, y = Layout(op), node.outputs[0]
-    operands = [v for v in node.inputs if v is not None and not _is_number(v)]
-    images = [v for v in operands if not _is_per_channel(v, dims(y))]
-    if not images or not all(layout.has(v) and equal(dims(v), dims(y)) for v in images):
+    operands = [v for v in node.inputs if v is not None and not _is_single_number(v)]
+    images = [v for v in operands if not _is_number_per_channel(v, dims(y))]
+    if not images or not all(layout.has_blocked(v) and equal(dims(v), dims(y)) for v in images):
         return None
-    return (_on_blocks if images == operands else _per_channel)(layout, node)
+    return (_elementwise_on_blocks if images == operands else _affine_per_channel)(layout, node)
 
 
-def _is_number(x: ir.Value | None) -> bool:
-    """Return whether `x` has one element."""
+def _is_single_number(x: ir.Value | None) -> bool:
+    """Return whether all axes of `x` have length 1, so that it holds one number."""
     shape = dims(x)
     return shape is not None and all(d == 1 for d in shape)
 
 
-def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
-    """Return whether `x` has the shape [C, 1, 1] or [1, C, 1, 1], for a `shape` (N, C, H, W)."""
+def _is_number_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
+    """Return whether `x` has one number per channel of a `shape` (N, C, H, W)."""
     if shape is None or len(shape) != 4 or shape[1] in (1, None):
         return False
     return dims(x) in ((shape[1], 1, 1), (1, shape[1], 1, 1))
 
 
-def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
-    """Return the result of an elementwise node on operands in blocks."""
+def _elementwise_on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
+    """Return the result of an elementwise node whose operands are in the NCHWc layout."""
     y = node.outputs[0]
-    joined = _join_convolution(layout, node) if node.op_type in ("Add", "Relu") else None
+    joined = _fuse_into_convolution(layout, node) if node.op_type in ("Add", "Relu") else None
     if joined is not None:
         return [layout.plain(joined, y)]
-    inputs = [layout.blocked(v) if v is not None and layout.has(v) else v for v in node.inputs]
+    inputs = [
+        layout.blocked(v) if v is not None and layout.has_blocked(v) else v for v in node.inputs
+    ]
     attributes = {a.name: a.value for a in node.attributes.values()}
     result = layout.op.set_type_like(layout.op.emit(node.op_type, inputs, attributes), y)
     if y.dtype == _FLOAT:
         return [layout.plain(result, y)]
     # a mask cannot be reordered; the plain mask is removed if no node reads it
-    return [y] if layout.note(y, result) else None
+    return [y] if layout.record_blocked(y, result) else None
 
 
-def _join_convolution(layout: Layout, node: Any) -> ir.Value | None:
-    """Return an Add or Relu as part of a convolution that no other node reads, or None."""
+def _fuse_into_convolution(layout: Layout, node: Any) -> ir.Value | None:
+    """Return an Add or Relu fused into the Conv it reads; None if other nodes read the Conv."""
     for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
-        if len(v.uses()) > 1 or not layout.has(v) or not layout.has(other):
+        if len(v.uses()) > 1 or not layout.has_blocked(v) or not layout.has_blocked(other):
             continue
         x, plus = layout.blocked(v), None if v is other else layout.blocked(other)
         only = all(user.op_type == "ReorderOutput" for user, _ in x.uses())
-        joined = layout.joined(x, node.op_type, plus) if only else None
+        joined = layout.fuse_into(x, node.op_type, plus) if only else None
         if joined is not None:
             return joined
     return None
 
 
-def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
-    """Return a sum, difference or product with a number per channel, as a convolution of 1 x 1."""
+def _affine_per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
+    """Return an Add, Sub or Mul of an image and channel numbers as a 1 x 1 convolution."""
     op, (a, b), y = layout.op, node.inputs, node.outputs[0]
     if node.op_type not in ("Add", "Mul", "Sub") or y.dtype != _FLOAT:
         return None
-    left = _is_per_channel(a, dims(y))
+    left = _is_number_per_channel(a, dims(y))
     x, other = (b, a) if left else (a, b)
     numbers = layout.view(other, [sizes(y)[1]])
     factor, bias = (numbers, None) if node.op_type == "Mul" else (None, numbers)
@@ -98,9 +100,12 @@ def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
 
 @rewrites("BatchNormalization", group=BLOCKS)
 def normalization(op, node):
-    """y = s (x - m) / r + b, with mean m and standard deviation r; and the running statistics."""
+    """Rewrite a BatchNormalization of an NCHWc image, y = scale (x - mean) / std + bias.
+
+    In training mode, the running statistics are rewritten, too.
+    """
     layout, (x, scale, bias, *running) = Layout(op), node.inputs
-    if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
+    if not layout.has_blocked(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
     y, epsilon = node.outputs[0], node.attributes.get_float("epsilon", 1e-5)
     if not node.attributes.get_int("training_mode", 0):
@@ -122,7 +127,11 @@ def normalization(op, node):
 
 @rewrites(group=BLOCKS)
 def normalization_gradient(op, node):
-    """dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g."""
+    """Rewrite a gradient of BatchNormalization, w.r.t. x, scale or bias, of an NCHWc image.
+
+    With g the cotangent, c = x - mean, s the scale and r the standard deviation:
+    dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g.
+    """
     old = node.outputs[0]
     if marks.GRADIENT_OF not in old.meta or len(node.outputs) > 1:
         return None
@@ -131,7 +140,7 @@ def normalization_gradient(op, node):
     if x is None or any(others):
         return None
     layout, g = Layout(op), latest_replacement(g)
-    if not layout.has(x) or not any(depends_on(old, {v}) for v in layout.forms(g)):
+    if not layout.has_blocked(x) or not any(depends_on(old, {v}) for v in layout.known_layouts(g)):
         return None
     c, _, _, inverse = _batch_statistics(layout, x, epsilon)
     g = layout.blocked(g)
@@ -151,7 +160,7 @@ def normalization_gradient(op, node):
 def _batch_statistics(
     layout: Layout, x: ir.Value, epsilon: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Return x minus its mean, in blocks, the mean, the variance and 1 / standard deviation."""
+    """Return x - mean in NCHWc layout, and per channel the mean, variance and 1 / std of x."""
     op, x = layout.op, layout.blocked(x)
     mean = op.ReduceMean(layout.mean_of_pixels(x), [0], keepdims=0)
     centered = layout.affine(x, None, op.Neg(mean))

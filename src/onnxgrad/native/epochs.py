@@ -1,4 +1,4 @@
-"""Rewrites of the loop over batches, whose body is the step.
+"""Rewrites of the Scan over batches, whose body is the training step.
 
 Nodes on numbers run before the loop. A linear layer of data becomes [x, 1] [W; b], so that the
 gradient of [W; b] is one product. If W and b are neighbors in one vector, this saves four nodes,
@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.native.scans import LoopBody, computed_outside, without_unread_inputs
+from onnxgrad.native.scans import LoopBody, moved_before_scan, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
 from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
 from onnxgrad.operators import made_by, names_with_trait
@@ -22,29 +22,29 @@ from onnxgrad.operators.shapes import constant, dims, static
 
 
 @rewrites(*sorted(names_with_trait("exact")), group=EPOCH)
-def numbers_before(op, node):
-    """Nodes on numbers alone, such as the learning rate of each step, run before the loop."""
+def scalars_before_loop(op, node):
+    """Compute scalars of all steps, such as learning rates, before the Scan over batches."""
     shape = static(dims(node.outputs[0]))
-    return None if op.outer is None or shape not in ((), (1,)) else computed_outside(op, node)
+    return None if op.outer is None or shape not in ((), (1,)) else moved_before_scan(op, node)
 
 
 rewrites("Scan", group=EPOCH)(without_unread_inputs)
 
 
 @rewrites("Unsqueeze", group=EPOCH)
-def vectors_before(op, node):
-    """The number of each step becomes a vector before the loop."""
-    scan, x = LoopBody.around(op), node.inputs[0]
+def unsqueezed_before_loop(op, node):
+    """Unsqueeze scalars of all steps, before the Scan over batches."""
+    scan, x = LoopBody.enclosing(op), node.inputs[0]
     if scan is None or x not in scan.stacks or dims(x) != ():
         return None
-    return [scan.scanned(node.outputs[0], scan.op.Unsqueeze(scan.stacks[x], [1]))]
+    return [scan.add_scanned(node.outputs[0], scan.op.Unsqueeze(scan.stacks[x], [1]))]
 
 
 @rewrites("Gemm", "Add", group=EPOCH)
 def bias_as_row(op, node):
-    """x W + b = [x, 1] [W; b]."""
-    layer, scan = _linear_layer(node), LoopBody.around(op)
-    if layer is None or scan is None or not _is_data(scan, layer[0]):
+    """Rewrite a linear layer of scanned data x as one product: x W + b = [x, 1] [W; b]."""
+    layer, scan = _match_linear_layer(node), LoopBody.enclosing(op)
+    if layer is None or scan is None or not _is_scanned_matrix(scan, layer[0]):
         return None
     x, split, i, (inner, outer) = layer
     sizes = constant(split.inputs[1])
@@ -59,20 +59,23 @@ def bias_as_row(op, node):
     for old, new in zip(others, [*parts[:i], *parts[i + 1 :]], strict=True):
         ir.convenience.replace_all_uses_with(old, op.set_type_like(new, old))
     w = op.Reshape(parts[i], [inner + 1, outer])
-    return [op.Gemm(_with_ones(scan, x), w)]
+    return [op.Gemm(_append_ones_column(scan, x), w)]
 
 
 @rewrites("Concat", group=EPOCH)
-def gradients_with_ones(op, node):
-    """[xT d, sum d] = [x, 1]T d, if d has a row for each row of the data x."""
-    scan = LoopBody.around(op)
+def gradients_append_ones_column(op, node):
+    """Rewrite a linear layer's weight and bias gradients: [xT d, sum d] = [x, 1]T d.
+
+    Here d has a row for each row of the scanned data x.
+    """
+    scan = LoopBody.enclosing(op)
     if scan is None or node.attributes["axis"].value != 0 or len(dims(node.outputs[0]) or ()) != 1:
         return None
     for i, (part, total) in enumerate(pairwise(node.inputs)):
-        x, d = _layer_gradients(part, total) or (None, None)
-        if x is None or not _is_data(scan, x):
+        x, d = _match_layer_gradients(part, total) or (None, None)
+        if x is None or not _is_scanned_matrix(scan, x):
             continue
-        whole = op.Gemm(_with_ones(scan, x), d, transA=1)
+        whole = op.Gemm(_append_ones_column(scan, x), d, transA=1)
         joined = op.Reshape(whole, [-1])
         joined.shape = ir.Shape([sum(prod(static(dims(v)) or ()) for v in (part, total))])
         parts = [*node.inputs[:i], joined, *node.inputs[i + 2 :]]
@@ -80,8 +83,8 @@ def gradients_with_ones(op, node):
     return None
 
 
-def _layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """Return (x, d) if `part` is the flat xT d, and `total` the sum of d over its rows."""
+def _match_layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return (x, d) if `part` is xT d, flattened, and `total` sums d over rows; else None."""
     view, added = made_by(part, "Reshape"), made_by(total, "ReduceSum")
     product = made_by(view.inputs[0], "Gemm") if view else None
     if view is None or added is None or product is None or len(product.inputs) > 2:
@@ -90,7 +93,7 @@ def _layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Valu
     axes = constant(added.inputs[1]) if len(added.inputs) > 1 else None
     if axes is None or axes.tolist() != [0] or a is None or b is None:
         return None
-    if not all(map(_read_once, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
+    if not all(map(_has_one_reader, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
         return None
     lengths = (*_static_lengths(part), *_static_lengths(total))
     if gemm_attributes(product) != DEFAULTS | {"transA": 1} or None in lengths:
@@ -101,8 +104,8 @@ def _layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, ir.Valu
     return (b, a) if a is d and _static_lengths(total) == (1,) else None
 
 
-def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
-    """Return (x, split, i, shape) if `node` is x W + b, and no other node reads W and b.
+def _match_linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int]] | None:
+    """Return (x, split, i, shape of W) if `node` is x W + b, the only reader of W and b; else None.
 
     W and b are the parts i and i + 1 of `split`, and W has the shape (inputs, outputs).
     """
@@ -113,7 +116,7 @@ def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int
         product = made_by(first, "MatMul", "Gemm")
         if product is None:
             product, b = made_by(second, "MatMul", "Gemm"), first
-        if product is None or len(product.inputs) > 2 or not _read_once(product.outputs[0]):
+        if product is None or len(product.inputs) > 2 or not _has_one_reader(product.outputs[0]):
             return None
     assert product is not None
     attributes = DEFAULTS if product.op_type == "MatMul" else gemm_attributes(product)
@@ -125,7 +128,7 @@ def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int
     i, lengths = list(split.outputs).index(part), _static_lengths(w)
     inner, outer = lengths if len(lengths) == 2 else (None, None)
     next_to_it = list(split.outputs).index(b) == i + 1 and len(split.inputs) == 2
-    if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_read_once, (b, w, part))):
+    if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_has_one_reader, (b, w, part))):
         return None
     if attributes == DEFAULTS | {"transB": 1} and inner == 1:  # a row is stored as a column
         inner, outer = outer, inner
@@ -136,29 +139,29 @@ def _linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[int, int
     return x, split, i, (inner, outer)
 
 
-def _is_data(scan: LoopBody, x: ir.Value) -> bool:
-    """Return whether `x` is a small scanned matrix of float32, with a known number of columns."""
+def _is_scanned_matrix(scan: LoopBody, x: ir.Value) -> bool:
+    """Return whether `x` is a small scanned float32 matrix with a static column count."""
     small = x in scan.stacks and scan.is_small(x, MOST_DATA_ELEMENTS)
     real = small and x.dtype == ir.DataType.FLOAT
     return real and len(_static_lengths(x)) == 2 and _static_lengths(x)[1] is not None
 
 
-def _with_ones(scan: LoopBody, x: ir.Value) -> ir.Value:
-    """Return [x, 1], computed before the loop for all batches."""
+def _append_ones_column(scan: LoopBody, x: ir.Value) -> ir.Value:
+    """Return [x, 1], x with a column of ones, computed for all batches before the Scan."""
     stack = scan.op.Pad(scan.stacks[x], [0, 0, 0, 0, 0, 1], np.ones((), np.float32))
     known = next((v for v, s in scan.stacks.items() if s is stack), None)
     if known is not None:
         return known
     rows, columns = dims(x) or ()
     assert isinstance(columns, int)
-    return scan.scanned(ir.Value(type=x.type, shape=ir.Shape([rows, columns + 1])), stack)
+    return scan.add_scanned(ir.Value(type=x.type, shape=ir.Shape([rows, columns + 1])), stack)
 
 
 def _static_lengths(v: ir.Value | None) -> tuple[int | None, ...]:
-    """Return the lengths of the axes of `v`; None for an axis of unknown length."""
+    """Return the length of each axis of `v`, None where it is not static."""
     return tuple(d if isinstance(d, int) else None for d in dims(v) or ())
 
 
-def _read_once(v: ir.Value | None) -> bool:
-    """Return whether exactly one node reads a value, and the graph does not return it."""
+def _has_one_reader(v: ir.Value | None) -> bool:
+    """Return whether one node reads the value `v`, which is no graph output."""
     return v is not None and len(v.uses()) == 1 and not v.is_graph_output()

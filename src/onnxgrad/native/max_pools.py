@@ -1,4 +1,4 @@
-"""Gradients of MaxPool over windows of images that do not overlap, without indices.
+"""Gradients of MaxPool with disjoint windows, computed without the indices of the maxima.
 
 onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Instead,
 an element is a maximum if it equals the maximum of its window, repeated over the window; among
@@ -30,12 +30,12 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
-class _Pool:
-    """A MaxPool node of disjoint windows, and its gradient.
+class _DisjointPool:
+    """A MaxPool node whose windows do not overlap, and the gradient of its input.
 
     Attributes:
         node: the node.
-        kernel, strides: of each spatial axis.
+        kernel, strides: lengths along each spatial axis.
         begin: padding before each spatial axis.
         counts: number of windows along each spatial axis.
         lengths: lengths of the spatial axes of x.
@@ -54,18 +54,18 @@ class _Pool:
 
     @property
     def x(self) -> Any:
-        """The input of the node."""
+        """The input of the MaxPool node."""
         return self.node.inputs[0]
 
     @property
     def padding(self) -> list[list[int]]:
-        """The padding before and after the spatial axes, with which x consists of windows."""
+        """The padding [before, after] of the spatial axes that makes x a grid of whole windows."""
         rows = zip(self.counts, self.strides, self.lengths, self.begin, strict=True)
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
-def pool_of(node: ir.Node | None) -> _Pool | None:
-    """Return the pool if `node` is a MaxPool of images whose indices only its gradient reads."""
+def pool_of(node: ir.Node | None) -> _DisjointPool | None:
+    """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
     if node is None or len(node.outputs) < 2:
         return None
     x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
@@ -82,21 +82,21 @@ def pool_of(node: ir.Node | None) -> _Pool | None:
     last = gradient.producer()
     if last is None or last.graph is not node.graph or indices.is_graph_output():
         return None
-    users, scatter = {user for user, _ in indices.uses()}, _reader_of_indices(last)
+    users, scatter = {user for user, _ in indices.uses()}, _scatter_of_gradient(last)
     if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
         return None
     begin, g = windows.begin.tolist(), latest_replacement(cotangent)
-    return _Pool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
+    return _DisjointPool(node, windows.kernel, windows.strides, begin, counts, lengths, gradient, g)
 
 
-def _reader_of_indices(node: ir.Node) -> Any:
-    """Return the node that reads indices, in the gradient of a pool that `node` computes."""
+def _scatter_of_gradient(node: ir.Node) -> Any:
+    """Return the scatter node of a MaxPool gradient: the input of the Reshape `node`, or `node`."""
     return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
-def _pool_before(node: ir.Node) -> _Pool | None:
-    """Return the pool whose gradient `node` computes by indices; None for other nodes."""
-    scatter = _reader_of_indices(node)
+def _pool_of_gradient(node: ir.Node) -> _DisjointPool | None:
+    """Return the pool whose gradient `node` computes from its indices; None for other nodes."""
+    scatter = _scatter_of_gradient(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
     pool = pool_of(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
@@ -105,8 +105,8 @@ def _pool_before(node: ir.Node) -> _Pool | None:
 
 @rewrites("MaxUnpool", "Reshape", group=PLAIN)
 def gradient_without_indices(op, node):
-    """The gradient of a pool that is not in blocks of channels."""
-    pool = _pool_before(node)
+    """Rewrite the gradient of a MaxPool in NCHW layout, so that it reads no indices."""
+    pool = _pool_of_gradient(node)
     if pool is None:
         return None
     x, y = _pad_pixels(op, pool.x, pool.padding), latest_replacement(pool.node.outputs[0])
@@ -116,7 +116,7 @@ def gradient_without_indices(op, node):
 
 @rewrites("MaxPool", group=PLAIN)
 def pool_without_indices(op, node):
-    """A pool without the indices, if no node reads them."""
+    """Drop the output `Indices` of a MaxPool if no node reads it."""
     if len(node.outputs) < 2 or node.outputs[1].uses() or node.outputs[1].is_graph_output():
         return None
     attributes = {a.name: a.value for a in node.attributes.values()}
@@ -125,9 +125,9 @@ def pool_without_indices(op, node):
 
 @rewrites("MaxPool", group=BLOCKS)
 def pool_in_blocks(op, node):
-    """A pool in blocks, without the indices that only its gradient reads."""
+    """Rewrite a MaxPool of an NCHWc image, without indices, which only its gradient reads."""
     pool, layout = pool_of(node), Layout(op)
-    if pool is None or not layout.has(pool.x):
+    if pool is None or not layout.has_blocked(pool.x):
         return None
     rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
     end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
@@ -137,10 +137,10 @@ def pool_in_blocks(op, node):
 
 @rewrites("MaxUnpool", "Reshape", group=BLOCKS)
 def gradient_in_blocks(op, node):
-    """The gradient of a pool in blocks."""
-    pool, layout = _pool_before(node), Layout(op)
+    """Rewrite the gradient of a MaxPool of an NCHWc image, so that it reads no indices."""
+    pool, layout = _pool_of_gradient(node), Layout(op)
     y = None if pool is None else latest_replacement(pool.node.outputs[0])
-    if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
+    if pool is None or y is None or not layout.has_blocked(y) or not layout.has_blocked(pool.x):
         return None
     x, inner = layout.cells(layout.blocked(pool.x)), [0]
     padded, y = _pad_pixels(op, x, pool.padding, inner), layout.blocked(y)
@@ -151,7 +151,7 @@ def gradient_in_blocks(op, node):
 
 
 def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
-    """Return `x` with padded pixels; `inner` is the padding of the axes behind the pixels."""
+    """Return `x` (N, C, pixels, ...) with padded pixels; `inner`: padding of the last axes."""
     if not any(map(any, padding)):
         return x
     return op.Pad(x, [n for side in padding for n in (0, 0, *side, *inner)])
@@ -160,7 +160,7 @@ def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels =
 def _crop_pixels(
     op: Emit, dx: ir.Value, x: ir.Value, padding: list[list[int]], inner: Pixels = ()
 ) -> ir.Value:
-    """Return the gradient of padded pixels in the shape of `x`, without the padding."""
+    """Return `dx`, the gradient of the padded `x`, cropped to the shape of `x`."""
     if not any(map(any, padding)):
         return op.reshape_like(dx, x)
     counts = [p + m + q for p, m, q in zip(padding[0], sizes(x)[2:], padding[1], strict=False)]
@@ -169,16 +169,18 @@ def _crop_pixels(
     return op.set_type_like(_pad_pixels(op, dx, back, inner), x)
 
 
-def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
-    """Return the maxima of windows of `x`, which is in blocks."""
+def _blocked_pool(
+    op: Emit, pool: _DisjointPool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)
+) -> ir.Value:
+    """Return the MaxPool of `x`, an image in NCHWc layout, over the windows of `pool`."""
     windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
 def _window_gradient(
-    op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
+    op: Emit, pool: _DisjointPool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
-    """Return the gradient of a pool w.r.t. its padded input, (-1, elements of a row of windows).
+    """Return a MaxPool's gradient w.r.t. its padded input, (-1, elements of a row of windows).
 
     Args:
         op: writes nodes.
@@ -198,7 +200,7 @@ def _window_gradient(
         return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
 
     def spread(v: ir.Value) -> ir.Value:
-        """Return numbers of windows, repeated over their elements."""
+        """Return `v`, one number per window, repeated for each element of the window."""
         scales = [1, 1, *pool.strides]
         if block > 1:
             image = op.Reshape(v, [-1, channels, *pool.counts])
@@ -216,8 +218,8 @@ def _window_gradient(
     return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
 
 
-def _position_codes(pool: _Pool, block: int) -> np.ndarray:
-    """Return codes of the elements of a row of windows, larger for earlier elements of a window.
+def _position_codes(pool: _DisjointPool, block: int) -> np.ndarray:
+    """Return numbers that rank the elements of each window, greatest for its first element.
 
     The first element of a window has one more than the number of its elements, the last has 2, and
     elements outside of windows have 0. With padding, the codes of all rows of windows are returned,

@@ -1,4 +1,4 @@
-"""Order the nodes of a step so that few bytes are alive at a time.
+"""Order the nodes of a training step for a low peak of memory.
 
 By default, onnxruntime runs a graph depth first from its outputs: then the operands of the
 gradients of the last weights stay alive until all other gradients are done. The order of this file
@@ -21,26 +21,29 @@ from onnxgrad.operators.shapes import dims, static
 JOINED = 4  # least operands of different depths of a node that joins results
 
 
-def order_all(graph: ir.Graph) -> None:
-    """Order the nodes of `graph` and of the bodies of its Scans, at any depth."""
+def reorder_for_memory(graph: ir.Graph) -> None:
+    """Reorder nodes for less memory, in `graph` and in the bodies of all nested Scans."""
     for node in graph:
         if node.op_type == "Scan":
             for body in subgraphs(node):
-                order_all(body)
-    order(graph)
+                reorder_for_memory(body)
+    reorder_graph(graph)
 
 
-def order(graph: ir.Graph) -> None:
-    """Reorder the nodes of `graph` if another order has a lower peak of memory."""
-    nodes, memory = list(graph), Memory(graph)
-    first = depth_first(graph)
-    best = min((nodes, first, eager(memory, first)), key=lambda some: peak(memory, some))
+def reorder_graph(graph: ir.Graph) -> None:
+    """Reorder the nodes of `graph` into the order of lowest peak memory of three."""
+    nodes, memory = list(graph), MemoryUse(graph)
+    first = order_depth_first(graph)
+    best = min(
+        (nodes, first, order_freeing_early(memory, first)),
+        key=lambda some: peak_nbytes(memory, some),
+    )
     graph.remove(nodes)
     graph.extend(best)
 
 
-def depth_first(graph: ir.Graph) -> list[ir.Node]:
-    """Return the nodes depth first from the results, beginning with the results of least depth.
+def order_depth_first(graph: ir.Graph) -> list[ir.Node]:
+    """Return the graph's nodes in depth-first order from its outputs, the shallowest output first.
 
     Operands of a node that joins many values, as the gradients of all small weights, count as
     results, too.
@@ -68,9 +71,9 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
     return [*done, *(node for node in graph if node not in done)]
 
 
-def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
-    """Return the nodes in the order of `nodes`, except that nodes that free memory run at once."""
-    lives = Lives(memory)
+def order_freeing_early(memory: MemoryUse, nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Return `nodes` reordered: a node that frees memory runs as soon as its operands are known."""
+    live = LiveMemory(memory)
     position = {node: i for i, node in enumerate(nodes)}
     waiting = {node: len(memory.before[node]) for node in nodes}
     ranks: dict[ir.Node, tuple[float, int]] = {}  # of the nodes that can run now
@@ -78,12 +81,12 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
     result: list[ir.Node] = []
 
     def rank(node: ir.Node) -> None:
-        ranks[node] = -max(0, lives.gain(node) + 1), position[node]
+        ranks[node] = -max(0, live.gain(node) + 1), position[node]
         heappush(heap, ranks[node])
 
     for node in memory.read:
         if not waiting[node]:
-            lives.ready(node)
+            live.ready(node)
             ranks[node] = 0.0, position[node]
     for node in ranks:
         rank(node)
@@ -94,26 +97,26 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
             continue
         del ranks[node]
         result.append(node)
-        lives.run(node)
+        live.run(node)
         changed = list(memory.read[node])
         for follower in memory.behind[node]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                changed += lives.ready(follower)
+                changed += live.ready(follower)
                 rank(follower)
         for reader in dict.fromkeys(n for x in changed for n in memory.readers[x] if n in ranks):
             rank(reader)
     return result
 
 
-def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
-    """Return the largest number of bytes that are alive while the nodes run in this order."""
-    lives = Lives(memory)
-    return max(map(lives.run, nodes), default=0)
+def peak_nbytes(memory: MemoryUse, nodes: Sequence[ir.Node]) -> int:
+    """Return the peak memory in bytes of running `nodes` in their order."""
+    live = LiveMemory(memory)
+    return max(map(live.run, nodes), default=0)
 
 
-class Memory:
-    """The memory that the nodes of a graph read and write.
+class MemoryUse:
+    """The bytes of a graph's values, and which nodes read and write each value.
 
     Outputs of the graph have memory from the beginning, and inputs never lose their memory.
 
@@ -155,24 +158,24 @@ class Memory:
         }
 
 
-class Lives:
-    """The values and the number of bytes that are alive while nodes run."""
+class LiveMemory:
+    """The values in memory while nodes run one after another, and their total bytes."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryUse) -> None:
         self.memory = memory
         self.left = {x: len(nodes) for x, nodes in memory.readers.items()}
         self.blocked = dict(self.left)
         self.alive = 0
 
     def ready(self, node: ir.Node) -> list[ir.Value]:
-        """Record that `node` can run; return its operands that all their readers can read now."""
+        """Record that `node` can run; return those operands whose readers can all run now."""
         read = self.memory.read[node]
         for x in read:
             self.blocked[x] -= 1
         return [x for x in read if not self.blocked[x]]
 
     def gain(self, node: ir.Node) -> float:
-        """Return the bytes that `node` frees, minus the bytes of its results.
+        """Return the bytes that running `node` would free, minus the bytes of its results.
 
         If other nodes read an operand, too, and can run now, only a share of it counts as freed.
         """
@@ -181,7 +184,7 @@ class Lives:
         return sum(memory.bytes[x] / self.left[x] for x in last) - memory.written[node]
 
     def run(self, node: ir.Node) -> int:
-        """Record that `node` has run; return the bytes that were alive while it ran."""
+        """Record that `node` has run; return the bytes in memory while it ran."""
         memory = self.memory
         self.alive += memory.written[node]
         meanwhile = self.alive
@@ -194,7 +197,7 @@ class Lives:
 
 
 def nbytes(value: ir.Value) -> int:
-    """Return the bytes of a value; the bytes of its largest operand if its shape is unknown."""
+    """Return a value's bytes; if its shape is unknown, the largest operand's bytes."""
     known = _static_nbytes(value)
     if known is not None:
         return known
@@ -206,6 +209,6 @@ def nbytes(value: ir.Value) -> int:
 
 
 def _static_nbytes(value: ir.Value) -> int | None:
-    """Return the bytes of a value; None if its shape is unknown."""
+    """Return the bytes of a value of static shape and known dtype, else None."""
     shape, dtype = static(dims(value)), value.dtype
     return None if shape is None or dtype is None else int(prod(shape) * dtype.itemsize)

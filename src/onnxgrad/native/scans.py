@@ -1,4 +1,4 @@
-"""Run nodes of the body of a Scan that read scanned values before the Scan, for all iterations.
+"""Move nodes out of the body of a Scan: one node before it computes all iterations at once.
 
 A node costs about a microsecond, as much as the arithmetic on a few thousand elements. In the
 backward pass of a recurrent layer, most nodes compute slopes of gates from scanned values alone.
@@ -19,48 +19,48 @@ from onnxgrad.operators.shapes import dims, rank
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
-def computed_outside(op, node):
-    """A node that reads only scanned inputs and loop-invariant values runs before the Scan."""
-    scan = LoopBody.around(op)
-    if scan is None or not scan.can_lose(node):
+def moved_before_scan(op, node):
+    """Move a node of scanned inputs and loop-invariant values from the body before the Scan."""
+    scan = LoopBody.enclosing(op)
+    if scan is None or not scan.can_move_before(node):
         return None
     attributes = {name: a.value for name, a in node.attributes.items()}
     if node.op_type in ("Concat", "Split") and (axis := attributes.get("axis", 0)) >= 0:
         attributes["axis"] = axis + 1
-    operands = [None if x is None else scan.outside(x) for x in node.inputs]
+    operands = [None if x is None else scan.value_before_scan(x) for x in node.inputs]
     stacks = scan.op.emit_many(node.op_type, operands, attributes, len(node.outputs))
-    return [scan.scanned(y, stack) for y, stack in zip(node.outputs, stacks, strict=True)]
+    return [scan.add_scanned(y, stack) for y, stack in zip(node.outputs, stacks, strict=True)]
 
 
 @rewrites("Mul", group=LOOPS)
-def joined_factors(op, node):
-    """(x a) b = x (a b)"""
-    scan = LoopBody.around(op)
-    outer = None if scan is None else scan.factors(node)
-    inner = None if scan is None or outer is None else scan.only_factors(outer[0])
+def merged_scan_factors(op, node):
+    """Rewrite (x a) b as x (a b), and compute a b of scanned a, b before the Scan."""
+    scan = LoopBody.enclosing(op)
+    outer = None if scan is None else scan.scanned_factor(node)
+    inner = None if scan is None or outer is None else scan.scanned_factor_read_once(outer[0])
     if scan is None or outer is None or inner is None:
         return None
     (_, b), (x, a) = outer, inner
-    return [op.Mul(x, scan.scanned(b, scan.op.Mul(scan.stacks[a], scan.stacks[b])))]
+    return [op.Mul(x, scan.add_scanned(b, scan.op.Mul(scan.stacks[a], scan.stacks[b])))]
 
 
 @rewrites("Concat", group=LOOPS)
-def joined_products(op, node):
-    """[x a, y b] = [x, y] [a, b]"""
-    scan, y, axis = LoopBody.around(op), node.outputs[0], node.attributes["axis"].as_int()
+def merged_scan_products(op, node):
+    """Rewrite Concat(x a, y b) as Concat(x, y) c, with the scanned c = Concat(a, b)."""
+    scan, y, axis = LoopBody.enclosing(op), node.outputs[0], node.attributes["axis"].as_int()
     if scan is None or axis < 0 or not scan.is_small(y):
         return None
-    pairs = [pair for x in node.inputs if (pair := scan.only_factors(x)) is not None]
+    pairs = [pair for x in node.inputs if (pair := scan.scanned_factor_read_once(x)) is not None]
     if len(pairs) < len(node.inputs):
         return None
     factor = scan.op.Concat(*(scan.stacks[k] for _, k in pairs), axis=axis + 1)
     whole = op.set_type_like(op.Concat(*(x for x, _ in pairs), axis=axis), y)
-    return [op.Mul(whole, scan.scanned(y, factor))]
+    return [op.Mul(whole, scan.add_scanned(y, factor))]
 
 
 @rewrites("Concat", group=LOOPS)
-def joined_parts(op, node):
-    """[[x, y], z] = [x, y, z]"""
+def flattened_concat(op, node):
+    """Rewrite Concat(Concat(x, y), z) as Concat(x, y, z) in the body of a Scan."""
     axis = node.attributes["axis"].value
     for i, part in enumerate(node.inputs):
         inner = made_by(part, "Concat") if op.outer and len(part.uses()) == 1 else None
@@ -72,7 +72,7 @@ def joined_parts(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_inputs(op, node):
-    """A Scan without scanned inputs that its body does not read; one stays, for the length."""
+    """Remove scanned inputs that the Scan's body does not read, but at least one input stays."""
     scan = LoopBody(op, node)
     read = {x: stack for x, stack in scan.stacks.items() if x.uses()}
     read = read or dict(list(scan.stacks.items())[:1])
@@ -84,16 +84,16 @@ def without_unread_inputs(op, node):
 
 @rewrites("Scan", group=LOOPS)
 def without_unread_outputs(op, node):
-    """A Scan without the stacks of results that no node reads."""
+    """Remove the scan outputs of a Scan that no node reads."""
     first, count = LoopBody(op, node).states, len(node.outputs)
     for y in reversed(node.outputs[first:]):
         if not y.uses() and not y.is_graph_output():
-            _remove_output(op, node, first, y)
+            _remove_scan_output(op, node, first, y)
     return list(node.outputs) if len(node.outputs) < count else None
 
 
-def _remove_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> None:
-    """Remove a stack of results; the last stack takes its place, unless the graph returns it."""
+def _remove_scan_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> None:
+    """Remove a scan output of `node`; its last output moves there, unless the graph returns it."""
     i, end, (body,), last = unread.index(), len(node.outputs) - 1, subgraphs(node), node.outputs[-1]
     assert i is not None
     if i < end and last.is_graph_output():
@@ -111,7 +111,7 @@ def _remove_output(op: Emit, node: ir.Node, first: int, unread: ir.Value) -> Non
 
 
 class LoopBody:
-    """A Scan and its body.
+    """A Scan node with its body, whose nodes may move in front of the Scan.
 
     Attributes:
         op: writes nodes before the Scan.
@@ -129,8 +129,8 @@ class LoopBody:
         self.stacks = {x: stack for x, stack in pairs if stack is not None}
 
     @staticmethod
-    def around(op: Emit) -> LoopBody | None:
-        """Return the simple Scan in whose body `op` writes; None if there is none."""
+    def enclosing(op: Emit) -> LoopBody | None:
+        """Return the simple Scan in whose body `op` writes nodes; None outside of such a Scan."""
         outer = op.outer
         node = None if outer is None else outer.place
         if node is None or node.op_type != "Scan" or node.domain:
@@ -141,13 +141,13 @@ class LoopBody:
 
     @property
     def is_simple(self) -> bool:
-        """Whether all scanned values are slices along the first axis, in one direction."""
+        """Whether the Scan slices all scanned inputs along axis 0, all in the same direction."""
         get = self.node.attributes.get_ints
         one_way = len(set(get("scan_input_directions", ()))) < 2
         return one_way and not any(get("scan_input_axes", ()))
 
     def set_scanned(self, stacks: dict[ir.Value, ir.Value]) -> None:
-        """Set the scanned inputs of the body, with the values of all their iterations."""
+        """Set the scanned inputs: {input of the body: stack of its values in all iterations}."""
         self.stacks = stacks
         inputs = [*self.node.inputs[: self.states], *stacks.values()]
         self.body.inputs[:] = [*list(self.body.inputs)[: self.states], *stacks]
@@ -160,8 +160,8 @@ class LoopBody:
         attributes.add(ir.AttrInt64("num_scan_inputs", len(stacks)))
         attributes.add(ir.AttrInt64s("scan_input_directions", [backward] * len(stacks)))
 
-    def scanned(self, like: ir.Value, stack: ir.Value) -> ir.Value:
-        """Return a new scanned input with the values of `stack`, of the type of `like`."""
+    def add_scanned(self, like: ir.Value, stack: ir.Value) -> ir.Value:
+        """Return a new scanned input of the body, typed like `like`, with the values `stack`."""
         length = (dims(next(iter(self.stacks.values()))) or (None,))[0]
         stack.type, stack.shape = like.type, ir.Shape([length, *(dims(like) or ())])
         x = ir.Value(name=self.op.name("scanned"), type=like.type, shape=like.shape)
@@ -170,12 +170,12 @@ class LoopBody:
 
     # -- nodes that can move --------------------------------------------------------------------
 
-    def can_lose(self, node: ir.Node) -> bool:
-        """Return whether `node` can run before the Scan: it reads scanned and fixed values only."""
+    def can_move_before(self, node: ir.Node) -> bool:
+        """Return whether `node` can run before the Scan, as it reads scanned and fixed values."""
         operands = [x for x in node.inputs if x is not None]
         scanned = [x for x in operands if x in self.stacks]
         fixed = [x for x in operands if x not in self.stacks]
-        if not scanned or not all(map(self._is_fixed, fixed)):
+        if not scanned or not all(map(self._is_loop_invariant, fixed)):
             return False
         if any(y.is_graph_output() or not self.is_small(y) for y in node.outputs):
             return False
@@ -187,25 +187,25 @@ class LoopBody:
         low = all((m := rank(x)) is not None and m <= n for x in fixed)
         return low and all(rank(x) == n for x in scanned)
 
-    def _is_fixed(self, x: ir.Value) -> bool:
-        """Return whether `x` comes from outside of the body, or is a constant."""
+    def _is_loop_invariant(self, x: ir.Value) -> bool:
+        """Return whether `x` is equal in all iterations: a constant, or from outside the body."""
         return x.is_initializer() or x.graph is not self.body
 
-    def outside(self, x: ir.Value) -> ir.Value:
-        """Return the value for `x` in the graph around the body: its stack, or a constant."""
+    def value_before_scan(self, x: ir.Value) -> ir.Value:
+        """Return `x` for a node before the Scan: its stack, a constant, or an outer value."""
         if x.is_initializer() and x.graph is self.body and x.const_value is not None:
             return self.op.const(x.const_value.numpy())
         return self.stacks.get(x, x)
 
-    def only_factors(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-        """Return `factors` of the node of `y` if it is a Mul with a single reader."""
+    def scanned_factor_read_once(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+        """Return (x, scanned k) if `y` = x k has a single reader; None otherwise."""
         node = made_by(y, "Mul")
         if y is None or node is None or node.graph is not self.body:
             return None
-        return self.factors(node) if len(y.uses()) == 1 and not y.is_graph_output() else None
+        return self.scanned_factor(node) if len(y.uses()) == 1 and not y.is_graph_output() else None
 
-    def factors(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-        """Return (x, k) if `node` is x k, k is scanned, x is not, and both have the same shape."""
+    def scanned_factor(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+        """Return (x, k) if `node` is x k of equal shapes and only k is scanned; else None."""
         a, b = node.inputs
         for x, k in ((a, b), (b, a)):
             if k in self.stacks and x is not None and x not in self.stacks:
@@ -214,7 +214,7 @@ class LoopBody:
         return None
 
     def is_small(self, value: ir.Value, most: int = MOST_SCANNED_ELEMENTS) -> bool:
-        """Return whether `value` has at most `most` elements; a symbol counts as the batch size."""
+        """Return whether `value` has at most `most` elements, taking symbols as the batch size."""
         shape = dims(value)
         if shape is None or None in shape:
             return False

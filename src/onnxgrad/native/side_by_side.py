@@ -1,4 +1,4 @@
-"""Convolutions of images of a few pixels: all images of a batch side by side, as one wide image.
+"""Convolutions of tiny images: all images of a batch stand side by side in one wide image.
 
 onnxruntime multiplies matrices image by image, and prepares the weight for each. For 8 images
 (512, 2, 2) and 3 x 3, a convolution takes 3 ms instead of 8, a transposed one 5 instead of 25.
@@ -19,7 +19,7 @@ from onnxgrad.operators.shapes import static
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
 def images_side_by_side(op, node):
-    """A convolution of images of few pixels is a convolution of one wide image."""
+    """Rewrite a convolution of a batch of tiny images as a convolution of one wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
     if not (lengths and counts and kernel and len(lengths) == 2):
@@ -46,7 +46,7 @@ def images_side_by_side(op, node):
     if not forward:
         attributes["output_padding"] = [get("output_padding", (0, 0))[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
-    wide = _wide_image(op, x, pitch)
+    wide = _place_side_by_side(op, x, pitch)
     result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)
     images = op.dim(x, 0)
     rows = sizes(y)[1]
@@ -56,8 +56,8 @@ def images_side_by_side(op, node):
     return [op.Transpose(split, perm=[2, 0, 1, 3])]
 
 
-def _wide_image(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
-    """Return x (N, C, H, W) as (1, C, H, N pitch), with zeros after each image."""
+def _place_side_by_side(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
+    """Return x (N, C, H, W) as (1, C, H, N * `pitch`), each image padded to `pitch` columns."""
     _, channels, height, width = sizes(x)
     if pitch > width:
         x = op.Pad(x, [0] * 7 + [pitch - width])

@@ -1,4 +1,4 @@
-"""Rewrites of single nodes that onnxruntime computes faster in another form."""
+"""Rewrites of single nodes into nodes that onnxruntime computes faster."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ DEFAULTS = {name: default_attribute("", "Gemm", name).value for name in _GEMM_AT
 
 @rewrites("Gemm", group=NODES)
 def transposed_operand(op, node):
-    """aT b, the gradient of a weight, reads a transposed copy of a.
+    """Let a Gemm aT b, as in the gradient of a weight, read a transposed copy of a.
 
     The copy has three axes, as onnxruntime fuses a Transpose of two axes into the Gemm again.
     """
-    if not _is_wide_product(node) or _matrix_nbytes(node, op.target.rows) > MOST_COPIED_BYTES:
+    if (
+        not _is_wide_product(node)
+        or _first_operand_nbytes(node, op.target.rows) > MOST_COPIED_BYTES
+    ):
         return None
     a, b = node.inputs
     rows = op.dim(a, 1)
@@ -49,7 +52,7 @@ def transposed_operand(op, node):
 
 
 def _is_wide_product(node: ir.Node) -> bool:
-    """Return whether `node` is the product aT b, in float32, with many rows and columns."""
+    """Return whether `node` is a Gemm aT b of float32, whose result has many rows and columns."""
     if len(node.inputs) != 2 or node.outputs[0].dtype != _FLOAT:
         return False
     columns = [(dims(v) or (0, 0))[1] for v in node.inputs]
@@ -57,8 +60,8 @@ def _is_wide_product(node: ir.Node) -> bool:
     return many and gemm_attributes(node) == DEFAULTS | {"transA": 1}
 
 
-def _matrix_nbytes(product: ir.Node, rows: int) -> int:
-    """Return the bytes of the first operand, whose first axis is a multiple of the rows."""
+def _first_operand_nbytes(product: ir.Node, rows: int) -> int:
+    """Return the bytes of a Gemm's first operand for a batch of `rows` rows."""
     first, columns = dims(product.inputs[0]) or (1, 1)
     if not isinstance(first, int):
         first = rows * (1 if first is None else coefficient(first)[0])
@@ -66,13 +69,13 @@ def _matrix_nbytes(product: ir.Node, rows: int) -> int:
 
 
 def gemm_attributes(node: ir.Node) -> dict[str, Any]:
-    """Return the attributes of a Gemm, with their defaults."""
+    """Return the attributes of a Gemm node by name, absent ones as their defaults."""
     return DEFAULTS | {name: a.value for name, a in node.attributes.items()}
 
 
 @rewrites("ScatterElements", group=NODES)
 def scattered_rows(op, node):
-    """ScatterND adds the rows of an embedding's gradient, in float32 on one thread.
+    """Rewrite the ScatterElements of an embedding's gradient as a ScatterND, on one thread.
 
     ScatterElements takes an index for each element, and 5 to 10 times as long as ScatterND, which
     takes one for each row. On several threads ScatterND loses sums where an index occurs twice.
@@ -97,7 +100,7 @@ def scattered_rows(op, node):
 
 @rewrites("Where", group=NODES)
 def clip_gradient(op, node):
-    """Where(mask, g, 0) = g mask, for the mask of a Clip and a `g` that comes from a convolution.
+    """Rewrite Where(mask, g, 0) as g * mask, in a Clip's gradient behind a convolution's.
 
     onnxruntime's `Where` runs on one thread, in three passes that branch at every element: where
     signs are random, it takes 6 to 20 times as long as a Cast and a Mul. A Where of the file may
@@ -117,7 +120,7 @@ def clip_gradient(op, node):
 
 
 def _is_from_convolution(g: ir.Value | None, near: int = _NEAR) -> bool:
-    """Return whether `g` is a sum of convolutions, times numbers per channel.
+    """Return whether `g` is a sum of convolution results, scaled by numbers per channel.
 
     If such a value is not finite, it is not finite in a whole image or channel, so that a mask of
     elements would not hide it.
@@ -126,22 +129,22 @@ def _is_from_convolution(g: ir.Value | None, near: int = _NEAR) -> bool:
         return near > 0
     if node := made_by(g, "Add", "Sub", "Mul"):
         return all(
-            (equal(dims(x), dims(g)) and _is_from_convolution(x, near - 1)) or _is_per_channel(x)
+            (equal(dims(x), dims(g)) and _is_from_convolution(x, near - 1)) or _has_one_long_axis(x)
             for x in node.inputs
         )
     view = made_by(g, *VIEWS)
     return view is not None and _is_from_convolution(view.inputs[0], near - 1)
 
 
-def _is_per_channel(x: ir.Value | None) -> bool:
-    """Return whether only one axis of `x` is longer than 1."""
+def _has_one_long_axis(x: ir.Value | None) -> bool:
+    """Return whether at most one axis of `x` is longer than 1, as in a number per channel."""
     shape = static(dims(x))
     return shape is not None and prod(shape) == max(shape, default=1)
 
 
 @rewrites("Add", group=PLAIN)
 def scaled_sum(op, node):
-    """x + s y of vectors of one length and a number s, as the update of weights writes it.
+    """Rewrite x + s y, of vectors x, y and a number s in a weight's update, as one GatedAdd.
 
     `com.microsoft.GatedAdd` passes over memory once instead of twice, and rounds the product as a
     Mul does, so that no bit changes. For 65,536 elements it takes a third of the time of a Mul and
@@ -164,7 +167,7 @@ def scaled_sum(op, node):
 
 
 def _number_as_vector(op: Emit, s: Any) -> ir.Value:
-    """Return the number `s` in the shape (1,), reshaped in the graph that computes it."""
+    """Return the scalar `s` in the shape (1,), reshaped in the graph that computes `s`."""
     while s.graph is not op.graph and isinstance(op.outer, Emit):
         op = op.outer
     return s if len(dims(s) or ()) else op.Unsqueeze(s, [0])
@@ -175,7 +178,7 @@ _CUBIC_ATTRIBUTES = "antialias coordinate_transformation_mode cubic_coeff_a excl
 
 @rewrites("Resize", group=NODES)
 def cubic_by_products(op, node):
-    """A cubic `Resize` of images is a product of matrices for each resized axis."""
+    """Rewrite a cubic Resize of images as one matrix product for each resized axis."""
     x, get = node.inputs[0], node.attributes
     before, after, scales = dims(x), dims(node.outputs[0]), _axis_scales(node)
     if before is None or after is None or scales is None or scales[:2] != [1, 1]:
@@ -195,7 +198,9 @@ def cubic_by_products(op, node):
         # onnxruntime interpolates with equal lengths only if another axis changes
         if (old == new) != (scales[axis] == 1) or max(old, new) > LONGEST_CUBIC_AXIS:
             return None
-        matrix = None if old == new else _line_matrix(node, op.opset, old, new, scales[axis])
+        matrix = (
+            None if old == new else _interpolation_matrix(node, op.opset, old, new, scales[axis])
+        )
         if matrix is not None and matrix.shape != (old, new):
             return None
         matrices.append(matrix)
@@ -206,7 +211,7 @@ def cubic_by_products(op, node):
 
 
 def _axis_scales(node: ir.Node) -> list[float] | None:
-    """Return the scale of each axis of an image; None if a scale is dynamic."""
+    """Return a Resize's scale of each axis of an image, NaN for a dynamic one; None if unknown."""
     _, _, scales, sizes = (*node.inputs, None, None)[:4]
     before, after, named = dims(node.inputs[0]), dims(node.outputs[0]), named_axes(node)
     if before is None or after is None or named is None or len(before) != 4:
@@ -222,8 +227,10 @@ def _axis_scales(node: ir.Node) -> list[float] | None:
     ]
 
 
-def _line_matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.ndarray:
-    """Return the matrix (old, new) of onnxruntime's interpolation of a line of elements."""
+def _interpolation_matrix(
+    node: ir.Node, opset: int, old: int, new: int, scale: float
+) -> np.ndarray:
+    """Return the matrix (old, new) by which onnxruntime's Resize maps one axis of an image."""
     draft = Draft("interpolation", opset=opset)
     eye = draft.input("eye", [1, 1, old, old])
     attributes = {k: v.value for k, v in node.attributes.items() if k in _CUBIC_ATTRIBUTES}

@@ -1,4 +1,4 @@
-"""`Target`, the groups of rewrites of the native form, and the sizes from which rewrites pay.
+"""`Target`: device, threads and rows; the groups of native rewrites, and the sizes that pay.
 
 All sizes were measured on the CPU of one machine; they change results by rounding only.
 """
@@ -46,7 +46,7 @@ MOST_DATA_ELEMENTS = 1 << 15
 
 @dataclass(frozen=True)
 class Target:
-    """The device and the number of threads of a session, and the rows of a batch."""
+    """The device and the thread count of a session, and the row count of a batch."""
 
     device: Device
     threads: int
@@ -54,5 +54,5 @@ class Target:
 
     @staticmethod
     def of(device: Any, work: float, rows: int) -> Target:
-        """Return the target for a step of `work` multiply-adds."""
+        """Return the target for a step of `work` multiply-adds on batches of `rows` rows."""
         return Target(Device.of(device), threads(work), rows)

@@ -1,4 +1,4 @@
-"""Several processes that train one model: their groups, and the nodes that exchange values."""
+"""Data-parallel training by several processes: their groups, and nodes that exchange values."""
 
 from onnxgrad.lazy_names import offer_names
 

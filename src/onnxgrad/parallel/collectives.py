@@ -18,7 +18,7 @@ MESSAGES = "parallel.messages"  # the group of rewrites by which processes send 
 
 
 def all_reduce(op: Any, x: ir.Value, ratio: Sequence[ir.Value] = ()) -> ir.Value:
-    """Return the sum of `x` over all processes, in which it has the same shape.
+    """Return the sum of `x` over all processes; `x` has the same shape in each process.
 
     With `ratio`, scalars (r, n) of the dtype of x, the sum is multiplied by r / (sum of n); r is
     the same in all processes. Such a sum has no gradient.
@@ -27,32 +27,35 @@ def all_reduce(op: Any, x: ir.Value, ratio: Sequence[ir.Value] = ()) -> ir.Value
 
 
 def broadcast(op: Any, x: ir.Value, root: int) -> ir.Value:
-    """Return the `x` of the process `root`; `x` of other processes only has its shape and dtype."""
+    """Return the value of `x` in the process `root`; other processes give its shape and dtype."""
     return op.set_type_like(op.emit("Broadcast", [x], {"root": root}, domain=DOMAIN), x)
 
 
 def exchanges(node: ir.Node) -> bool:
-    """Return whether the result of a node depends on other processes."""
+    """Return whether a node is an AllReduce or Broadcast, which exchanges values."""
     return node.domain == DOMAIN
 
 
 @rule("AllReduce", domain=DOMAIN)
-def _all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
-    """y = sum_r x_r, and L = sum_r L_r(y):  dx_r = sum_s dL_s/dy."""
+def _gradient_of_all_reduce(op: Any, node: ir.Node, g: ir.Value) -> Any:
+    """Gradient of y = sum_r x_r, for a loss L = sum_r L_r(y):  dx_r = sum_s dL_s/dy."""
     if len(node.inputs) > 1:
         return Unsupported("a sum of gradients over processes has no gradient")
     return (all_reduce(op, g),)
 
 
 @rewrites("Concat", group=MESSAGES)
-def _sum_joined(op: Any, node: ir.Node) -> Any:
-    """Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri): one value to send, not many."""
+def _merge_all_reduces(op: Any, node: ir.Node) -> Any:
+    """Rewrite a Concat of AllReduces as one AllReduce of a Concat: one message, not many.
+
+    Concat_i Reshape(sum_r x_ri) = sum_r Concat_i Reshape(x_ri).
+    """
     sums: list[ir.Node] = []
     parts = []
     for v in node.inputs:
         before = v.producer() if v is not None else None
         reshapes = before is not None and before.op_type == "Reshape"
-        total = _sum_read_once(before.inputs[0] if before is not None and reshapes else v)
+        total = _all_reduce_read_once(before.inputs[0] if before is not None and reshapes else v)
         if v is None or before is None or total is None or len(v.uses()) > 1:
             return None
         sums.append(total)
@@ -65,8 +68,8 @@ def _sum_joined(op: Any, node: ir.Node) -> Any:
     return [all_reduce(op, op.set_type_like(y, node.outputs[0]), ratio)]
 
 
-def _sum_read_once(value: ir.Value | None) -> ir.Node | None:
-    """Return the AllReduce that computes a value with a single reader; None for other values."""
+def _all_reduce_read_once(value: ir.Value | None) -> ir.Node | None:
+    """Return the AllReduce node of a value that one node reads; None for other values."""
     node = None if value is None else value.producer()
     if node is None or (node.domain, node.op_type) != (DOMAIN, "AllReduce"):
         return None

@@ -1,4 +1,4 @@
-"""Groups of processes by `torch.distributed` or MPI, all of which end if one of them fails."""
+"""Groups of processes by `torch.distributed` or MPI; if one process fails, all processes end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Wait = Callable[[], None]
 
 
 class _ProcessGroup:
-    """Processes that announce to each other when one leaves a call of `together` by an error.
+    """Processes that announce their failures to each other, so that all leave a failed call.
 
     Announcements do not use exchanges, as other processes may wait in any exchange.
     """
@@ -50,11 +50,11 @@ class _ProcessGroup:
         self._failures: dict[int, str] = {}  # by rank, why processes have left the call, in order
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum; return a function that waits for it."""
+        """Start replacing `array` by its sum over processes; return a function that waits."""
         raise NotImplementedError
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes, by rank."""
+        """Return a list with the `item` of each process, in the order of ranks."""
         data = np.frombuffer(pickle.dumps(item), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         sizes[self.rank] = data.size
@@ -66,17 +66,17 @@ class _ProcessGroup:
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def _announce_failure(self, reason: str) -> None:
-        """Announce to all processes why this process leaves the call."""
+        """Announce to all processes the `reason` why this process leaves `together`."""
 
     def _read_failures(self) -> None:
-        """Add the announcements of other processes to `_failures`."""
+        """Read the failures that other processes have announced into `_failures`."""
 
-    def _end_program(self) -> None:
+    def _end_waiting_program(self) -> None:
         """End the program if other processes may wait for this process forever."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context in which all processes end the block, or all of them raise."""
+        """Return a context manager: if its block fails in one process, it raises in all."""
         global _broken_engine
         if _broken_engine is not None and _broken_engine() is self._engine():
             raise self._process_lost_error("a failed call has left exchanges unfinished")
@@ -87,19 +87,19 @@ class _ProcessGroup:
         except BaseException as e:
             with suppress(Exception):  # of the engine, whose other processes may be gone
                 self._announce_failure(f"{type(e).__name__}: {first_line(e)[:_LONGEST_REASON]}")
-            if not all(self._have_lost_others(e)):
-                self._wait_for_others()
-            if any(self._have_lost_others(e)):
+            if not all(self._flag_lost_processes(e)):
+                self._wait_for_processes()
+            if any(self._flag_lost_processes(e)):
                 _broken_engine = self._engine
             raise
 
-    def _have_lost_others(self, error: BaseException) -> list[bool]:
-        """Return for each known failure, and the error here, whether it is a `ProcessLostError`."""
+    def _flag_lost_processes(self, error: BaseException) -> list[bool]:
+        """Return for each known failure, and for `error`, whether it is a `ProcessLostError`."""
         reasons = [*self._failures.values(), type(error).__name__]
         return [reason.startswith(ProcessLostError.__name__) for reason in reasons]
 
-    def _wait_for_others(self) -> None:
-        """Wait until all processes have left the call, as they may write a checkpoint."""
+    def _wait_for_processes(self) -> None:
+        """Wait until all processes have left `together`: they may still write a checkpoint."""
         until = time.monotonic() + PATIENCE
         with suppress(Exception):
             while time.monotonic() < until:
@@ -107,23 +107,23 @@ class _ProcessGroup:
                 if len({*self._failures, self.rank}) == self.size:
                     return
                 time.sleep(_POLL)
-        self._end_program()
+        self._end_waiting_program()
 
-    def _raise_failure(self) -> None:
-        """Raise `ProcessLostError` if another process has left the call."""
+    def _raise_announced_failure(self) -> None:
+        """Raise `ProcessLostError` if another process has announced a failure."""
         self._read_failures()
-        if (error := self._first_failure()) is not None:
+        if (error := self._first_failure_error()) is not None:
             raise error
 
-    def _first_failure(self) -> ProcessLostError | None:
-        """Return the error that names the first other process that has left the call, or None."""
+    def _first_failure_error(self) -> ProcessLostError | None:
+        """Return the error that names the first other process that has failed, or None."""
         for rank, reason in self._failures.items():
             if rank != self.rank:
                 return self._process_lost_error(f"process {rank} has failed: {reason}")
         return None
 
     def _process_lost_error(self, what: str) -> ProcessLostError:
-        """Return the error that says what has happened, and how to go on."""
+        """Return an error that says `what` has happened, and how to resume the training."""
         return ProcessLostError(
             f"process {self.rank} of {self.size}: {what}. The state before this step is kept: "
             f"start again with {argument('resume')} the folder of the checkpoints, with any number "
@@ -132,7 +132,7 @@ class _ProcessGroup:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise `ProcessLostError` for an error of the engine, or of another process."""
+        """Turn an error of torch.distributed or MPI in the block into a `ProcessLostError`."""
         try:
             yield
         except ProcessLostError:
@@ -141,13 +141,13 @@ class _ProcessGroup:
             time.sleep(_POLL)  # the announcement may come after the end of the connection
             with suppress(RuntimeError):
                 self._read_failures()
-            raise self._first_failure() or self._process_lost_error(
+            raise self._first_failure_error() or self._process_lost_error(
                 f"another process does not answer any more ({first_line(e)[:_LONGEST_REASON]})"
             ) from e
 
 
 class TorchGroup(_ProcessGroup):
-    """The default group of `torch.distributed`."""
+    """The processes in the default group of `torch.distributed`."""
 
     def __init__(self) -> None:
         import torch
@@ -161,15 +161,15 @@ class TorchGroup(_ProcessGroup):
         self._on_gpu, self._waits_with_timeout = backend == "nccl", backend == "gloo"
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum; return a function that waits for it."""
+        """Start replacing `array` by its sum over processes; return a function that waits."""
         return self._start_exchange(self._distributed.all_reduce, array)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by the array of the process `root`."""
+        """Replace `array` by the array of the process `root`."""
         self._start_exchange(self._distributed.broadcast, array, root)()
 
     def _start_exchange(self, begin: Callable[..., Any], array: np.ndarray, *more: Any) -> Wait:
-        """Begin an exchange of an array; return a function that waits for it."""
+        """Start the exchange `begin` of an array; return a function that waits for its end."""
         tensor = self._torch.from_numpy(array)
         tensor = tensor.cuda() if self._on_gpu else tensor
         with self._translate_errors():
@@ -183,7 +183,7 @@ class TorchGroup(_ProcessGroup):
         return wait
 
     def _wait_for_exchange(self, work: Any) -> None:
-        """Wait for an exchange; raise `ProcessLostError` if another process fails meanwhile."""
+        """Wait for the end of an exchange; raise `ProcessLostError` if a process fails first."""
         with self._translate_errors():
             while self._waits_with_timeout:
                 try:
@@ -192,7 +192,7 @@ class TorchGroup(_ProcessGroup):
                 except RuntimeError:
                     if work.is_completed():
                         break
-                self._raise_failure()
+                self._raise_announced_failure()
             work.wait()  # raises the error that has ended the exchange
 
     def _announce_failure(self, reason: str) -> None:
@@ -210,7 +210,7 @@ class TorchGroup(_ProcessGroup):
 
 
 def import_mpi() -> Any:
-    """Return the module `mpi4py.MPI`; its import enters the group that `mpirun` has started."""
+    """Import and return `mpi4py.MPI`, by which this process joins the group of `mpirun`."""
     try:
         from mpi4py import MPI
     except ImportError as e:
@@ -229,26 +229,26 @@ class MpiGroup(_ProcessGroup):
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum; return a function that waits for it."""
+        """Start replacing `array` by its sum over processes; return a function that waits."""
         with self._translate_errors():
             request = self._world.Iallreduce(self._mpi.IN_PLACE, array)
         return lambda: self._wait_for_exchange(request)
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by the array of the process `root`."""
+        """Replace `array` by the array of the process `root`."""
         with self._translate_errors():
             request = self._world.Ibcast(array, root)
         self._wait_for_exchange(request)
 
     def _wait_for_exchange(self, request: Any) -> None:
-        """Wait for an exchange; raise `ProcessLostError` if another process fails meanwhile."""
+        """Wait for the end of an exchange; raise `ProcessLostError` if a process fails first."""
         with self._translate_errors():
             _unfinished_requests.append(request)
             checked = time.monotonic()
             while not request.Test():
                 time.sleep(0)
                 if time.monotonic() - checked > _POLL:
-                    self._raise_failure()
+                    self._raise_announced_failure()
                     checked = time.monotonic()
             _unfinished_requests.remove(request)
 
@@ -264,7 +264,7 @@ class MpiGroup(_ProcessGroup):
             _announced.setdefault(call, {})[status.Get_source()] = reason
         self._failures |= _announced.get(self._call, {})
 
-    def _end_program(self) -> None:
+    def _end_waiting_program(self) -> None:
         error = sys.exc_info()[1]
         traceback.print_exception(error)
         abort_processes(_exit_code(error))
@@ -280,7 +280,7 @@ def abort_processes(code: int) -> None:
 
 @cache
 def end_together() -> None:
-    """Let the processes that MPI has started end when one of them ends, by an error or otherwise.
+    """Let all processes that MPI has started end when one process ends, for whatever reason.
 
     Without this, a process that ends waits for the other processes, and they wait for it.
     """
@@ -293,7 +293,7 @@ def end_together() -> None:
         abort_processes(_exit_code(error))
 
     def announce_end() -> None:
-        """Let other processes fail in the next call, which this process will never enter."""
+        """Announce this program's end, so that no process waits for it in the next `together`."""
         if mpi_in_use() is not None:
             group = MpiGroup()
             group._call = next(_call_numbers)
@@ -304,7 +304,7 @@ def end_together() -> None:
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a process that ends by an error."""
+    """Return the exit code of a process that ends by `error`."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) and error.code else 1
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -18,7 +18,7 @@ from onnxgrad.parallel.collectives import exchanges
 
 @dataclass(frozen=True)
 class Exchange:
-    """A value that processes exchange.
+    """An exchange between processes: the value sent, the value received, and how.
 
     Attributes:
         sent: name of the value before the exchange.
@@ -40,7 +40,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Piece:
-    """A model that runs between two exchanges.
+    """A part of the training step that runs between two exchanges of processes.
 
     Attributes:
         model: the model; it may be without nodes.
@@ -54,7 +54,7 @@ class Piece:
 
 
 def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
-    """Return the pieces of a model, in the order of their runs.
+    """Return the parts of a model between its exchanges, in the order in which they run.
 
     Each node is in the last piece that can compute it, so that few values go from piece to piece:
     the forward pass is in the piece of the gradients, though an earlier piece could compute it.
@@ -65,9 +65,9 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
             the first half is sent while the nodes in front of the second half run.
     """
     graph = model.graph
-    number = _piece_numbers(graph)
+    number = _piece_index_by_node(graph)
     for node, i in list(number.items()):
-        if (total := _total_of_ratio(node)) is not None:
+        if (total := _all_reduce_of_denominator(node)) is not None:
             number[total] = min(number[total], i)
     _split_largest_message(number, most)
     last_read: dict[ir.Value, int] = {}
@@ -89,12 +89,12 @@ def cut_at_exchanges(model: ir.Model, most: float = inf) -> list[Piece]:
         given = [y for y in results if last_read.get(y, 0) > i or y in sent]
         part = _extract_model(proto, [written[n] for n in nodes], list(taken), given)
         unread = [str(v.name) for v, n in last_read.items() if n == i]
-        pieces.append(Piece(part, [_exchange_record(n) for n in in_piece if exchanges(n)], unread))
+        pieces.append(Piece(part, [_exchange_of_node(n) for n in in_piece if exchanges(n)], unread))
     return pieces
 
 
-def _piece_numbers(graph: ir.Graph) -> dict[ir.Node, int]:
-    """Return the number of the piece of each node: the last one possible, of as few as possible."""
+def _piece_index_by_node(graph: ir.Graph) -> dict[ir.Node, int]:
+    """Return {node: index of its piece}: the latest possible piece, of as few as possible."""
     first: dict[ir.Node, int] = {}
     for node in graph:
         before = [p for v in reads(node) if (p := v.producer()) is not None and p in first]
@@ -111,7 +111,7 @@ def _piece_numbers(graph: ir.Graph) -> dict[ir.Node, int]:
 
 
 def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
-    """Give the first half of the largest message a separate piece, if it is larger than `most`.
+    """Move half of the largest message to a new piece, if it has more than `most` bytes.
 
     The first half are the values that are computed first.
     """
@@ -136,7 +136,7 @@ def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
         done += sizes[node]
     if not first:
         return
-    waiting = [*first, *(t for n in first if (t := _total_of_ratio(n)) is not None)]
+    waiting = [*first, *(t for n in first if (t := _all_reduce_of_denominator(n)) is not None)]
     while waiting:
         node = waiting.pop()
         first.add(node)
@@ -148,29 +148,29 @@ def _split_largest_message(number: dict[ir.Node, int], most: float) -> None:
 
 
 def _sent_value(node: ir.Node) -> ir.Value:
-    """Return the value that a node sends to other processes."""
+    """Return the value that an AllReduce or Broadcast node sends to other processes."""
     x = node.inputs[0]
     assert x is not None
     return x
 
 
 def _value_nbytes(value: ir.Value) -> int:
-    """Return the number of bytes of a value; 0 if its shape is not static."""
+    """Return the bytes of a value; 0 if its shape is not static."""
     shape = static(dims(value))
     return 0 if shape is None or value.dtype is None else int(prod(shape) * value.dtype.itemsize)
 
 
-def _total_of_ratio(node: ir.Node) -> ir.Node | None:
-    """Return the AllReduce of n in the ratio r / n of an AllReduce; None without a ratio."""
+def _all_reduce_of_denominator(node: ir.Node) -> ir.Node | None:
+    """Return the AllReduce that sums n, if `node` is an AllReduce with a ratio r / n; else None."""
     if not exchanges(node) or len(node.inputs) == 1 or node.inputs[2] is None:
         return None
     readers = (reader for reader, _ in node.inputs[2].uses())
     return next(r for r in readers if exchanges(r) and len(r.inputs) == 1)
 
 
-def _exchange_record(node: ir.Node) -> Exchange:
-    """Return the `Exchange` of a node."""
-    x, y, total = _sent_value(node), node.outputs[0], _total_of_ratio(node)
+def _exchange_of_node(node: ir.Node) -> Exchange:
+    """Return the `Exchange` that an AllReduce or Broadcast node stands for."""
+    x, y, total = _sent_value(node), node.outputs[0], _all_reduce_of_denominator(node)
     assert x.dtype is not None
     root = node.attributes.get_int("root") if "root" in node.attributes else None
     values = () if total is None else (node.inputs[1], total.outputs[0])
@@ -184,7 +184,7 @@ def _extract_model(
     inputs: Sequence[ir.Value],
     outputs: Sequence[ir.Value],
 ) -> ModelProto:
-    """Return the model of some nodes of `whole`; initializers among `inputs` stay initializers."""
+    """Return a model of the given nodes; `inputs` that `whole` initializes stay initializers."""
     model = ModelProto(ir_version=whole.ir_version, producer_name="onnxgrad")
     model.opset_import.extend(whole.opset_import)
     graph = model.graph

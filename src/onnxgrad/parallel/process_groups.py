@@ -21,7 +21,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How the processes of a group train one model: each computes the gradient of its rows.
+    """Options of data-parallel training: each process computes the gradient of a share of the rows.
 
     Without it, a `Trainer` inside of an initialized group of `torch.distributed`, or of MPI, uses
     the defaults. The batch size is the number of rows in all processes together. The trained
@@ -59,7 +59,7 @@ class DataParallel:
 
 
 class Group(Protocol):
-    """Processes that exchange arrays; all must call the same methods in the same order.
+    """Processes that exchange arrays; all processes call the same methods in the same order.
 
     Each method raises `ProcessLostError` if a process does not answer, or has left the call.
     """
@@ -68,7 +68,7 @@ class Group(Protocol):
     size: int
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace a contiguous array by its sum over the processes.
+        """Start replacing a contiguous array by its sum over the processes.
 
         Returns:
             A function that waits until the sum is in the array.
@@ -78,36 +78,36 @@ class Group(Protocol):
         """Replace a contiguous array by the array of the process `root`."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the item of every process, by rank; any object that can be pickled."""
+        """Return a list with the `item`, any picklable object, of each process, by rank."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which all processes end the block, or all of them raise."""
+        """Return a context manager: if its block fails in one process, it raises in all."""
 
 
 class Alone:
-    """A group of one process."""
+    """A `Group` of a single process, which exchanges nothing."""
 
     rank, size = 0, 1
 
     def sum(self, array: np.ndarray) -> Wait:
-        """Return a function that does nothing: the array is its sum."""
+        """Return a function that does nothing: the sum over one process is `array` itself."""
         return lambda: None
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Leave the array unchanged."""
+        """Leave `array` unchanged, as there is no other process."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Return a list of the item."""
+        """Return [item]."""
         return [item]
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context without effect."""
+        """Return a context manager without effect."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a batch that one process computes.
+    """The share of the rows of each batch that one process computes.
 
     Attributes:
         rank: number of the part.
@@ -118,22 +118,22 @@ class Part:
     size: int
 
     def rows(self, count: int) -> slice:
-        """Return the rows of this part of a batch of `count` rows; it may have none."""
+        """Return the slice of rows of this part of a batch of `count` rows; it may be empty."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def count(self, count: int) -> int:
-        """Return the number of rows that `fed` takes of a batch of `count` rows."""
+        """Return the length of the slice `fed` for a batch of `count` rows."""
         return len(range(count)[self.fed(count)])
 
     def fed(self, count: int) -> slice:
-        """Return the rows of this part, or another row if it has none: a model needs a row."""
+        """Return the slice `rows`, or one row of another part if the slice is empty."""
         rows = self.rows(count)
         first = min(rows.start, count - 1)
         return slice(first, max(rows.stop, first + 1))
 
 
 def group_of(parallel: DataParallel | bool | None) -> Group | None:
-    """Return the group of this process; None if it trains alone.
+    """Return the `Group` of this process; None if the process trains alone.
 
     Args:
         parallel: False: no group. None: the initialized group, if it has several processes. A
@@ -153,7 +153,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
     group: Group | None = None
     if engine != "mpi" and started and distributed is not None and distributed.is_initialized():
         group = TorchGroup()
-    elif engine == "mpi" or (engine == "auto" and _in_mpi(parallel)):
+    elif engine == "mpi" or (engine == "auto" and _runs_under_mpi(parallel)):
         group = MpiGroup()
     if isinstance(parallel, DataParallel):
         if group is None:
@@ -173,15 +173,15 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
     return group if group is not None and group.size > 1 else None
 
 
-def _in_mpi(parallel: DataParallel | bool | None) -> bool:
-    """Return whether MPI has started several processes, and is imported or asked for."""
+def _runs_under_mpi(parallel: DataParallel | bool | None) -> bool:
+    """Return whether MPI has started several processes, and mpi4py is imported or requested."""
     if "mpi4py.MPI" in sys.modules:
         return mpi_in_use() is not None
     return isinstance(parallel, DataParallel) and process_count(*_MPI_SIZES) > 1
 
 
 def join_launched_group() -> bool:
-    """Enter the group of the launcher that has started this process, if there is one.
+    """Join the process group of torchrun or mpirun, if such a launcher started this process.
 
     Returns:
         Whether this process is the first process, or the only one.

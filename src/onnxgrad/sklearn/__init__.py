@@ -1,4 +1,4 @@
-"""Estimators with the manners of scikit-learn, whose network is an ONNX model."""
+"""Estimators with the interface of scikit-learn, whose network is an ONNX model."""
 
 from onnxgrad.errors import not_installed
 

@@ -1,4 +1,4 @@
-"""`OnnxEstimator`, the base of both estimators: data, arguments of the trainer, attributes."""
+"""`OnnxEstimator`, the base of `OnnxClassifier` and `OnnxRegressor`: data, arguments, training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TRAINER_ARGUMENTS = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxEstimator(BaseEstimator):
-    """Base of `OnnxClassifier` and `OnnxRegressor`, which add the methods that depend on labels."""
+    """Base class of `OnnxClassifier` and `OnnxRegressor`, which add methods for their labels."""
 
     model: Any = field(default=None, kw_only=False)
     hidden_layer_sizes: int | Iterable[int] = (100,)
@@ -82,7 +82,7 @@ class OnnxEstimator(BaseEstimator):
     # -- training -----------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train for at most `max_iter` epochs.
+        """Train the network on X and y for at most `max_iter` epochs.
 
         Training begins with the weights of `model`; with `warm_start`, with the weights that the
         last call trained.
@@ -110,14 +110,14 @@ class OnnxEstimator(BaseEstimator):
         split, stopping, patience = None, [], self.n_iter_no_change
         name = f"validation_{self._metric_name}"
         if self.early_stopping:
-            split = self._draw_split(data[1])
+            split = self._split_rows_at_random(data[1])
             stopping = [EarlyStopping(name, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
             stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
         callbacks = [*stopping, *[Progress()] * bool(self.verbose)]
         self._train_network(data, callbacks, validation=split, epochs=self.max_iter)
         history = self._network.trainer.history
-        self._set_losses([entry["loss"] for entry in history if "loss" in entry])
+        self._store_loss_curve([entry["loss"] for entry in history if "loss" in entry])
         scores = [entry[name] for entry in history if name in entry]
         self.validation_scores_ = scores if self.early_stopping else None
         self.best_validation_score_ = max(scores) if self.early_stopping else None
@@ -131,7 +131,7 @@ class OnnxEstimator(BaseEstimator):
         return self
 
     def _train_one_epoch(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> Self:
-        """Train for one more epoch, as `partial_fit`; `more` is for `_learn_labels`, once."""
+        """Train for one epoch, as `partial_fit` does; `more`: its `classes` in the first call."""
         self._validate_params()
         if self.early_stopping:
             raise ValueError("partial_fit does not support early_stopping=True")
@@ -140,10 +140,10 @@ class OnnxEstimator(BaseEstimator):
         if first:
             self._start_training(*data, **more)
         else:
-            self._take_changed_arguments()
+            self._apply_changed_arguments()
         self._train_network(data, further=True)
         losses = [] if first else self.loss_curve_
-        self._set_losses([*losses, self._network.trainer.history[-1]["loss"]])
+        self._store_loss_curve([*losses, self._network.trainer.history[-1]["loss"]])
         return self
 
     def _train_network(
@@ -153,7 +153,7 @@ class OnnxEstimator(BaseEstimator):
         further: bool = False,
         **options: Any,
     ) -> None:
-        """Train the network on checked data, with the `options` of `Trainer.fit`."""
+        """Train the network on checked (X, y, sample weights), with options of `Trainer.fit`."""
         X, y, weight = data
         self._network.take_names([*getattr(self, "feature_names_in_", ())], self._target)
         split = options.get("validation")
@@ -163,13 +163,13 @@ class OnnxEstimator(BaseEstimator):
         callbacks = [*self.callbacks, *callbacks]
         self._network.train(further, X, self._encode_labels(y), callbacks, **options)
 
-    def _set_losses(self, losses: list[float]) -> None:
+    def _store_loss_curve(self, losses: list[float]) -> None:
         """Set `loss_curve_`, `loss_`, `n_iter_` and `best_loss_` from the loss of each epoch."""
         self.loss_curve_, self.loss_, self.n_iter_ = losses, losses[-1], len(losses)
         self.best_loss_ = None if self.early_stopping else min(losses)
 
-    def _draw_split(self, y: np.ndarray) -> Split:
-        """Return the numbers of the rows that train, and of the rows held out for validation."""
+    def _split_rows_at_random(self, y: np.ndarray) -> Split:
+        """Return the indices of the training rows, and of the rows held out for validation."""
         stratify = y if is_classifier(self) and y.ndim == 1 else None
         options = {"random_state": self._rng, "test_size": self.validation_fraction}
         split = Split(*train_test_split(np.arange(len(y)), stratify=stratify, **options))
@@ -183,15 +183,15 @@ class OnnxEstimator(BaseEstimator):
 
     @property
     def _has_network(self) -> bool:
-        """Whether training has begun: there is a network, with its trainer."""
+        """Whether the estimator has a `Network`, since training has begun."""
         return "_network" in vars(self)
 
     # -- the model ----------------------------------------------------------------------------
 
     def _start_training(self, X: Any, y: Any, weight: Any, **more: Any) -> None:
-        """Build the first network; `more` are the `classes` that `partial_fit` was passed."""
+        """Build the `Network` before the first epoch; `more`: the `classes` of `partial_fit`."""
         self._rng = check_random_state(self.random_state)
-        units, classes = self._learn_labels(y, **more)
+        units, classes = self._store_label_attributes(y, **more)
         if self.model is None:
             features, hidden, dtype = X.shape[1], self.hidden_layer_sizes, X.dtype
             proto = build_mlp(features, hidden, units, self.activation, self._rng, dtype, classes)
@@ -210,12 +210,12 @@ class OnnxEstimator(BaseEstimator):
         self._network = Network(proto, head, self._trainer_arguments(head), raw)
 
     def _rebuild_network(self) -> None:
-        """Replace the network by a new one, with the trained weights and the present arguments."""
+        """Replace the `Network` by a new `Network` with the trained weights and new arguments."""
         head, raw = self._network.head, self._network.front is not None
         self._network = Network(self.to_onnx(), head, self._trainer_arguments(head), raw)
 
-    def _take_changed_arguments(self) -> None:
-        """Pass arguments that `set_params` has changed to the trainer.
+    def _apply_changed_arguments(self) -> None:
+        """Apply arguments that `set_params` has changed to the trainer of the network.
 
         Only the learning rate can change without a new optimizer.
         """
@@ -241,7 +241,7 @@ class OnnxEstimator(BaseEstimator):
         }
 
     def to_onnx(self) -> ModelProto:
-        """Return the trained model.
+        """Return the trained network as an ONNX model.
 
         Its inputs and outputs are the inputs and outputs of `model`.
 
@@ -254,7 +254,7 @@ class OnnxEstimator(BaseEstimator):
     # -- arguments and data -------------------------------------------------------------------
 
     def _batch_size(self, rows: int) -> int | None:
-        """Return the number of rows of a batch; None for a model whose batch size is static."""
+        """Return the batch size for `rows` rows; None for a model whose batch size is static."""
         if self.batch_size == "auto":
             (first, *_) = self._network.trainer._job.proto.graph.input
             static = any(d.dim_value for d in first.type.tensor_type.shape.dim[:1])
@@ -264,7 +264,7 @@ class OnnxEstimator(BaseEstimator):
     def _check_data(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
-        """Return the checked rows, labels and sample weights; learn the columns if `reset`."""
+        """Return checked (X, y, sample weights); `reset`: store the columns of X."""
         if reset:
             self._takes_tables, self._target = takes_tables(self.model), target_names(y) or []
         X = self._check_inputs(X, reset)
@@ -272,7 +272,7 @@ class OnnxEstimator(BaseEstimator):
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None"
             )
-        finite = "allow-nan" if self._allows_nan() else True
+        finite = "allow-nan" if self._allows_nan_labels() else True
         y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=finite, input_name="y")
         check_consistent_length(next(iter(X.values())) if is_by_input(X) else X, y)
         if y.ndim == 2 and y.shape[1] == 1:
@@ -284,7 +284,7 @@ class OnnxEstimator(BaseEstimator):
         return X, y, sample_weight
 
     def _check_inputs(self, X: Any, reset: bool = False) -> Any:
-        """Return the checked rows; a dict, and a table of the model's inputs, are not copied."""
+        """Return X, checked by scikit-learn unless X is a dict or a table of model inputs."""
         checks: dict[str, Any] = {"dtype": (np.float64, np.float32)}
         if is_by_input(X) or (not reset and self._needs_no_check(X)):
             return X
@@ -298,7 +298,7 @@ class OnnxEstimator(BaseEstimator):
         return validate_data(self, X, reset=reset, **checks)
 
     def _reorder_columns(self, X: Any) -> Any:
-        """Return a table with its columns in the order of the names that the file stores."""
+        """Return X; the columns of a table get the order in which the ONNX file names them."""
         names = column_names(X)
         if names is None or self.model is None or is_estimator(self.model):
             return X
@@ -307,7 +307,7 @@ class OnnxEstimator(BaseEstimator):
         return X[order] if sorted(order) == sorted(names) and order != names else X
 
     def _needs_no_check(self, X: Any) -> bool:
-        """Return whether scikit-learn's checks, slower than a prediction of a row, return X."""
+        """Return whether X is a finite array as in `fit`, so that slow checks can be left out."""
         if type(X) is not np.ndarray or X.ndim < 2 or not len(X):
             return False
         is_perceptron = self.model is None
@@ -317,7 +317,7 @@ class OnnxEstimator(BaseEstimator):
         return numeric and known and bool(np.isfinite(X).all())
 
     def _compute_outputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the target of the loss for X, and the labels if the file has them."""
+        """Return {tensor: values for X}: the tensor that the loss reads, and the label if any."""
         self._require_fitted()
         return self._network.run(self._check_inputs(X))
 
@@ -331,38 +331,38 @@ class OnnxEstimator(BaseEstimator):
     # -- methods that depend on the kind of labels --------------------------------------------
 
     def _check_labels(self, y: np.ndarray) -> np.ndarray:
-        """Return labels of a dtype and shape that `fit` takes, or raise `ValueError`."""
+        """Return y in a dtype and shape that `fit` takes, or raise `ValueError`."""
         raise NotImplementedError
 
-    def _allows_nan(self) -> bool:
-        """Return whether labels may be NaN, since the loss leaves them out."""
+    def _allows_nan_labels(self) -> bool:
+        """Return whether labels may be NaN, for losses that ignore NaN labels."""
         return False
 
-    def _learn_labels(self, y: np.ndarray) -> tuple[int, Any]:
-        """Set the attributes that describe the labels; return what `build_mlp` needs of them.
+    def _store_label_attributes(self, y: np.ndarray) -> tuple[int, Any]:
+        """Set attributes such as `classes_`; return (units, classes) for `build_mlp`.
 
-        These are the number of units of the last layer, and `classes`.
+        The units are the outputs of the last layer.
         """
         raise NotImplementedError
 
     def _check_head(self, head: Head, y: np.ndarray) -> None:
-        """Raise `ValueError` if the model does not predict labels such as these."""
+        """Raise `ValueError` if the labels y do not fit the outputs of the model."""
 
     def _loss_and_metric(self, head: Head) -> tuple[Any, Mapping[str, Any] | None, Any]:
-        """Return the loss, its options, and the metric of validation data, `_metric_name`."""
+        """Return (loss, its options, metric of the validation data) for the trainer."""
         return "squared_error" if self.loss is None else self.loss, self.loss_options, "r2"
 
     def _encode_labels(self, y: np.ndarray) -> np.ndarray:
-        """Return labels as the loss takes them."""
+        """Return y as the loss reads it: indices, one-hot rows, or numbers in target shape."""
         return self._network.head.reshape_as_target(y)
 
     def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
-        """Return the sample weights, multiplied by the class weights."""
+        """Return the sample weights times the class weights; None if there are no weights."""
         return weight
 
 
 def other_head(what: str, units: int) -> ValueError:
-    """Return the error for labels that a model does not predict."""
+    """Return the `ValueError` for labels that do not fit the outputs of a model."""
     return ValueError(
         f"the model has {what}: give it a new head first, "
         f"onnxgrad.replace_head(model, units={units})"

@@ -1,4 +1,4 @@
-"""`OnnxClassifier`."""
+"""`OnnxClassifier`: an ONNX model as a classifier of scikit-learn."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from onnxgrad.sklearn.head import Head
 
 
 def _has_probabilities(self: Any) -> bool:
-    """Return whether the loss says how probabilities follow from predictions."""
+    """Return whether the estimator's loss defines probabilities, for `predict_proba`."""
     if self._has_network:
         return self._network.from_logits is not None
     spec = _loss_spec(self.loss)
     return self.loss is None or (spec is not None and "from_logits" in spec.all_options)
 
 
-def _has_scores(self: Any) -> bool:
-    """Return whether the model in training computes scores, not probabilities."""
+def _predicts_scores(self: Any) -> bool:
+    """Return whether the estimator's network computes scores, not probabilities."""
     return self._has_network and self._network.from_logits is not False
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxClassifier(ClassifierMixin, OnnxEstimator):
-    """A classifier that trains an ONNX model, with the manners of scikit-learn.
+    """A classifier with the interface of scikit-learn, which trains an ONNX model.
 
     It trains by `onnxgrad.Trainer`. Labels are numbers or text, of two or more classes; or the
     indicators of several labels a row, (rows, labels). The model that `to_onnx` returns predicts
@@ -104,7 +104,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     _metric_name, _probes_model = "accuracy", True
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, with the state that the last call has left.
+        """Train for one epoch, continuing with the weights and optimizer state of the last call.
 
         Args:
             X: as in `fit`.
@@ -130,7 +130,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
     # -- predictions --------------------------------------------------------------------------
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the labels, (rows,); for several labels a row 0 and 1, (rows, labels).
+        """Return the predicted labels, (rows,); for multilabel data 0 and 1, (rows, labels).
 
         Args:
             X: as in `fit`.
@@ -152,7 +152,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of the classes, (rows, classes), in the order of `classes_`.
+        """Return class probabilities (rows, classes), in the order of `classes_`.
 
         Args:
             X: as in `fit`.
@@ -182,9 +182,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    @available_if(_has_scores)
+    @available_if(_predicts_scores)
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return the scores of the classes, (rows, classes); of two classes (rows,).
+        """Return class scores, (rows, classes), or (rows,) for two classes.
 
         Only for models that compute scores, not probabilities.
 
@@ -197,7 +197,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
 
     def _class_columns(self, X: Any) -> np.ndarray:
-        """Return the columns that the loss reads, (rows, columns), in the order of `classes_`."""
+        """Return the scores or probabilities for X, with columns in the order of `classes_`."""
         computed, head = self._compute_outputs(X), self._network.head
         values = computed[head.target].reshape(len(computed[head.target]), -1)
         if not head.flipped:
@@ -219,7 +219,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             raise ValueError(f"Unknown label type: {type_of_target(y)}")
         return y
 
-    def _learn_labels(self, y: np.ndarray, classes: Any = None) -> tuple[int, Any]:
+    def _store_label_attributes(self, y: np.ndarray, classes: Any = None) -> tuple[int, Any]:
         self._is_multilabel = y.ndim > 1
         if self._is_multilabel:
             self.classes_ = np.arange(y.shape[1])
@@ -258,7 +258,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             self.classes_ = stored.astype(new.dtype if new.dtype.kind != "U" else stored.dtype)
 
     def _loss_or_default(self, head: Head) -> Any:
-        """Return the argument `loss`, or the cross entropy for the columns of the head."""
+        """Return the argument `loss`; if it is None, a cross entropy that fits the head."""
         binary = self._is_multilabel or head.width == 1 or head.one_vs_rest
         default = "binary_cross_entropy" if binary else "cross_entropy"
         return default if self.loss is None else self.loss
@@ -271,12 +271,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         # probabilities if their sum was 1, and scores if a support vector machine has two of them.
         if left_open and not head.decided and (head.shares or (head.flipped and head.width == 2)):
             options = {**(options or {}), "from_logits": not head.shares}
-        if self._is_multilabel or head.width == 1 or self._has_indices(head):
+        if self._is_multilabel or head.width == 1 or self._reads_class_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
-    def _has_indices(self, head: Head) -> bool:
-        """Return whether the loss takes class indices, not a number for each column."""
+    def _reads_class_indices(self, head: Head) -> bool:
+        """Return whether the loss reads class indices as labels, not a number per column."""
         loss = self._loss_or_default(head)
         spec = _loss_spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
@@ -290,11 +290,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         if wrong.any():
             raise ValueError(
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not among the "
-                f"classes: {self.classes_.tolist()}"
+                f"classes {self.classes_.tolist()}: pass all classes to fit, or to the first "
+                "partial_fit"
             )
         if head.flipped:
             index = 1 - index
-        if self._has_indices(head):
+        if self._reads_class_indices(head):
             return index
         if head.width == 1:
             return head.reshape_as_target(index.astype(np.float64))
@@ -308,7 +309,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
 
 def _loss_spec(loss: Any) -> LossSpec | None:
-    """Return the `LossSpec` of a loss; None if it is no name of a loss and no `LossSpec`."""
+    """Return `loss` if it is a `LossSpec`, or the `LossSpec` of its name; else None."""
     if isinstance(loss, LossSpec):
         return loss
     return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None

@@ -1,4 +1,4 @@
-"""Convert a model of scikit-learn, with which an estimator begins, by skl2onnx."""
+"""Convert a trained model of scikit-learn to ONNX by skl2onnx, as the start of a training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_estimator(model: Any) -> bool:
 
 
 def takes_tables(model: Any) -> bool:
-    """Return whether a model needs tables: it has several inputs, or selects columns by name."""
+    """Return whether a model needs tables as X, for several inputs or columns chosen by name."""
     if isinstance(model, Pipeline):
         return any(is_estimator(step) and takes_tables(step) for _, step in model.steps)
     if model is None or is_estimator(model):
@@ -35,7 +35,7 @@ def takes_tables(model: Any) -> bool:
 
 
 def holds_text(X: Any) -> bool:
-    """Return whether an array, or a table, holds text."""
+    """Return whether an array or a table holds text."""
     array = np.asarray(X)
     return array.dtype.kind in "US" or (
         array.dtype == object and any(isinstance(v, str) for v in array[:1].ravel().tolist())
@@ -76,7 +76,7 @@ def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelPr
 
 
 def _convert_without_zipmap(to_onnx: Any, model: Any, row: Any) -> ModelProto:
-    """Return the model of an estimator; the probabilities of a classifier are an array."""
+    """Return the ONNX model of a scikit-learn estimator, whose probabilities are an array."""
     if is_classifier(model):
         with suppress(NameError):  # LinearSVC has no option `zipmap`
             return to_onnx(model, row, options={"zipmap": False})
@@ -84,7 +84,7 @@ def _convert_without_zipmap(to_onnx: Any, model: Any, row: Any) -> ModelProto:
 
 
 def _first_row(X: Any) -> Any:
-    """Return the first row, from which skl2onnx reads the dtypes; floats in float32."""
+    """Return the first row of X, with floats as float32, for skl2onnx to read the dtypes."""
     if not is_table(X):
         if holds_text(X):
             return np.asarray(X[:1], str)

@@ -28,7 +28,7 @@ from onnxgrad.training.parameters.equal_constants import separate_merged
 
 
 class FrozenPart:
-    """The part of a model in front of the layers that train, and the rest of the model.
+    """A model cut in two: the frozen part before the trained layers, and the trained rest.
 
     Args:
         proto: the whole model.
@@ -49,8 +49,8 @@ class FrozenPart:
     def __init__(self, proto: ModelProto, target: str, arguments: Mapping[str, Any]) -> None:
         self.whole = proto = separate_merged(proto)
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
-        self.cuts = _cut_tensors(proto, target, set(self.trained))
-        proto = _with_inferred_types(proto, self.cuts)
+        self.cuts = _tensors_before_trained_layers(proto, target, set(self.trained))
+        proto = _infer_types_by_onnxruntime(proto, self.cuts)
         self.part = select_model_inputs_outputs(proto, self.cuts)
         for y in self.part.graph.output:
             if y.type.tensor_type.elem_type == TensorProto.STRING:
@@ -67,7 +67,7 @@ class FrozenPart:
             )
 
     def merge(self, trained: ModelProto) -> ModelProto:
-        """Return the whole model with the constants of `trained`, the rest after training."""
+        """Return the whole model, with the constants of its trained part `trained`."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {
             ref.name: new[ref.name]
@@ -78,12 +78,12 @@ class FrozenPart:
 
 
 def is_by_input(X: Any) -> bool:
-    """Return whether data are a dict of arrays by input; a sparse matrix may be a Mapping, too."""
+    """Return whether X is a dict {input: array}, and not a sparse matrix that is a Mapping."""
     return isinstance(X, Mapping) and not hasattr(X, "toarray")
 
 
 def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
-    """Return whether a model takes text or fills in missing values, or the data hold NaN."""
+    """Return whether a model reads text or imputes missing values, or X holds NaN."""
     if text_inputs(proto) or any(node.op_type == "Imputer" for node in proto.graph.node):
         return True
     for part in X.values() if is_by_input(X) else [X]:
@@ -95,21 +95,21 @@ def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
 
 
 def text_inputs(proto: ModelProto) -> list[str]:
-    """Return the names of the inputs that hold text."""
+    """Return the names of a model's string inputs."""
     inputs = inputs_without_default(proto)
     return [x.name for x in inputs if x.type.tensor_type.elem_type == TensorProto.STRING]
 
 
 def raw_array(field: Field, values: Any) -> np.ndarray:
-    """Return data in the dtype and shape of an input, without a check for text and NaN."""
+    """Return `values` in the dtype and shape of an input, allowing text and NaN."""
     array = np.asarray(values)
     if field.dtype == object:
         array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
     return fit_shape(array.astype(field.dtype), field.shape, field.name, reshape=True)
 
 
-def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return the model with the types of these tensors, inferred by onnxruntime.
+def _infer_types_by_onnxruntime(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return the model with the types of the tensors `names`, inferred by onnxruntime.
 
     onnx does not infer the types of most operators of `ai.onnx.ml`.
     """
@@ -125,8 +125,8 @@ def _with_inferred_types(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     return typed
 
 
-def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
-    """Return the names of the tensors that the trained layers read from the layers in front.
+def _tensors_before_trained_layers(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
+    """Return the tensors between the frozen layers and the trained layers, by name.
 
     They depend on data and not on trained weights; a node that has such weights, or depends on
     them, reads them.
@@ -147,7 +147,7 @@ def _cut_tensors(proto: ModelProto, target: str, trained: set[str]) -> list[str]
     if target not in behind:
         raise ValueError(
             f"the tensor {target!r} that the loss reads depends on no weight that trains: choose "
-            "others with train and freeze"
+            "other weights with `train` and `freeze`"
         )
     cuts: dict[str, None] = {}
     waiting = [target]

@@ -1,4 +1,4 @@
-"""`Head`, the end of a model: the tensor that a loss reads, its columns, and the labels."""
+"""`Head`: the tensor of a model that the loss reads, its columns, and the label output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = (TensorProto.STRING, TensorProto.INT64, TensorProto.INT32)
 
 @dataclass
 class Head:
-    """The end of a model.
+    """The outputs of a model that a training reads: the target of the loss, and the label.
 
     Attributes:
         target: the float tensor that the loss reads.
@@ -47,20 +47,20 @@ class Head:
 
     @property
     def width(self) -> int:
-        """The number of columns of the target; 1 for a prediction (N,)."""
+        """The column count of the target, the tensor that the loss reads; 1 for shape (N,)."""
         return self.shape[0] if self.shape else 1
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the target, and of the label if there is one."""
+        """The names of the tensor that the loss reads, and of the label output if any."""
         return [self.target, *filter(None, [self.label])]
 
     def reshape_as_target(self, array: np.ndarray) -> np.ndarray:
-        """Return an array with the shape of the target, rows first."""
+        """Return an array reshaped to (rows, *shape of a row of the target)."""
         return array.reshape(len(array), *(self.shape or ()))
 
     def probe(self, computed: Mapping[str, np.ndarray]) -> None:
-        """Set `shape`, `shares` and `flipped` by values of some rows; check columns by labels.
+        """Set `shape`, `shares` and `flipped` from computed rows; check columns against labels.
 
         Args:
             computed: values of the tensors `target` and `label`, by name.
@@ -92,13 +92,13 @@ class Head:
         self.flipped = agreeing < 0.5
 
     def index(self, labels: np.ndarray) -> np.ndarray:
-        """Return the indices of the columns of labels that the file predicted."""
+        """Return the class index of each label that the model's label output predicts."""
         assert self.classes is not None
         return ClassNames(self.classes.tolist()).encode(labels)[0]
 
 
 def read_head(proto: ModelProto, output: str | None = None) -> Head:
-    """Return the end of a model: the tensor that the loss reads, and the labels.
+    """Return the `Head` of a model: the tensor that the loss reads, and the label output.
 
     Of two columns that hold the same score or probability with both signs, as skl2onnx writes them,
     the target is the one column from which both are computed.
@@ -114,8 +114,10 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     loss: Any = "squared_error" if output is None else {output: "squared_error"}
     (target,) = training_loss(loss).outputs(proto)
     known = LabelNodes(proto)
-    _refuse_pairs(known.computing(target))
-    target, one_vs_rest = _before_normalization(known, _single_column(known, target))
+    _refuse_one_vs_one(known.computing(target))
+    target, one_vs_rest = _scores_before_normalization(
+        known, _column_before_complement(known, target)
+    )
     activation = _activation_name(known.computing(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
     head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
@@ -134,8 +136,8 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     return head
 
 
-def _single_column(known: LabelNodes, name: str) -> str:
-    """Return the tensor p if `name` joins 1 - p and p, s if it joins -s and s; otherwise `name`."""
+def _column_before_complement(known: LabelNodes, name: str) -> str:
+    """Return p if the tensor `name` is Concat(1 - p, p) or Concat(-p, p); otherwise `name`."""
     node = known.producers.get(name)
     if node is None or node.op_type != "Concat" or len(node.input) != 2:
         return name
@@ -154,7 +156,7 @@ def _single_column(known: LabelNodes, name: str) -> str:
 
 
 def _activation_name(node: NodeProto | None) -> str:
-    """Return "LOGISTIC" or "SOFTMAX" if the node computes this function; otherwise another text."""
+    """Return "LOGISTIC" for a sigmoid node, "SOFTMAX" for a softmax, else another text."""
     if node is None:
         return ""
     if node.op_type in ("Softmax", "LogSoftmax"):
@@ -163,8 +165,8 @@ def _activation_name(node: NodeProto | None) -> str:
     return "LOGISTIC" if node.op_type == "Sigmoid" else stated
 
 
-def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
-    """Return the scores s if `name` is 1 / (1 + exp(-s)) divided by its sum, and whether it is.
+def _scores_before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
+    """Return (s, True) if the tensor `name` is sigmoid(s) divided by its sum, or (`name`, False).
 
     skl2onnx writes this normalization for linear models with several classes. Its gradient is NaN
     where exp(-s) overflows.
@@ -178,8 +180,8 @@ def _before_normalization(known: LabelNodes, name: str) -> tuple[str, bool]:
     return at, True
 
 
-def _refuse_pairs(node: NodeProto | None) -> None:
-    """Raise `ValueError` for a support vector machine with a score for each pair of classes."""
+def _refuse_one_vs_one(node: NodeProto | None) -> None:
+    """Raise `ValueError` if `node` is an SVMClassifier with a score per pair of classes."""
     if node is None or node.op_type != "SVMClassifier":
         return
     labels = own_labels(node) or []
@@ -191,7 +193,7 @@ def _refuse_pairs(node: NodeProto | None) -> None:
 
 
 def _static_row_shape(proto: ModelProto, target: str) -> tuple[int, ...] | None:
-    """Return the shape of a tensor without the axis of rows; None if it is not static."""
+    """Return the shape of the tensor `target` without its row axis; None if not static."""
     kind = select_model_inputs_outputs(proto, [target]).graph.output[0].type.tensor_type
     sizes = [d.dim_value for d in kind.shape.dim[1:]]
     return tuple(sizes) if kind.HasField("shape") and kind.shape.dim and all(sizes) else None

@@ -28,7 +28,7 @@ def build_mlp(
     dtype: Any,
     classes: Sequence[Any] | None = None,
 ) -> ModelProto:
-    """Return a perceptron with the weights that scikit-learn draws from the same `rng`.
+    """Return the ONNX model of a perceptron, with the initial weights that scikit-learn draws.
 
     The weights and biases of a layer are uniform in +-sqrt(6 / (inputs + outputs)), or
     +-sqrt(2 / (inputs + outputs)) before a logistic function (Glorot and Bengio 2010).

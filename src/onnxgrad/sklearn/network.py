@@ -1,4 +1,4 @@
-"""`Network`, a model in training with its trainer, and `RowPredictor`, which runs a model."""
+"""`Network`: a model in training, with its trainer. `RowPredictor`: runs a model on any X."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxgrad.training.trainer import Trainer
 
 
 class Network:
-    """A model in training; it is pickled without sessions.
+    """A model in training with its `Trainer`; pickling leaves out sessions of onnxruntime.
 
     Args:
         proto: the model.
@@ -51,7 +51,7 @@ class Network:
         self._predictor: RowPredictor | None = None
 
     def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
-        """Train on encoded labels, by `partial_fit` of the trainer if `further`, else by `fit`."""
+        """Train on X and encoded y, by `Trainer.partial_fit` if `further`, else by `fit`."""
         if self.front is not None:
             if self._encoder is None:
                 device = self.arguments["device"]
@@ -65,14 +65,14 @@ class Network:
 
     @property
     def model(self) -> ModelProto:
-        """The trained model, which stores the names of columns."""
+        """The trained ONNX model, whose metadata store the names of the columns."""
         model = self.trainer.model
         model = self.front.merge(model) if self.front else model
         self.trainer._names.keep(model)
         return model
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
-        """Let the trained model store the names of the columns of inputs and labels."""
+        """Remember the column names of inputs and labels, which the trained model stores."""
         names = self.trainer._names
         if columns:
             whole = self.front.whole if self.front else self.trainer._job.proto
@@ -80,7 +80,7 @@ class Network:
         names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the values of the target, and of the label if the model has one, by name."""
+        """Return {tensor: values for X}: what the loss reads, and the label output if any."""
         if self._predictor is None:
             raw, device = self.front is not None, self.arguments["device"]
             self._predictor = RowPredictor(self.model, self.head.tensors, device, raw)
@@ -91,7 +91,7 @@ class Network:
 
 
 class RowPredictor:
-    """Computes tensors of a model for data of any number of rows.
+    """Computes tensors of a model for X of any row count.
 
     Args:
         proto: the model.
@@ -118,7 +118,7 @@ class RowPredictor:
             self._proto = ModelProto()
 
     def __call__(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the values of the tensors for rows of data, by name.
+        """Return {tensor: values for X} of the tensors `outputs`.
 
         Raises:
             ValueError: data that an input does not accept.
@@ -135,7 +135,7 @@ class RowPredictor:
         return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
-        """Return the predictor for calls of `rows` rows: it has one thread where they are few."""
+        """Return the predictor for calls of `rows` rows; it has one thread for few rows."""
         effort = work_of_calls(self._work, rows, self.fixed_rows or MANY_ROWS)
         if effort not in self._predictors:
             arguments = self._proto, self.outputs, self._device, self.fixed_rows, effort
@@ -143,7 +143,7 @@ class RowPredictor:
         return self._predictors[effort]
 
     def _input_arrays(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the array of each input, from arrays by input, a table, or the only array."""
+        """Return {input: array} of X, which is a dict of arrays, a table, or one array."""
         names = [field.name for field in self.fields]
         columns: Mapping[str, Any] = X
         if not is_by_input(X):

@@ -1,4 +1,4 @@
-"""`OnnxRegressor`."""
+"""`OnnxRegressor`: an ONNX model as a regressor of scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxgrad.sklearn.head import Head
 
 
 class OnnxRegressor(RegressorMixin, OnnxEstimator):
-    """A regressor that trains an ONNX model, with the manners of scikit-learn.
+    """A regressor with the interface of scikit-learn, which trains an ONNX model.
 
     It trains by `onnxgrad.Trainer`, for one target, (rows,), or several, (rows, targets).
 
@@ -69,7 +69,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     _metric_name, _probes_model = "r2", False
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train for one epoch on data, with the state that the last call has left.
+        """Train for one epoch, continuing with the weights and optimizer state of the last call.
 
         Args:
             X: as in `fit`.
@@ -82,7 +82,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         return self._train_one_epoch(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the predictions, in the shape of the labels of `fit`.
+        """Return the predictions for X, in the shape of the labels that `fit` got.
 
         Args:
             X: as in `fit`.
@@ -105,7 +105,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _check_labels(self, y: np.ndarray) -> np.ndarray:
         return y if y.dtype.kind == "f" else y.astype(np.float64)
 
-    def _allows_nan(self) -> bool:
+    def _allows_nan_labels(self) -> bool:
         losses = self.loss.values() if isinstance(self.loss, Mapping) else [self.loss]
         options = dict(self.loss_options or {})
         each = [options, *(given for given in options.values() if isinstance(given, Mapping))]
@@ -113,7 +113,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
             getattr(loss, "ignore_nan", False) for loss in losses
         )
 
-    def _learn_labels(self, y: np.ndarray) -> tuple[int, Any]:
+    def _store_label_attributes(self, y: np.ndarray) -> tuple[int, Any]:
         self._is_one_target = y.ndim == 1
         return 1 if y.ndim == 1 else y.shape[1], None
 

@@ -1,4 +1,4 @@
-"""Models as modules of PyTorch."""
+"""ONNX models as modules of PyTorch."""
 
 from onnxgrad.torch.module import OnnxModule
 

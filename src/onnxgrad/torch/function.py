@@ -1,4 +1,4 @@
-"""`GraphFunction`: onnxruntime computes a graph, and its gradients of every order, for PyTorch.
+"""`GraphFunction`: a function for PyTorch's autograd, whose graphs onnxruntime runs.
 
 Tensors are exchanged with onnxruntime by DLPack, without copies. Running a graph modifies no shared
 state, so that threads may run it at the same time.
@@ -48,7 +48,7 @@ _DLPACK_HAS_BOOLS = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 
 
 class Session:
-    """Runs a model on tensors of one device, passed in the order of its inputs."""
+    """Runs an ONNX model on PyTorch tensors of one device, in the order of the model's inputs."""
 
     def __init__(self, proto: ModelProto, device: torch.device, threads: int) -> None:
         options = ort.SessionOptions()
@@ -75,7 +75,7 @@ class Session:
         self._cuda = device if device.type == "cuda" else None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of the model as tensors, which own their memory."""
+        """Return the model's outputs for the inputs `tensors`, as tensors that own memory."""
         feeds, fetches = OrtValueVector(), OrtValueVector()
         feeds.reserve(len(tensors))
         for t in tensors:
@@ -91,7 +91,7 @@ class Session:
 
 
 def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
-    """Append a tensor to the inputs of a session, without a copy if it is contiguous."""
+    """Append the tensor `t` to `feeds`, without a copy if `t` is contiguous."""
     if _DLPACK_HAS_BOOLS:
         feeds.push_back(to_dlpack(t.resolve_neg().contiguous()))  # DLPack ignores the negative bit
     elif t.dtype is torch.bool:
@@ -102,7 +102,7 @@ def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _SessionPair:
-    """The sessions of the forward and the backward pass, for the gradients of some inputs.
+    """The sessions of the forward and the backward pass, which gives gradients of some inputs.
 
     Attributes:
         forward: session of the forward pass.
@@ -123,7 +123,7 @@ class _SessionPair:
 
 
 class GraphFunction:
-    """A function of tensors that PyTorch can differentiate, any number of times.
+    """A function of PyTorch tensors, run by onnxruntime and differentiable to every order.
 
     Args:
         proto: a prepared model, with all its weights among the inputs.
@@ -143,16 +143,16 @@ class GraphFunction:
         self._gradient_functions: dict[tuple[str, ...], GraphFunction] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Return the outputs, which are differentiable if gradients are enabled."""
+        """Return the outputs for the inputs `tensors`, differentiable if autograd is enabled."""
         threads = torch.get_num_threads()  # at most; the first axis of the first tensor is the rows
         rows = len(tensors[0]) if tensors and tensors[0].ndim else 0
         threads = max(1, min(threads, int(self._work * rows / _WORK_PER_THREAD)))
         if torch.is_grad_enabled():
-            return _Function.apply(self, threads, *tensors)
+            return _AutogradFunction.apply(self, threads, *tensors)
         return self.forward_session(threads)(tensors)
 
     def forward_session(self, threads: int) -> Session:
-        """Return the session of the forward pass alone, without gradients."""
+        """Return the session of the forward pass alone, for calls without gradients."""
 
         def build() -> Session:
             model = ir.from_proto(self.proto)
@@ -162,19 +162,19 @@ class GraphFunction:
         return _build_once(self._forward_sessions, threads, build)
 
     def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return the sessions of both passes, for the gradients of the inputs that are `needed`."""
+        """Return forward and backward sessions; `needed` says which inputs need gradients."""
         return _build_once(
             self._session_pairs, (needed, threads), lambda: self._build_sessions(needed, threads)
         )
 
     def gradient(self, names: list[str]) -> GraphFunction:
-        """Return the function of the gradients of the inputs `names`.
+        """Return the `GraphFunction` that computes the gradients of the inputs `names`.
 
         Its inputs are the inputs of this function, then the cotangents of the float outputs.
         """
 
         def build() -> GraphFunction:
-            if (node := _random_node(self.proto)) is not None:
+            if (node := _first_random_node(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
                     f"{node.op_type} ({at}) draws at random: gradients of gradients would belong "
@@ -186,8 +186,8 @@ class GraphFunction:
         return _build_once(self._gradient_functions, tuple(names), build)
 
     def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return new sessions of both passes; see `session_pair`."""
-        """Return new sessions of both passes; see `session_pair`."""
+        """Return new forward and backward sessions; see `session_pair`."""
+        """Return new forward and backward sessions; see `session_pair`."""
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.recompute) if names else None
@@ -210,7 +210,7 @@ class GraphFunction:
 
 
 def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
-    """Return the value of `build()`, called once for a key, also if several threads ask for it."""
+    """Return `built[key]`, made by `build()` if missing, once even among several threads."""
     if key not in built:
         with _LOCK:
             if key not in built:
@@ -218,8 +218,8 @@ def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
     return built[key]
 
 
-class _Function(torch.autograd.Function):
-    """The call of a `GraphFunction` in the graph of autograd."""
+class _AutogradFunction(torch.autograd.Function):
+    """The autograd function of a call of a `GraphFunction`."""
 
     @staticmethod
     def forward(ctx, graph: GraphFunction, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -250,7 +250,7 @@ class _Function(torch.autograd.Function):
 
 
 def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
-    """Return whether no gradient of the inputs `names` depends on a cotangent of an output."""
+    """Return whether the gradients of the inputs `names` are independent of all cotangents."""
     model = prepare(proto)
     graph, op = model.graph, Emit(model.graph)
     cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
@@ -260,8 +260,8 @@ def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
     return not any(g.uses() or g in graph.outputs for g in cotangents.values())
 
 
-def _random_node(proto: ModelProto) -> ir.Node | None:
-    """Return the first node whose results differ from run to run; None if there is none."""
+def _first_random_node(proto: ModelProto) -> ir.Node | None:
+    """Return the first node that draws random numbers; None for a deterministic model."""
     for node in all_nodes(ir.from_proto(proto).graph):
         if node.op_type == "Dropout":
             mode = node.inputs[2] if len(node.inputs) > 2 else None

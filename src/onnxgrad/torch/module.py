@@ -115,7 +115,7 @@ class OnnxModule(nn.Module):
         specs = [TensorSpec.of("input", x) for x in prepared.graph.inputs]
         self._inputs, weights = specs[: len(specs) - len(names)], specs[len(specs) - len(names) :]
         self._outputs = [TensorSpec.of("output", y) for y in prepared.graph.outputs]
-        self._forward_model = _without_aliases(prepared)
+        self._forward_model = _copy_aliased_outputs(prepared)
         floats = (spec.dtype for spec in (*specs, *self._outputs) if spec.dtype in _FLOATS)
         # says device and dtype of a module without parameters
         self._empty_tensor = torch.empty(0, dtype=next(floats, torch.float32))
@@ -142,7 +142,7 @@ class OnnxModule(nn.Module):
             add_parameter(self, key, nn.Parameter(weight))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Compute the outputs of the model.
+        """Return the outputs of the model as tensors.
 
         Args:
             *inputs: tensors in the order of `input_names`, on the device of the module; floats
@@ -167,7 +167,7 @@ class OnnxModule(nn.Module):
             inputs = self._ordered_inputs(inputs, named)
         weights = self._read_weights()
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            inputs = self._variant_for(weights).cast(inputs)
+            inputs = self._variant_of_weights(weights).cast(inputs)
         variant = self._last_variant
         if variant is None or variant.needs_check(inputs, weights):
             variant = self._checked_variant(inputs, weights)
@@ -181,7 +181,7 @@ class OnnxModule(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def to_onnx(self, path: str | PathLike | None = None) -> ModelProto:
-        """Return the model with the current weights, otherwise unchanged.
+        """Return the ONNX model with the module's current weights, otherwise unchanged.
 
         Args:
             path: file to which the model is saved as well, by `onnxgrad.save`.
@@ -193,29 +193,29 @@ class OnnxModule(nn.Module):
         return model
 
     def extra_repr(self) -> str:
-        """Describe the inputs and outputs."""
+        """Return the inputs and outputs of the model as lines for `repr`."""
         groups = {"inputs": self._inputs, "outputs": self._outputs}
         return "\n".join(f"{kind}: {', '.join(map(str, ps))}" for kind, ps in groups.items())
 
     # -- methods of modules that PyTorch calls ------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or convert the module.
+        """Move the module to a device, or convert its weights to a dtype, as `nn.Module.to`.
 
         Raises:
             ProviderError: the installed onnxruntime does not offer the device; nothing is moved.
         """
-        _require_provider(torch._C._nn._parse_to(*args, **kwargs)[0])
+        _check_device_provider(torch._C._nn._parse_to(*args, **kwargs)[0])
         return super().to(*args, **kwargs)
 
     def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Move the module, as `to`."""
-        _require_provider(torch.device("cuda"))
+        """Move the module to a CUDA device; errors are as for `to`."""
+        _check_device_provider(torch.device("cuda"))
         return super().cuda(device)
 
     def _apply(self, fn, recurse: bool = True) -> Self:
         like = fn(self._empty_tensor)
-        _require_provider(like.device)
+        _check_device_provider(like.device)
         super()._apply(fn, recurse)
         if (like.device, like.dtype) != (self._empty_tensor.device, self._empty_tensor.dtype):
             self._variants, self._last_variant = {}, None  # free the memory of the sessions
@@ -254,7 +254,7 @@ class OnnxModule(nn.Module):
     def _ordered_inputs(
         self, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return inputs passed by position and by name, in the order of `input_names`."""
+        """Return the inputs of a call, by position and by name, in the order of `input_names`."""
         names = self.input_names
         if len(inputs) > len(names):
             raise ValueError(f"the model takes {len(names)} inputs {names}, not {len(inputs)}")
@@ -263,21 +263,23 @@ class OnnxModule(nn.Module):
             if name not in names:
                 raise unknown("input", name, names)
             if name in tensors:
-                raise ValueError(f"input {name!r} is given twice: by position and by name")
+                raise ValueError(f"input {name!r} is given by position and by name: pass it once")
             tensors[name] = x
         if missing := [name for name in names if name not in tensors]:
-            raise ValueError(f"no tensor was passed for the inputs {missing}")
+            raise ValueError(
+                f"no tensor was passed for the inputs {missing}: pass a tensor for each"
+            )
         return tuple(tensors[name] for name in names)
 
     def _checked_variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> GraphVariant:
-        """Return the variant for the dtypes and device of the weights; check all tensors."""
-        variant = self._variant_for(weights)
+        """Return the `GraphVariant` for the weights' dtypes and device; check all tensors."""
+        variant = self._variant_of_weights(weights)
         variant.check(inputs, weights)
         self._last_variant = variant
         return variant
 
-    def _variant_for(self, weights: Sequence[Tensor]) -> GraphVariant:
-        """Return the variant for the dtypes and device of the weights, built once."""
+    def _variant_of_weights(self, weights: Sequence[Tensor]) -> GraphVariant:
+        """Return the `GraphVariant` for the weights' dtypes and device, built once."""
         deciding = weights or [self._empty_tensor]
         device, dtypes = deciding[0].device, tuple(w.dtype for w in deciding)
         variant = self._variants.get((device, dtypes))
@@ -288,7 +290,7 @@ class OnnxModule(nn.Module):
         return variant
 
     def _build_variant(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> GraphVariant:
-        """Return a new variant for a device and the dtypes of the weights."""
+        """Return a new `GraphVariant` for a device and the dtypes of the weights."""
         Device.of(device).check()
         if dtypes == self._model_dtypes:
             proto = self._forward_model
@@ -309,8 +311,8 @@ class OnnxModule(nn.Module):
         return GraphVariant(GraphFunction(proto, device, self._recompute), inputs, weights)
 
 
-def _require_provider(device: torch.device | None) -> None:
-    """Raise `ProviderError` if onnxruntime cannot run on a device; nothing runs on "meta"."""
+def _check_device_provider(device: torch.device | None) -> None:
+    """Raise `ProviderError` if onnxruntime cannot run on `device`, unless it is None or "meta"."""
     if device is not None and device.type != "meta":
         Device.of(device).check()
 
@@ -328,7 +330,7 @@ def _trainable_names(
 
 
 def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
-    """Return the prepared model, with weights as inputs and without outputs of strings."""
+    """Return the model prepared for autograd: weights `names` are inputs, no string outputs."""
     model = prepare(proto)
     firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
     one = 1 in firsts and all(isinstance(d, int) for d in firsts)
@@ -351,8 +353,8 @@ def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
     return model
 
 
-def _without_aliases(model: ir.Model) -> ModelProto:
-    """Return the model, with copies of inputs and constants that are outputs as well.
+def _copy_aliased_outputs(model: ir.Model) -> ModelProto:
+    """Return the model with copies as outputs, where inputs or constants were outputs.
 
     Otherwise these outputs would share the memory of the inputs.
     """
@@ -364,12 +366,12 @@ def _without_aliases(model: ir.Model) -> ModelProto:
 
 
 def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
-    """Return the key of every weight in `state_dict`: its name, with underscores if needed."""
+    """Return {weight: key in `state_dict`}: the name, with underscores where PyTorch needs them."""
     used_keys, modules, keys = set[str](), set[str](), dict[str, str]()
     inner = nn.Module()
 
     def forbidden_part(parts: list[str]) -> int | None:
-        """Return the index of the first part that PyTorch does not allow."""
+        """Return the index of the first part of a dotted key that PyTorch forbids, or None."""
         for i, part in enumerate(parts):
             path = ".".join(parts[: i + 1])
             used = path in used_keys or (i == len(parts) - 1 and path in modules)
@@ -390,7 +392,7 @@ def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
 
 
 def add_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted key, and create the submodules on its path."""
+    """Register `parameter` under a dotted `key`, and create the submodules that the key names."""
     *path, last = key.split(".")
     for part in path:
         if part not in module._modules:

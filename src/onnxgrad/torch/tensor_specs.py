@@ -1,4 +1,4 @@
-"""The names, dtypes and shapes of the inputs, weights and outputs of a graph, and their checks."""
+"""Specs of a graph's inputs, weights and outputs, and checks of tensors against these specs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TensorSpec:
 
     @staticmethod
     def of(kind: str, value: ir.Value) -> TensorSpec:
-        """Return the spec of a value; raise `ValueError` for a type that PyTorch does not have."""
+        """Return the spec of a graph's value; raise `ValueError` for a type unknown to PyTorch."""
         tensor = isinstance(value.type, ir.TensorType)
         dtype = DTYPES.get(value.dtype) if tensor and value.dtype else None
         if dtype is None:
             raise ValueError(
-                f"{kind} {value.name!r} has the type {value.type}, and PyTorch has no such tensor"
+                f"{kind} {value.name!r} has the type {value.type}, which PyTorch lacks: add a Cast"
             )
         return TensorSpec(kind, str(value.name), dtype, dims(value))
 
@@ -42,7 +42,7 @@ class TensorSpec:
         return f"{printable(self.name)}: {str(self.dtype).removeprefix('torch.')}[{lengths}]"
 
     def check(self, x: Any, device: torch.device) -> None:
-        """Raise `TypeError` or `ValueError` if `x` has another type, device, dtype or shape."""
+        """Raise `TypeError` or `ValueError` if `x` does not fit this spec and `device`."""
         who = f"{self.kind} {self.name!r}"
         if not isinstance(x, Tensor):
             raise TypeError(f"{who} takes a tensor, not {type(x).__name__}")
@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 class GraphVariant:
-    """The graph of a module in one precision on one device, and the specs of its inputs."""
+    """The graph of a module for given weight dtypes and device, with the specs of its inputs."""
 
     def __init__(
         self, graph: GraphFunction, inputs: list[TensorSpec], weights: list[TensorSpec]
@@ -74,7 +74,7 @@ class GraphVariant:
         self._shared_symbols = {symbol: pairs for symbol, pairs in axes.items() if len(pairs) > 1}
 
     def needs_check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> bool:
-        """Return whether `check` must run, as onnxruntime may raise no error by itself.
+        """Return whether `check` must run, since onnxruntime may not report a bad tensor.
 
         onnxruntime does not compare symbolic dimensions, and copies tensors between devices.
         """
@@ -83,7 +83,7 @@ class GraphVariant:
         )
 
     def cast(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the inputs, with floats cast to the dtypes of the graph."""
+        """Return the input tensors of a call, with floats cast to the dtypes of the graph."""
         return tuple(
             x.to(spec.dtype)
             if isinstance(x, Tensor) and x.is_floating_point() and spec.dtype.is_floating_point
@@ -92,7 +92,7 @@ class GraphVariant:
         )
 
     def check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> None:
-        """Raise for the first tensor of another type, device, dtype or shape than in the graph."""
+        """Raise for the first tensor whose type, device, dtype or shape does not fit the graph."""
         for specs, tensors in ((self.inputs, inputs), (self.weights, weights)):
             for spec, x in zip(specs, tensors, strict=True):
                 spec.check(x, self._device)

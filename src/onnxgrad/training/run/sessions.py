@@ -13,7 +13,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model import external
 from onnxgrad.native import Target
-from onnxgrad.native.order import order_all
+from onnxgrad.native.order import reorder_for_memory
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
@@ -77,7 +77,9 @@ class Sessions:
     def _new_session(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
-                return ordered_session(self.model, self.device, self.work, lengths, order_all)
+                return ordered_session(
+                    self.model, self.device, self.work, lengths, reorder_for_memory
+                )
             except Exception:  # the order only saves memory; what else is wrong, raises below
                 logger.debug("the nodes of the step keep their order", exc_info=True)
         return session(self.model, self.device, self.work, self.step.recomputes, lengths)
