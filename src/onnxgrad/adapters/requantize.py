@@ -18,7 +18,7 @@ from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import names, walk
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.parameters.table import more
+from onnxgrad.training.parameters.table import left_out_text
 
 _LISTED = 5  # weights that the warning names
 
@@ -241,7 +241,7 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
         logger.info("quantized anew, differs by at most: %s", text)
     warnings.warn(
         "weights were quantized anew with their adapters, and differ from the sums by at most: "
-        f"{'; '.join(texts[:_LISTED])}{more(texts, _LISTED)}. Evaluate the merged model",
+        f"{'; '.join(texts[:_LISTED])}{left_out_text(texts, _LISTED)}. Evaluate the merged model",
         stacklevel=frames_inside() + 1,
     )
 

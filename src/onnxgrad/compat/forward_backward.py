@@ -27,7 +27,7 @@ from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.runtime.values import Binding, owned, shape_of, to_numpy, wrapped
-from onnxgrad.training.parameters.choice import default_weights, expand
+from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 _REBUILT = ("sessions", "cls_type_")  # are not pickled
@@ -115,7 +115,7 @@ class OrtGradientForwardBackward:
         names = weights_to_train
         if names is None:
             names = default_weights(self.onnx_model, announce=True, needed=False)
-        self.weights_to_train = expand(self.onnx_model, once("weight", names), "weight")
+        self.weights_to_train = expand_patterns(self.onnx_model, once("weight", names), "weight")
         self.partition = partition(self.onnx_model, self.weights_to_train)
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
         self.input_names = [name for name in declared if name not in self.weights_to_train]

@@ -16,7 +16,7 @@ LARGE = 1 << 28  # bytes of weights where another copy of them matters
 TENSOR_BYTES = 1 << 16  # least bytes of a weight whose elements are left out
 
 
-def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
+def without_large_weights(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
     """Return `model`, or a copy without the elements of initializers if these are large.
 
     `names` chooses initializers; None is all. Elements in external files stay there. The copy
@@ -32,8 +32,8 @@ def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelPro
     return without_elements(model, lambda tensor: tensor.name in chosen)
 
 
-def filled(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return `model` with the elements that `emptied` left out."""
+def fill_weights(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return `model` with the elements that `without_large_weights` left out."""
     names = empty_names(model)
     return replace(model, {name: arrays[name] for name in names}) if names else model
 
@@ -44,7 +44,7 @@ def empty_names(model: ModelProto) -> set[str]:
 
 
 def read_elsewhere(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]) -> None:
-    """Let initializers whose elements `emptied` left out get them by `read`, when needed."""
+    """Let `read` give initializers the elements that `without_large_weights` left out, lazily."""
     for value in values:
         name, dtype, shape = str(value.name), value.dtype, value.shape
         if dtype is not None and shape is not None:

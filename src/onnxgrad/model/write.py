@@ -21,7 +21,7 @@ from onnx import ModelProto
 from onnxgrad.model import external
 from onnxgrad.model.files import locked, remove_leftovers, replacing, target_of
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:
@@ -69,7 +69,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
 def save_filled(
     proto: ModelProto, arrays: Mapping[str, np.ndarray], path: str | os.PathLike
 ) -> None:
-    """Write a model as `save`, with the elements from `arrays` that `emptied` left out."""
+    """Write a model as `save`; elements that `without_large_weights` left out are in `arrays`."""
     target = target_of(path)
     remove_leftovers(target, r"\.\d+\.data")
     home = target.parent
@@ -94,7 +94,7 @@ def save_filled(
             if kind == "protobuf":
                 external.write_filled(proto, temporary, arrays)
             else:
-                text = formats.get(kind).serialize_proto(filled(proto, arrays))
+                text = formats.get(kind).serialize_proto(fill_weights(proto, arrays))
                 temporary.write_bytes(text)
             before = _numbered_data(target).difference(copies.values()) and data_files(target)
         undo.pop_all()

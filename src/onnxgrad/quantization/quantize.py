@@ -33,9 +33,9 @@ from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import BATCH
-from onnxgrad.training.modes.stored_integers import as_floats, stored
+from onnxgrad.training.modes.stored_integers import store_floats, stored_weights
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters.choice import as_list
+from onnxgrad.training.parameters.choice import list_patterns
 
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
@@ -131,8 +131,8 @@ def quantize(
         block_size=block_size or 0,
         calibration=_CALIBRATIONS[calibration],
         reduce_range=reduce_range,
-        operators=None if operators is None else as_list(operators),
-        exclude=_matching_nodes(proto, as_list(exclude)),
+        operators=None if operators is None else list_patterns(operators),
+        exclude=_matching_nodes(proto, list_patterns(exclude)),
     )
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -140,13 +140,13 @@ def quantize(
         feeds = None if activations is None else calibration_feeds(origin, data, batch_size, rows)
         quantized = job.run(origin, folder, feeds)
         floats = {t.name: t for t in origin.graph.initializer if t.data_type in _FLOATS}
-        names = [entry.tensor.name for entry in stored(quantized)]
+        names = [entry.tensor.name for entry in stored_weights(quantized)]
         if not names:
             raise ModelError(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
-        return _load_external_data(as_floats(quantized, names, floats), folder)
+        return _load_external_data(store_floats(quantized, names, floats), folder)
 
 
 def _check_block_size(size: int, activations: str | None) -> None:

@@ -154,7 +154,7 @@ def examine_predictions(
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
             output.add_rows(*_aligned_pair(output.info, predictions, arrays[label]))
-        whole = evaluator.fields.row_axes.without_rows(arrays)
+        whole = evaluator.fields.row_axes.names_without_rows(arrays)
         rows = next(len(array) for name, array in arrays.items() if name not in whole)
         for i in range(rows if single and losses == count else 0):
             if time.monotonic() > deadline:

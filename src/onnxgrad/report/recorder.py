@@ -26,8 +26,8 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
-from onnxgrad.training.callbacks.trackers import parameters_of
-from onnxgrad.training.diagnose import Kept, end_reason, sample_step
+from onnxgrad.training.callbacks.trackers import logged_arguments
+from onnxgrad.training.diagnose import KeptWeights, end_reason, sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 _STEPS = 1000  # points of the loss by step: then neighbors are joined
@@ -130,7 +130,7 @@ class Recorder(Callback):
                 "first_step": state.step,
                 "environments": [],
                 "about": self.about,
-                "parameters": json_value(parameters_of(trainer)),
+                "parameters": json_value(logged_arguments(trainer)),
                 "model": _summary_of(trainer._job.proto),
                 "weights": {n: description(w) for n, w in self._weights.items()},
                 "before": histograms(self._weights),
@@ -170,7 +170,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the trained model, and write the file."""
-        kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
+        kept = KeptWeights.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": histograms(state.weights),

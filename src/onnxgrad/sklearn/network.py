@@ -49,7 +49,8 @@ class Network:
         self.front = Front(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self.trainer._is_watched = False  # as estimators of scikit-learn, which have `verbose`
+        # estimators of scikit-learn show progress by their argument `verbose` only
+        self.trainer._change_job(shows_progress=False)
         self._encoder: RowPredictor | None = None
         self._predictor: RowPredictor | None = None
 

@@ -23,14 +23,14 @@ from onnxgrad.model.class_labels import Labels
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 from onnxgrad.runtime.predictor import ROWS
 from onnxgrad.tasks.base import Task, model_of, with_classes
 from onnxgrad.tasks.model_with_loss import ModelWithLoss, noted_loss, with_loss
 from onnxgrad.tasks.prediction_files import column_writer
 from onnxgrad.tasks.row_predictions import Columns, RowPredictions
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.modes.inference_form import exported
+from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.trainer import Trainer
 
@@ -181,7 +181,7 @@ class RowsTask(Task):
             return model
         known = {ref.name for ref in constant_refs(self.model)}
         values = {ref.name: ref.array() for ref in constant_refs(model) if ref.name in known}
-        return filled(exported(self.model, values, self.names), values)
+        return fill_weights(export_model(self.model, values, self.names), values)
 
     # -- evaluation ------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.torch.function import DTYPES, Graph
 from onnxgrad.torch.keys import register, state_keys
 from onnxgrad.torch.ports import Port, Variant
-from onnxgrad.training.parameters.choice import default_weights, expand
+from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
 _ROWS = "batch"  # the symbol of any number of rows
@@ -315,8 +315,8 @@ def _choose(
     if trainable is None:
         names = default_weights(proto, announce=True, needed=False)
     else:
-        names = expand(proto, trainable, "weight or pattern")
-    frozen = set(expand(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
+        names = expand_patterns(proto, trainable, "weight or pattern")
+    frozen = set(expand_patterns(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
     return [name for name in names if name not in frozen]
 
 

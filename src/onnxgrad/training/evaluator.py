@@ -35,7 +35,7 @@ from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of
 from onnxgrad.training.progress import Totals
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.inputs import Batch, Slice
-from onnxgrad.training.step.members import evaluated_members
+from onnxgrad.training.step.members import objective_of_stack
 
 Arrays = Mapping[str, np.ndarray]
 SIZE = 256  # rows of one call of the runtime
@@ -77,7 +77,7 @@ class Evaluator:
     def objective(self) -> Objective:
         """Return the objective, of all members of a stack."""
         one = build_objective(self.recipe, training=False)
-        return one if self.members is None else evaluated_members(one, self.members)
+        return one if self.members is None else objective_of_stack(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
@@ -415,7 +415,7 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
         return Evaluator(recipe.for_model(proto, read))
 
     key = "labeled" if recipe.labels else "unlabeled"
-    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
+    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.step_key, changing), build)
     return kept.with_names(names)
 
 
