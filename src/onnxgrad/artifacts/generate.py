@@ -23,7 +23,7 @@ from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import data_files, save
+from onnxgrad.model.write import external_data_files, save
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
@@ -183,7 +183,7 @@ def write_ort(model: Path, path: Path) -> None:
     Raises:
         ValueError: the model is too large for the format.
     """
-    size = sum(file.stat().st_size for file in {model, *data_files(model)})
+    size = sum(file.stat().st_size for file in {model, *external_data_files(model)})
     if size >= LARGEST_ORT:
         file = printable(model.name)
         raise ValueError(f"{file} has {size} bytes, too many for .ort: pass ort_format=False")

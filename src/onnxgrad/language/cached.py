@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.feeds import caches
+from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches
@@ -37,7 +37,7 @@ class Cached:
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
-        self._caches = caches(model)  # the output that follows each
+        self._caches = caches_with_next_values(model)  # the output that follows each
         self._empty = {name: _empty_cache(inputs[name]) for name in self._caches}
         own = ("input_ids", MASK, POSITIONS, BRANCH)
         self._names = {names.get(n, n): n for n in own if names.get(n, n) in inputs}

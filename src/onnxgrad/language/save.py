@@ -20,7 +20,7 @@ from onnxgrad.language.folders import ModelFolder, file_of_adapter, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import read
-from onnxgrad.model.write import data_files
+from onnxgrad.model.write import external_data_files
 from onnxgrad.training.trainer import Trainer
 
 
@@ -162,7 +162,7 @@ def _temporary_beside(target: Path) -> Path:
 
 def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
     """Copy all files of a folder but the model and its data."""
-    own = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
+    own = {os.path.realpath(file) for file in (origin.model, *external_data_files(origin.model))}
     stale = []
     for folder, folders, names in os.walk(origin.path):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -172,7 +172,7 @@ def _copy_others(origin: ModelFolder, temporary: Path, target: Path) -> None:
                 continue
             if file.suffix == ".onnx":
                 stale.append(relative.as_posix())
-                if shared := own & {os.path.realpath(data) for data in data_files(file)}:
+                if shared := own & {os.path.realpath(data) for data in external_data_files(file)}:
                     raise ModelError(
                         f"{str(file)!r} reads {shared.pop()!r}, as {origin.model.name!r} does: "
                         "that would be replaced. Remove one of both models from a copy of the "
@@ -209,10 +209,10 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
         (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
         return file.parent / location, location
 
-    written = external.written_out(proto, place)
+    written = external.write_initializers(proto, place)
     for _, tensor in external.external_tensors(written):
         if _data_location(tensor).is_absolute():  # of a subgraph
-            tensor.raw_data = external.array(tensor).tobytes()
+            tensor.raw_data = external.tensor_to_array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     external.write_filled(written, file, {})

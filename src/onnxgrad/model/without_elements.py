@@ -9,23 +9,23 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.model.external import holds, is_empty, nbytes, without_elements
+from onnxgrad.model.external import holds_inline, is_empty, nbytes, without_elements
 from onnxgrad.model.weights import replace
 
-LARGE = 1 << 28  # bytes of weights where another copy of them matters
+LARGE = 1 << 28  # bytes of weights that are large, so that memory should hold no copy of them
 TENSOR_BYTES = 1 << 16  # least bytes of a weight whose elements are left out
 
 
 def without_large_weights(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
-    """Return `model`, or a copy without the elements of initializers if these are large.
+    """Return `model`, or if its weights are large a copy without their elements.
 
-    `names` chooses initializers; None is all. Elements in external files stay there. The copy
-    declares the same shapes and types.
+    `names` are the initializers that may lose their elements; None: all. Elements in external files
+    stay there. The copy declares the same shapes and types.
     """
     chosen = {
         t.name
         for t in model.graph.initializer
-        if (names is None or t.name in names) and holds(t, TENSOR_BYTES)
+        if (names is None or t.name in names) and holds_inline(t, TENSOR_BYTES)
     }
     if sum(nbytes(t) for t in model.graph.initializer if t.name in chosen) <= LARGE:
         return model
@@ -33,7 +33,7 @@ def without_large_weights(model: ModelProto, names: Collection[str] | None = Non
 
 
 def fill_weights(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return `model` with the elements that `without_large_weights` left out."""
+    """Return `model` with the elements, in `arrays`, that `without_large_weights` left out."""
     names = empty_names(model)
     return replace(model, {name: arrays[name] for name in names}) if names else model
 

@@ -28,7 +28,7 @@ from onnxgrad.operators import operator_of
 from onnxgrad.quantization.by_onnxruntime import QuantizationJob, prepare_for_quantization
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.job import Job
@@ -193,7 +193,7 @@ def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
     for _, tensor in external.external_tensors(proto):
         place = {entry.key: entry.value for entry in tensor.external_data}["location"]
         if Path(place).is_relative_to(folder.resolve()):
-            data = external.array(tensor).tobytes()
+            data = external.tensor_to_array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
             tensor.raw_data = data
@@ -246,5 +246,5 @@ def integer_products_overflow(activations: str | None, weights: str) -> bool:
     sums = draft.op.MatMulInteger(*draft.graph.inputs)
     sums.dtype = ir.DataType.INT32
     model = draft.model({"sums": sums})
-    session = loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
+    session = load_session(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
     return bool(session.run(None, feed)[0].item() != exact)

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from onnxgrad.errors import ProviderError, argument, unknown
 
-VALID = "a device is 'cpu', 'cuda' or 'cuda:1', a GPU by its number; 'gpu' means 'cuda'"
+VALID = "a device is 'cpu', 'cuda', or a GPU by its number as 'cuda:1'; 'gpu' means 'cuda'"
 _FORM = re.compile(r"(cpu|cuda|gpu)(?::([0-9]{1,4}))?", re.ASCII | re.IGNORECASE)
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _ON_CUDA = (_CUDA, "TensorrtExecutionProvider")  # providers whose tensors are in CUDA memory
@@ -27,7 +27,7 @@ class Device:
     Args:
         kind: "cpu" or "cuda".
         index: number of the GPU; 0 for the CPU.
-        written: how the caller wrote it, for messages.
+        written: how the caller wrote the device, for messages.
     """
 
     kind: str = "cpu"
@@ -39,7 +39,7 @@ class Device:
         """Return the device for "cpu", "cuda", "cuda:1", "gpu", a `torch.device` or a `Device`.
 
         Raises:
-            ProviderError: `device` has none of these forms.
+            ProviderError: `device` is neither such a text nor such an object.
         """
         if isinstance(device, Device):
             return device
@@ -62,7 +62,7 @@ class Device:
         """The execution providers of a session on this device, with their options.
 
         Raises:
-            ProviderError: the installed onnxruntime has none.
+            ProviderError: the installed onnxruntime has no provider for this device.
         """
         available = ort.get_available_providers()
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
@@ -76,7 +76,7 @@ class Device:
         return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]
 
     def check(self) -> Device:
-        """Return this device, or raise ProviderError if onnxruntime has no provider for it."""
+        """Return this device; raise `ProviderError` if onnxruntime has no provider for it."""
         assert self.providers
         return self
 
@@ -94,7 +94,10 @@ class Device:
             binding.bind_output(name, self.kind, self.index)
 
     def check_holds(self, what: str, value: ort.OrtValue) -> None:
-        """Raise ValueError if `value` is on another device, as far as onnxruntime reports it."""
+        """Raise `ValueError` if `value` is on another device, as far as onnxruntime reports it.
+
+        `what` is the noun for the value in the message.
+        """
         kind = value.device_name().lower().replace("gpu", "cuda")
         dlpack_device = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
         if dlpack_device is not None:
@@ -102,7 +105,9 @@ class Device:
         else:
             device = Device(kind, self.index if kind == "cuda" else 0)
         if device != self:
-            raise ValueError(f"{what} is on '{device}', the session on '{self}'")
+            raise ValueError(
+                f"{what} is on '{device}', and the session runs on '{self}': copy the values there"
+            )
 
 
 CPU = Device()
@@ -115,17 +120,22 @@ def read_providers(
 
     Args:
         providers: a device, or a list of names or of pairs (name, options); None is the CPU.
-        options: options of the providers, a dict for each, if they are no pairs.
-        index: number of the GPU; None takes it from the options, or 0.
+        options: options of the providers, a dict for each, if `providers` are names.
+        index: number of the GPU; None: the number in the options, or 0.
 
     Raises:
         ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
             that contradict each other.
-        ValueError: options that are no dicts, not as many as there are providers, or twice.
+        ValueError: options that are no dicts, that are more or fewer than the providers, or that
+            are given twice.
     """
     pairs = _provider_pairs(providers, options)
     on_gpu = [settings for name, settings in pairs if name in _ON_CUDA]
-    numbers = {_gpu_number(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
+    stated = [settings["device_id"] for settings in on_gpu if "device_id" in settings]
+    for device_id in stated:
+        if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
+            raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
+    numbers = set(map(int, stated))
     if index is not None:
         if index and not on_gpu:
             raise ProviderError(
@@ -136,7 +146,7 @@ def read_providers(
     if len(numbers) > 1:
         raise ProviderError(
             f"providers, provider_options and device_index name several GPUs, {sorted(numbers)}: "
-            "give one"
+            "name one GPU"
         )
     number = max(numbers, default=0)
     for settings in on_gpu:
@@ -144,38 +154,46 @@ def read_providers(
     return pairs, Device("cuda", number) if on_gpu else CPU
 
 
-def _gpu_number(device_id: Any) -> int:
-    if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
-        raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
-    return int(device_id)
-
-
 def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
+    """Return pairs of name and options of execution providers; see `read_providers`."""
     if isinstance(providers, Device) or _is_name(providers):
         if options is not None:
-            raise ValueError("provider_options go with a list of providers, not with a device")
-        chosen = _device_of(providers).providers
+            raise ValueError(
+                "provider_options belong to a list of providers, and providers is a device: leave "
+                "out provider_options"
+            )
+        chosen = _device_of_providers(providers).providers
         numbered = isinstance(providers, Device) or ":" in str(providers)
         return chosen if numbered else [(name, {}) for name, _ in chosen]
     names = list(providers or [_CPU])
     if options is not None:
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("options are in `providers` already: leave out provider_options")
+            raise ValueError("providers has options already: leave out provider_options")
         if len(options) != len(names):
-            raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
+            raise ValueError(
+                f"{len(options)} provider_options for {len(names)} providers {names}: pass a dict "
+                "for each provider"
+            )
         names = list(zip(names, options, strict=True))
-    return [_with_options(name) for name in names]
+    return [_provider_with_options(name) for name in names]
 
 
-def _device_of(device: Any) -> Device:
+def _device_of_providers(device: Any) -> Device:
+    """Return the device for the argument `providers`, with its name in the error."""
     try:
         return Device.of(device)
     except ProviderError:
-        raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
+        raise ProviderError(
+            f"providers is a list of names or a device, not {device!r}; {VALID}"
+        ) from None
 
 
-def _with_options(provider: Any) -> Provider:
-    """Return a provider with a copy of its options, if onnxruntime has it."""
+def _provider_with_options(provider: Any) -> Provider:
+    """Return (name, copy of the options) for a provider, a name or such a pair.
+
+    Raises:
+        ProviderError: the installed onnxruntime does not have the provider.
+    """
     name, options = (provider, {}) if isinstance(provider, str) else provider
     available = ort.get_available_providers()
     if name not in available and name in ort.get_all_providers():

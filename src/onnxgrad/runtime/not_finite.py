@@ -1,4 +1,4 @@
-"""Which node of a model first computes NaN or infinity."""
+"""Find the node of a model that first computes NaN or infinity."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import escaping, printable
-from onnxgrad.model.external import array
+from onnxgrad.model.external import tensor_to_array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
-from onnxgrad.model.rewrites import dense_inside
-from onnxgrad.model.traversal import reads, subgraphs
+from onnxgrad.model.rewrites import densify_inside
+from onnxgrad.model.traversal import names_read_by, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-PIECE_NODES = 256  # nodes of one piece of the model, at most
-_PIECE_BYTES = 1 << 28  # bytes of the outputs of these nodes, about
+PIECE_NODES = 256  # most nodes of a piece of the model
+_PIECE_BYTES = 1 << 28  # bytes of the outputs of the nodes of a piece, about
 _ALL_CORES = 1e8  # multiply-adds for which a session takes as many threads as there are cores
-_CONSTANT = ("Constant", "ConstantOfShape")  # operators: infinity in a mask is no fault of theirs
+_CONSTANT = ("Constant", "ConstantOfShape")  # operators that may write infinity into a mask
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 
 
@@ -28,28 +28,28 @@ FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 def first_not_finite(
     model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int] = (), of: str = ""
 ) -> str | None:
-    """Return which node first computes NaN or infinity, though its inputs are finite.
+    """Return a clause that names the node that first computes NaN or infinity from finite inputs.
 
-    Only nodes on which an output that is not finite depends are considered, through values that are
-    not finite either: the infinities of a mask in front of a Softmax are no fault. Of an If, the
-    node of the branch that it takes is named, too; of a Loop or Scan, none of its body.
+    Only nodes that lead to an output that is not finite are considered, through values that are not
+    finite either: the infinities of a mask in front of a Softmax are no fault. Of an If, the node
+    in the branch that runs is named, too; of a Loop or Scan, no node of the body.
 
-    The model runs once, in pieces, on the CPU. Only those values are kept that later pieces read.
+    The model runs once, in pieces, on the CPU. Values are kept while later pieces read them.
 
     Args:
         model: model; never modified.
-        feed: its inputs.
-        rows: the number of each row of `feed`, so that the rows at fault are named.
-        of: the end of the list of rows, such as " of batch 3".
+        feed: the inputs of the model, by name.
+        rows: the index of each row of `feed` in the data, so that the rows at fault are named.
+        of: the text behind the list of rows, such as " of batch 3".
 
     Returns:
-        The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
-        'h') gives infinity; its input 'x' is between 1 and 100". It names an input or a constant
-        instead of a node if that is not finite already.
+        A clause such as "Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1
+        and 100"; None if all outputs are finite. The clause names an input or a constant of the
+        model instead of a node if the input or constant is not finite.
     """
-    search = _Search(dense_inside(read(model)), feed, rows, of)
+    search = _Search(densify_inside(read(model)), feed, rows, of)
     search.run()
-    return search.result()
+    return search.clause()
 
 
 class _Search:
@@ -61,14 +61,15 @@ class _Search:
         self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
         self.nodes = list(model.graph.node)
         self.initializers = {t.name: t for t in model.graph.initializer}
-        self.reads = [[x for x in dict.fromkeys(reads(node)) if x] for node in self.nodes]
+        self.reads = [[x for x in dict.fromkeys(names_read_by(node)) if x] for node in self.nodes]
         self.producers = {y: i for i, node in enumerate(self.nodes) for y in node.output if y}
-        self.last = {x: i for i, read in enumerate(self.reads) for x in read}  # reader by name
-        # each begins a piece: a Scan needs the shapes of its inputs
+        # the index of the last node that reads a value, by name
+        self.last = {x: i for i, read in enumerate(self.reads) for x in read}
+        # nodes with subgraphs begin a piece: a Scan needs the shapes of its inputs
         self.with_subgraphs = {i for i, node in enumerate(self.nodes) if any(subgraphs(node))}
-        self.ranges: dict[str, tuple[float, float]] = {}  # of the values that are floats
-        self.rows: dict[str, np.ndarray] = {}  # at fault, of values that are not finite
-        self.branches: dict[int, str] = {}  # messages on the branches that Ifs take, by index
+        self.ranges: dict[str, tuple[float, float]] = {}  # least and greatest element, of floats
+        self.rows: dict[str, np.ndarray] = {}  # indices of rows that are not finite, by value
+        self.branches: dict[int, str] = {}  # clauses on the branch of an If, by index of the node
 
     # -- running --------------------------------------------------------------------------------
 
@@ -95,14 +96,14 @@ class _Search:
             start = stop
 
     def _run_piece(self, piece: range) -> int:
-        """Run some nodes, and return the bytes of their outputs."""
+        """Run the nodes with the indices `piece`, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
         model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
         feed = {x.name: self.values[x.name] for x in model.graph.input}
         results = session(model, CPU, _ALL_CORES).run_with_ort_values(outputs, feed)
         for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
-            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # numpy lacks it
+            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # not in numpy
                 tensor = value.numpy()
                 size += tensor.nbytes
                 self._note_range(name, tensor)
@@ -113,7 +114,7 @@ class _Search:
         return size
 
     def _model_of_nodes(self, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
-        """Return a model of these nodes; values that nodes before them compute are its inputs."""
+        """Return a model of some nodes, whose inputs are the values that earlier nodes computed."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
@@ -122,7 +123,9 @@ class _Search:
         for name in outputs:
             model.graph.output.add(name=name)
         computed = {y for node in nodes for y in node.output}
-        for name in dict.fromkeys(x for node in nodes for x in reads(node) if x not in computed):
+        for name in dict.fromkeys(
+            x for node in nodes for x in names_read_by(node) if x not in computed
+        ):
             if name in self.values:
                 _declare_input(model, name, self.values[name])
             elif name in self.initializers:
@@ -130,13 +133,13 @@ class _Search:
         return model
 
     def _first_in_branch(self, node: NodeProto) -> str:
-        """Return which node is at fault in the branch that an If takes; "" for other operators."""
+        """Return a clause that names the node at fault in the branch that an If takes; or ""."""
         if node.op_type != "If":
             return ""
         try:
             name = node.input[0]
             fed = self.values.get(name)
-            condition = array(self.initializers[name]) if fed is None else fed.numpy()
+            condition = tensor_to_array(self.initializers[name]) if fed is None else fed.numpy()
             taken = "then_branch" if condition.item() else "else_branch"
             branch = next(a.g for a in node.attribute if a.name == taken)
             model = self._model_of_nodes(branch.node, [y.name for y in branch.output])
@@ -144,8 +147,8 @@ class _Search:
             feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
             search = _Search(model, feed, (), "")
             search.run()
-            return search.result() or ""
-        except Exception:  # the message names the If alone then
+            return search.clause() or ""
+        except Exception:  # without a clause, the message names the If only
             return ""
 
     def _note_range(self, name: str, value: np.ndarray) -> None:
@@ -164,19 +167,20 @@ class _Search:
     def _value_state(self, name: str) -> str | None:
         """Return FINITE, INFINITE or NAN for a tensor of floats; None for any other value."""
         if name not in self.ranges and name in self.initializers:
-            self._note_range(name, array(self.initializers[name]))
+            self._note_range(name, tensor_to_array(self.initializers[name]))
         ends = self.ranges.get(name)
         if ends is None:
             return None
         return NAN if np.isnan(ends).any() else INFINITE if np.isinf(ends).any() else FINITE
 
     def _any_not_finite(self, names: Iterable[str]) -> bool:
+        """Return whether a tensor of floats among the values `names` is not finite."""
         return any(self._value_state(name) in (INFINITE, NAN) for name in names)
 
-    # -- the way back ---------------------------------------------------------------------------
+    # -- from the outputs back to the node at fault ---------------------------------------------
 
-    def result(self) -> str | None:
-        """Return the message of `first_not_finite` after `run`."""
+    def clause(self) -> str | None:
+        """Return the clause of `first_not_finite`, after `run`."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
         bad = [y for y in bad if self._value_state(y) == NAN] or bad
@@ -200,10 +204,10 @@ class _Search:
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
     def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
-        """Return the values behind `bad` that are not finite, and come from finite ones alone.
+        """Return the first values that are not finite on the way to the values `bad`.
 
-        NaN is followed to NaN, and only where it comes from other numbers to infinity. The second
-        set holds the indices of the nodes that compute NaN from other numbers.
+        NaN is followed to NaN, or if no operand is NaN to infinity. The second set has the indices
+        of the nodes that compute NaN from other numbers.
         """
         sources, created = set[str](), set[int]()
         seen, stack = set(bad), list(bad)
@@ -223,7 +227,7 @@ class _Search:
         return sources, created
 
     def _tensors_read_by(self, node: int) -> list[str]:
-        """Return the tensors that a node reads; for a sequence, the tensors it is made from."""
+        """Return the names of the tensors that a node reads; of a sequence, of its elements."""
         values: dict[str, None] = {}
         stack, seen = [node], {node}
         while stack:
@@ -239,6 +243,7 @@ class _Search:
     # -- messages -------------------------------------------------------------------------------
 
     def _node_message(self, name: str, outputs: Sequence[str]) -> str:
+        """Return the clause on the node that computes the value `name`, with rows at fault."""
         i = self.producers[name]
         text = f"{_node_title(self.nodes[i], name)} gives {self._value_state(name)}"
         if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
@@ -253,6 +258,7 @@ class _Search:
         return text
 
     def _constant_message(self, name: str, node: int | None) -> str:
+        """Return the clause on an input or constant, and the node that computes NaN from it."""
         kind = "input" if name in self.feed else "constant"
         text = f"the {kind} {printable(name)!r} holds {self._value_state(name)}"
         if name in self.feed and np.ndim(self.feed[name]):
@@ -264,13 +270,13 @@ class _Search:
 
 
 def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
-    """Add an input of the type of `value` to a model."""
+    """Add an input called `name`, of the type and shape of `value`, to a model, in place."""
     kind, declared = value.data_type(), model.graph.input.add(name=name).type
     if kind.startswith("seq("):
         kind, declared = kind[4:-1], declared.sequence_type.elem_type
     dtype = session_dtype(kind)
     if dtype is None:
-        raise ValueError(f"value {name!r} is a {kind}, which is no tensor")
+        raise ValueError(f"the value {name!r} is a {kind}, and only tensors can be searched")
     declared.tensor_type.elem_type = int(dtype)
     if value.is_tensor():
         declared.tensor_type.shape.SetInParent()
@@ -279,5 +285,6 @@ def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
 
 
 def _node_title(node: NodeProto, output: str | None = None) -> str:
+    """Return the operator, the name and an output of a node, for messages."""
     name = f"node {printable(node.name)!r}, " if node.name else ""
     return f"{node.op_type} ({name}output {printable(output or node.output[0])!r})"

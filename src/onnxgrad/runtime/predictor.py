@@ -15,7 +15,7 @@ from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import warn_once
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded, session
+from onnxgrad.runtime.session import load_session, session
 
 Arrays = dict[str, np.ndarray]
 ROWS = 256  # of a call
@@ -49,7 +49,7 @@ class Predictor:
         if work is None:
             settings = ort.SessionOptions()
             settings.log_severity_level = 4  # files hold constants that no node reads, and more
-            self.session = loaded(running, settings, providers=device.providers)
+            self.session = load_session(running, settings, providers=device.providers)
         else:
             self.session = session(running, device, work)
         self.inputs = {x.name: x for x in self.session.get_inputs()}

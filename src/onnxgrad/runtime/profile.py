@@ -17,12 +17,12 @@ from onnxgrad.operators import WITH_SUBGRAPHS
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 
-_KERNEL = "_kernel_time"  # the last letters of the name of an event that is a run of a node
+_KERNEL = "_kernel_time"  # how the name of an event ends that is a run of a node
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """The number of nodes of one operator in one run, their seconds, and the bytes they return."""
+    """The count of nodes of one operator in a run, their seconds, and bytes of their outputs."""
 
     operator: str
     nodes: float
@@ -39,10 +39,11 @@ def operator_times(
     in_order: bool = False,
     runs: int = 3,
 ) -> list[OperatorTime]:
-    """Return the time of each operator in a run of a model, the slowest first.
+    """Return the time of each operator in a run of a model, the slowest operator first.
 
-    The times are means of `runs` runs, after one that does not count. The nodes are counted after
-    onnxruntime's optimizations. `session` documents the other arguments.
+    The times are means of `runs` runs, after one run that does not count. The nodes are counted
+    after onnxruntime's optimizations. `feeds` are the inputs by name; `session` documents the other
+    arguments.
     """
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prefix = os.path.join(folder, "profile")
@@ -56,7 +57,7 @@ def operator_times(
     totals: dict[str, list[float]] = {}
     for event in counted:
         about = event["args"]
-        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes inside are counted instead
+        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes of its subgraphs are counted instead
             continue
         entry = totals.setdefault(about["op_name"], [0.0, 0.0, 0.0])
         entry[0] += 1

@@ -1,4 +1,4 @@
-"""The shapes of outputs in a run of a model, whose file may state other shapes."""
+"""The shapes of the outputs of a model in a run, where its file may state wrong shapes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-# lengths of symbolic dimensions, of first axes and of others; a Squeeze without axes removes ones
+# lengths of symbolic dimensions: of first axes, and of other axes; a Squeeze may remove ones
 _LENGTHS, _ONES = (3, 2), (1, 1)
-_KEPT = 64  # models whose run is remembered: a training prepares a model several times
+_KEPT = 64  # models whose shapes are remembered: a training prepares a model several times
 _runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
-    """Return a function that corrects the stated shape of an output of `proto` by a run.
+    """Return a function (output, stated shape) -> shape that corrects shapes by a run of `proto`.
 
     The model runs on random inputs when the first output is asked for. The run gives the rank,
     unless a second run, in which all lengths are one, gives another rank; lengths that the run
@@ -48,7 +48,7 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
         if confirmed != stated:
             warn_once(
                 f"the file states the shape {lengths(stated)} of the output {y.name!r}, which is "
-                f"{actual} when the model runs: what it states is ignored"
+                f"{actual} when the model runs: the stated shape is ignored"
             )
         return confirmed
 
@@ -56,7 +56,10 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
 
 
 def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of inputs and outputs in a run; an empty dict if the model fails."""
+    """Return the shapes of inputs and outputs in a run on random data; {} if the model fails.
+
+    `lengths` has the length of symbolic first axes, and the length of other symbolic axes.
+    """
     key = content_digest(proto), lengths
     if key not in _runs:
         if len(_runs) == _KEPT:
@@ -68,7 +71,7 @@ def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tup
             feed = random_feed(running.get_inputs(), *lengths, random_state=0)
             arrays = feed | dict(zip(names, running.run(names, feed), strict=True))
             shapes = {name: array.shape for name, array in arrays.items()}
-        except Exception as e:  # of several types
+        except Exception as e:  # onnxruntime's errors have no common base
             logger.debug("shapes of outputs are taken as stated: %s", e)
         _runs[key] = shapes
     return _runs[key]

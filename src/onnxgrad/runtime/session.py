@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime on a device, with a number of threads that fits the computation."""
+"""Sessions of onnxruntime on a device, with as many threads as the computation can use."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
 from onnxgrad.model import external
-from onnxgrad.model.rewrites import dense_inside
+from onnxgrad.model.rewrites import densify_inside
 from onnxgrad.model.traversal import graphs_of, nodes_of
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.shapes import UnknownShapeError, dims, static
 from onnxgrad.runtime.device import Device, Provider
 
-# multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
+# multiply-adds of a forward pass for which a further thread pays, measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
-# variables of torchrun, Open MPI and MPICH: how many processes share the cores of this machine
+# environment variables of torchrun, Open MPI and MPICH for the count of processes on this machine
 _PROCESS_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING_LIMIT = "optimization.constant_folding_max_output_size_in_bytes"
 _MOST_FOLDED = 1 << 18  # bytes of a constant
-_LARGE_MODEL = 1 << 24  # bytes of a model, from which copies of it matter
+_LARGE_MODEL = 1 << 24  # bytes from which copies of a model take much memory
 _SPINNING = "session.force_spinning_stop"
 
 
-def threads(work: float) -> int:
-    """Return the number of threads for a step of `work` multiply-adds.
+def thread_count(work: float) -> int:
+    """Return the count of threads of a session for a step of `work` multiply-adds.
 
-    It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
+    This is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min((cores or 1) // process_count(*_PROCESS_COUNTS), int(work / WORK_PER_THREAD)))
 
 
 def process_count(*names: str) -> int:
-    """Return how many processes a launcher has started, by variables that it sets; 1 by default."""
+    """Return the count of processes that a launcher has started on this machine.
+
+    `names` are environment variables that launchers set to it; without these, it is 1.
+    """
     values = [os.environ.get(name, "") for name in names]
     return max(1, *(int(text) if text.isdecimal() else 1 for text in values))
 
@@ -59,16 +62,20 @@ def session(
     lengths: Mapping[str, int] | None = None,
     profile: str | None = None,
 ) -> ort.InferenceSession:
-    """Return a session for `model`, with threads for `work` multiply-adds per step.
+    """Return a new session for `model`.
 
-    With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
-    `lengths` has the symbolic dimensions of inputs whose length is always the same. `profile` is
-    the prefix of a file into which the session writes its profile.
+    Args:
+        model: any model.
+        device: where the session runs.
+        work: multiply-adds of a step, which decide the count of threads.
+        in_order: whether nodes run in the order of the model; if not, depth first from the outputs.
+        lengths: the lengths of symbolic dimensions of inputs that are always the same, by symbol.
+        profile: the prefix of a file into which the session writes its profile; None: no profile.
     """
     options, more = _session_options(work, in_order, lengths)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    return loaded(model, options, providers=device.providers, **more)
+    return load_session(model, options, providers=device.providers, **more)
 
 
 def ordered_session(
@@ -78,15 +85,16 @@ def ordered_session(
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
 ) -> ort.InferenceSession:
-    """Return a session as `session`, whose nodes run in the order of `order`.
+    """Return a new session whose nodes run in the order that `order` gives them.
 
-    `order` gets the graph that onnxruntime has optimized for these lengths, in which the operands
-    of every node and the sizes of its results are known; onnxruntime would put fused nodes last.
+    `order` sorts the nodes of a graph in place. It gets the graph that onnxruntime has optimized
+    for these lengths, in which the operands and the sizes of results of all nodes are known;
+    onnxruntime itself would put fused nodes last. See `session` for the other arguments.
     """
-    options, _ = _session_options(0.0, lengths=lengths)  # it only optimizes, on one thread
+    options, _ = _session_options(0.0, lengths=lengths)  # a session that only optimizes
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
-        loaded(model, options, providers=device.providers)
+        load_session(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
     _state_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
@@ -95,29 +103,30 @@ def ordered_session(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
     del optimized
-    large = proto.ByteSize() > _LARGE_MODEL  # with the bodies of Scans
+    large = proto.ByteSize() > _LARGE_MODEL
     if large:
-        _give_back_freed()
-    running = loaded(proto, options, providers=device.providers, **more)
+        _return_freed_memory()
+    running = load_session(proto, options, providers=device.providers, **more)
     del proto
     if large:
-        _give_back_freed()
+        _return_freed_memory()
     return running
 
 
-def _give_back_freed() -> None:
-    """Return freed memory of copies to the system: glibc would keep it during a training."""
-    gc.collect()  # graphs refer to themselves
+def _return_freed_memory() -> None:
+    """Return freed memory to the system, which glibc would keep during a training."""
+    gc.collect()  # graphs are in cycles of references
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
         if trim is not None:
             trim(0)
 
 
 def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Set the shapes that `model` states for values of `graph` where onnxruntime infers none.
+    """Set shapes of values of `graph` that `model` states and onnxruntime does not infer, in place.
 
-    It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
+    onnxruntime infers no shapes behind a Reshape to a computed shape, with which a recomputed part
+    of a graph begins.
     """
     stated: dict[str, set[tuple[int | None, ...]]] = {}
     for own in graphs_of(model):
@@ -139,10 +148,10 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
 def _session_options(
     work: float, in_order: bool = False, lengths: Mapping[str, int] | None = None
 ) -> tuple[ort.SessionOptions, dict[str, Any]]:
-    """Return the options of a session, and its further arguments."""
+    """Return the options of a session, and further arguments of `ort.InferenceSession`."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads(work)
+    options.intra_op_num_threads = thread_count(work)
     options.inter_op_num_threads = 1
     # threads that wait for the next node must not take the cores of another session
     options.add_session_config_entry(_SPINNING, "1")
@@ -150,12 +159,12 @@ def _session_options(
     options.add_session_config_entry(_FOLDING_LIMIT, str(_MOST_FOLDED))
     if in_order:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        # it moves the gradients of weights to the end, so that their operands stay alive
+        # this optimizer moves the gradients of weights to the end, and keeps their operands alive
         more["disabled_optimizers"] = ["MatmulTransposeFusion"]
     if work >= WORK_PER_THREAD:
         # a pattern allocates one block for a run, more than its values need at a time
         options.enable_mem_pattern = False
-        # it would keep the memory of a dead value until another value has the same shape
+        # reuse keeps the memory of a dead value until another value has the same shape
         options.enable_mem_reuse = False
     for symbol, length in (lengths or {}).items():
         options.add_free_dimension_override_by_name(symbol, length)
@@ -164,23 +173,25 @@ def _session_options(
 
 
 @escaping()
-def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Return a session for a model of any size.
+def load_session(
+    model: ModelProto, options: ort.SessionOptions, **more: Any
+) -> ort.InferenceSession:
+    """Return a new session for a model of any size; `more` are arguments of `InferenceSession`.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
     """
-    model = dense_inside(model)
+    model = densify_inside(model)
     with ExitStack() as stack:
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
-            model = external.written_out(
-                model, lambda t: (data, data) if external.holds(t, external.SMALL) else None
+            model = external.write_initializers(
+                model, lambda t: (data, data) if external.holds_inline(t, external.SMALL) else None
             )
         if files := {file: file.resolve() for file in external.files_of(model)}:
             home = os.path.commonpath([file.parent for file in files.values()])
-            model = external.relocated(model, lambda file: files[file].relative_to(home))
+            model = external.move_data_locations(model, lambda file: files[file].relative_to(home))
             options.add_session_config_entry(_DATA_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
@@ -196,10 +207,11 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
 def _session_of_bytes(
     model: bytes, options: ort.SessionOptions, more: dict[str, Any]
 ) -> ort.InferenceSession:
+    """Return a new session for a serialized model, without an optimizer that fails for it."""
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
-        # the optimizer named below changes the zero point of a QuantizeLinear that another one
+        # QDQS8ToU8Transformer changes the zero point of a QuantizeLinear that another optimizer
         # wrote, and not its dtype (onnxruntime 1.32)
         if "does not match y_zero_point" not in str(e):
             raise
@@ -208,7 +220,7 @@ def _session_of_bytes(
 
 
 def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> None:
-    """Raise `ModelError` if the message is of an operator that onnxruntime does not have."""
+    """Raise `ModelError` if the `message` of an error says that onnxruntime lacks an operator."""
     unregistered = re.search(r"([\w.]*):?\b(\w+)\(-?\d+\) is not a registered function/op", message)
     if unregistered is None:
         return
@@ -223,7 +235,10 @@ def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> 
 
 
 def _require_providers(running: ort.InferenceSession, requested: Sequence[Provider]) -> None:
-    """Raise if the session lacks a provider: onnxruntime falls back to the CPU without an error."""
+    """Raise `ProviderError` if a session runs without a requested provider.
+
+    onnxruntime falls back to the CPU without an error.
+    """
     available = running.get_providers()
     if missing := [name for name, _ in requested if name not in available]:
         raise ProviderError(
@@ -233,10 +248,10 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
         )
 
 
-def work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the products and convolutions of a graph, per row of the batch.
+def count_multiply_adds(graph: ir.Graph) -> float:
+    """Return the count of multiply-adds of a graph, in products and convolutions, per row.
 
-    Lengths that are not static count as one, and nodes of unknown shapes not at all.
+    Lengths that are not static count as one, and nodes of unknown shapes do not count.
     """
     total = 0
     for node in graph:
@@ -247,7 +262,7 @@ def work(graph: ir.Graph) -> float:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the lengths of a value, one in place of each that is not static."""
+    """Return the shape of a value with 1 in place of lengths that are not static."""
     shape = dims(value)
     if shape is None:
         raise UnknownShapeError

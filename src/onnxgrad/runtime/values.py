@@ -1,6 +1,6 @@
-"""Arrays and OrtValues, and sessions whose inputs are bound to them.
+"""Arrays and OrtValues: conversions, and sessions whose inputs and outputs are bound to them.
 
-Inputs are bound again only if their memory has changed.
+Inputs of a session are bound again only if their memory has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
 Value: TypeAlias = ort.OrtValue | np.ndarray
-FLOATS = {  # by the names of onnxruntime
+FLOATS = {  # dtypes by onnxruntime's names of types
     "tensor(float16)": ir.DataType.FLOAT16,
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
     "tensor(float)": ir.DataType.FLOAT,
@@ -28,41 +28,47 @@ FLOATS = {  # by the names of onnxruntime
 
 
 _VIEWED = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-_CACHED_PART = 1 << 16  # elements that stay in the cache
+_CACHED_PART = 1 << 16  # elements that fit into the cache of a CPU
 
 
-def wrapped(value: Any) -> Any:
-    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; leave other values."""
+def wrap_ortvalue(value: Any) -> Any:
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`.
+
+    Other values are returned unchanged.
+    """
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
 def to_numpy(value: Any) -> np.ndarray:
     """Return an OrtValue, a tensor of torch or an array-like as an array."""
-    value = wrapped(value)
+    value = wrap_ortvalue(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
     if not hasattr(value, "detach"):
         return np.asarray(value)
     try:
         return value.numpy(force=True)
-    except TypeError:  # numpy lacks its dtype, as bfloat16
+    except TypeError:  # numpy lacks the dtype of the tensor, such as bfloat16
         if "sparse" in str(value.layout):
             raise ValueError("a sparse tensor is not supported: pass its .to_dense()") from None
         return value.float().numpy(force=True)
 
 
 def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
-    """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
+    """Return an array as an OrtValue on `device`, on the CPU without a copy of the memory.
+
+    An OrtValue is returned itself.
+    """
     if isinstance(value, ort.OrtValue):
         return value
     return device.ortvalue(np.asarray(value, order="C"))
 
 
-def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
-    """Return a copy of an array as an OrtValue.
+def copy_to_ortvalue(array: np.ndarray, device: Device) -> ort.OrtValue:
+    """Return a copy of an array as an OrtValue that owns its memory.
 
-    An OrtValue of `ortvalue_from_numpy` shares the memory of the array, and the result of its
-    `numpy()` does not keep this memory alive.
+    An OrtValue of `ortvalue_from_numpy` shares the memory of the array, which the result of the
+    method `numpy` does not keep alive.
     """
     value = device.empty(array.shape, array.dtype)
     value.update_inplace(np.asarray(array, order="C"))
@@ -70,7 +76,7 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
 
 
 def array_of(value: Value) -> np.ndarray:
-    """Return an OrtValue as an array; on the CPU it shares the memory, which it keeps alive."""
+    """Return an OrtValue as an array, on the CPU a view that keeps the memory alive."""
     if isinstance(value, np.ndarray):
         return value
     kind = FLOATS.get(value.data_type())
@@ -85,7 +91,7 @@ def array_of(value: Value) -> np.ndarray:
 
 
 def is_finite(value: Value, axes: int = 0) -> np.ndarray:
-    """Return whether all numbers are finite, for each index of the first `axes`.
+    """Return whether all elements are finite, for each index along the first `axes` axes.
 
     An OrtValue on the CPU is not copied.
     """
@@ -103,12 +109,13 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.shape() if isinstance(value, ort.OrtValue) else np.shape(value))
 
 
-def fit(
+def fit_shape_and_dtype(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
-    """Return `value` in this shape and dtype; an OrtValue of both is returned without a copy.
+    """Return `value` reshaped to `shape` and cast to `dtype`.
 
-    `array` is the value as an array, if the caller has it.
+    An OrtValue that has both is returned itself. `array` is the value as an array, if the caller
+    has it.
     """
     if isinstance(value, ort.OrtValue) and shape_of(value) == shape:
         kind = FLOATS.get(value.data_type())
@@ -121,10 +128,10 @@ def fit(
 
 
 class Binding:
-    """Runs a session on arrays and OrtValues; inputs on its device are not copied.
+    """Runs a session on arrays and OrtValues, without copies of inputs on the device.
 
-    An input stays bound while its memory, shape and dtype equal the ones of the previous call. Each
-    call returns new outputs, except for the outputs that `into` names.
+    An input stays bound while its memory, shape and dtype do not change between calls. Each call
+    returns new outputs, except for outputs that are written into given arrays.
     """
 
     def __init__(self, session: ort.InferenceSession, device: Device) -> None:
@@ -140,7 +147,10 @@ class Binding:
         options: ort.RunOptions | None = None,
         into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the named outputs, on the device; an output in `into` is written to its array."""
+        """Return the outputs of the names `outputs`, on the device.
+
+        `into` has arrays, by output name, into which outputs are written.
+        """
         for name, value in inputs.items():
             self._bind_input(name, value)
         places = {name: into[name] for name in outputs if into is not None and name in into}
@@ -159,11 +169,12 @@ class Binding:
         return self._binding.get_outputs()
 
     def _bind_input(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
+        """Bind the input `name` to a value, unless it is bound to the same memory already."""
         if isinstance(value, ort.OrtValue):
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
                 self._binding.bind_ortvalue_input(name, value)
-        elif self._device != CPU:  # copied to the device in every call
+        elif self._device != CPU:  # the array is copied to the device in every call
             self._binding.bind_cpu_input(name, value)
             key = ()
         else:
@@ -176,6 +187,6 @@ class Binding:
 
 
 def bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
-    """Let the session write an output into `array`, in the memory of the CPU."""
+    """Bind the output `name` to `array`, so that the session writes into it, on the CPU."""
     place = array.ctypes.data
     binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)

@@ -16,7 +16,7 @@ from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import WORK_PER_THREAD, work
+from onnxgrad.runtime.session import WORK_PER_THREAD, count_multiply_adds
 from onnxgrad.sklearn.front import Front, by_name, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
@@ -116,7 +116,7 @@ class RowPredictor:
         self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
-        self._device, self._work = device, work(model.graph)
+        self._device, self._work = device, count_multiply_adds(model.graph)
         self._predictors: dict[bool, Predictor] = {}
         self._proto = proto
         if self._work >= _FEW:  # the only session: large weights are not kept twice

@@ -23,7 +23,7 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.process_groups import Group
-from onnxgrad.runtime.session import WORK_PER_THREAD, session, work
+from onnxgrad.runtime.session import WORK_PER_THREAD, count_multiply_adds, session
 from onnxgrad.training.batches import BatchSource, ReaderSource
 from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
@@ -111,7 +111,7 @@ class Evaluator:
     @cached_property
     def _work_per_row(self) -> float:
         """The multiply-adds of a row."""
-        return work(self.described.model.graph) * (self.members or 1)
+        return count_multiply_adds(self.described.model.graph) * (self.members or 1)
 
     def _session_for(self, name: str, rows: int) -> Callable[[Arrays], list[np.ndarray]]:
         """Return what computes "predictions", "losses", or both: "all", of batches of `rows` rows.

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.model.feeds import caches
+from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.operators.microsoft import result_shapes
 from onnxgrad.operators.shapes import Dim, dims, rank
 
@@ -33,7 +33,9 @@ def computable_inputs(proto: ModelProto, language: bool = False) -> frozenset[st
         return frozenset()
     axes = {name: list(x.type.tensor_type.shape.dim) for name, x in inputs.items()}
     pasts = {
-        name: axes[name][past] for name in caches(proto) if (past := _PAST.get(len(axes[name])))
+        name: axes[name][past]
+        for name in caches_with_next_values(proto)
+        if (past := _PAST.get(len(axes[name])))
     }
     grow = {name for name, past in pasts.items() if not past.HasField("dim_value")}
     if not grow and not language:
@@ -48,7 +50,7 @@ def is_cache(name: str) -> bool:
 
 
 def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
-    """Let nodes compute the inputs `names`, of `computable_inputs`, in place.
+    """Replace the inputs `names`, of `computable_inputs`, by nodes that compute them, in place.
 
     The types and shapes of the graph must be inferred before. A cache that a node reads stays an
     input if no shape tells its size.

@@ -96,7 +96,7 @@ class Fit:
             return
         plain = replace(self.recipe, balanced=None)
         described = evaluator_of(plain, self.names)
-        source = self._source_of(self.data, described.fields)
+        source = self._batch_source(self.data, described.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
@@ -125,7 +125,7 @@ class Fit:
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
         self.labels, fields = objective.labels, self._training_fields(objective)
-        source, held_out = self._all_sources(fields, shuffle)
+        source, held_out = self._training_and_validation_sources(fields, shuffle)
         self._check_batches(source, fields)
         if held_out is not None and job.every_metric:
             values = self.buffers | job.values_to_evaluate(self.state)
@@ -206,9 +206,11 @@ class Fit:
         fixed = not self.further or source.batch_size == usual
         return compiled.runner(self.recipe, source, fields, fixed)
 
-    def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+    def _training_and_validation_sources(
+        self, fields: Fields, shuffle: bool
+    ) -> tuple[BatchSource, BatchSource | None]:
         """Return the sources of the batches to train on and of validation batches, or None."""
-        source, job = self._source_of(self.data, fields), self.job
+        source, job = self._batch_source(self.data, fields), self.job
         X, y, weight = self.data.first
         # before validation data, whose columns would otherwise name the inputs
         if X is not None and self.data.stream is not None:
@@ -222,12 +224,17 @@ class Fit:
                 f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
-            return source, self._source_of(self.held_out, self.evaluator.fields)
+            return source, self._batch_source(self.held_out, self.evaluator.fields)
         if self.held_out is None:
             return source, None
         if job.carry:
-            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        every = self._source_of(self.data, self.evaluator.fields) if fields.fixed_rows else source
+            raise ValueError(
+                "carry needs the rows in their order, and a share of the rows for validation is "
+                f"drawn at random: pass data as {named('validation')}"
+            )
+        every = (
+            self._batch_source(self.data, self.evaluator.fields) if fields.fixed_rows else source
+        )
         both = hold_out(source, every, self.held_out, job.seed, fields.fixed_rows or 1)
         for part in both:
             fields.check_rows(part.rows or 0)
@@ -265,7 +272,7 @@ class Fit:
         own = max(rows // processes, 1)
         return processes * micro_batches(own, self.job.accumulate, statistics)
 
-    def _source_of(self, data: Dataset, fields: Fields) -> BatchSource:
+    def _batch_source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of the batches of `data`, of `batch_size` or the usual size."""
         fields.names, size = self.names, self.batch_size
         if not size:  # the fixed batch of the file, unless that is one row without a state
@@ -309,7 +316,7 @@ class Fit:
             require_equal(state.identity, identity, path)
             if draws_its_order(self.data.X):
                 warnings.warn(
-                    "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
+                    "the DataLoader draws the order of rows, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
                     f"dataset, or {argument('shuffle', False)}",
                     stacklevel=frames_inside() + 1,

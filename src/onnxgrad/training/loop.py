@@ -72,7 +72,7 @@ class Loop:
         return rate if self.state.members is None else np.array(rate)
 
     def _progress_after(self, seconds: float) -> FitProgress:
-        """Return the progress of training after so many seconds of this epoch."""
+        """Return the progress of training after `seconds` seconds of the present epoch."""
         state, totals, source = self.state, self._totals, self.call.source
         steps = None
         if isinstance(source.batches, int):
@@ -118,7 +118,7 @@ class Loop:
         """Run the epochs, and set `state.stop_reason`."""
         state = self.state
         try:
-            with self._whole_or_nothing():
+            with self._restoring_after_errors():
                 self._share_requests()
                 self._obey_requests()
             while state.epoch < self.last_epoch and not self.control.stop:
@@ -135,7 +135,7 @@ class Loop:
             raise
 
     @contextmanager
-    def _whole_or_nothing(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
+    def _restoring_after_errors(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
         """Set the state back if the block raises, so that a resumed training runs all of the block.
 
         `restore` sets the state back to an earlier one; None: to the state before the block.
@@ -173,7 +173,7 @@ class Loop:
         """Run `count` epochs in one call of the runtime."""
         state, source, start = self.state, self.call.source, time.perf_counter()
         assert isinstance(source, ArraySource)
-        with self.interrupts.held(), self._whole_or_nothing():
+        with self.interrupts.held(), self._restoring_after_errors():
             first, orders = state.epoch, []
             for state.epoch in range(first, first + count):
                 orders.append(state.row_order() if self.call.shuffle else None)
@@ -200,7 +200,7 @@ class Loop:
         """Run one epoch, or the rest of a resumed epoch; end early if a callback asks for it."""
         state, start = self.state, time.perf_counter()
         self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
-        with self._whole_or_nothing():
+        with self._restoring_after_errors():
             self._call_event("on_epoch_begin")
             self._obey_requests()
         if self.control.stop:
@@ -214,7 +214,7 @@ class Loop:
         with closing(self._timed_slices()) as slices:  # closing ends a thread that reads ahead
             for piece in slices:
                 if not self._run_whole_slice(piece):  # a process had requests in the step before
-                    with self._whole_or_nothing(self._restore_before):
+                    with self._restoring_after_errors(self._restore_before):
                         self._obey_requests()
                     if self.control.stop:
                         return
@@ -227,16 +227,16 @@ class Loop:
                         return
         if self._asked:  # no step has followed that exchanges the requests
             self._share_requests()
-        with self._whole_or_nothing(restore):
+        with self._restoring_after_errors(restore):
             self._finish_epoch()
 
     def _run_whole_slice(self, piece: Slice) -> bool:
-        """Run the steps of a slice, and return True.
+        """Run the steps of a slice of batches; return whether they ran.
 
-        False: no step ran, as a process had requests after the step before.
+        They do not run if a process had requests of callbacks after the step before.
         """
         try:
-            with self.interrupts.held(), self._whole_or_nothing():
+            with self.interrupts.held(), self._restoring_after_errors():
                 self._run_slice(piece)
         except Asked as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
@@ -249,7 +249,7 @@ class Loop:
     def _end_step(self) -> Callable[[], None] | None:
         """Call the events of a step; at the end of an epoch, return a function that undoes them."""
         restore = self.state.memento()
-        with self._whole_or_nothing(restore):
+        with self._restoring_after_errors(restore):
             self.state.pending = False
             self._call_event("on_step_end", shares=False)
             control, source = self.control, self.call.source
@@ -310,7 +310,7 @@ class Loop:
         self._count_steps(call, losses)
 
     def _run_call(self, call: Call) -> Losses | None:
-        """Return the losses of the steps of a call; None if one is not finite.
+        """Return the losses of the steps of a call; None if a loss or weight is not finite.
 
         Raises:
             ValueError: onnxruntime fails, as a label does not fit its prediction.

@@ -45,7 +45,11 @@ class Mixup:
 
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
         """Return the names of the inputs that are mixed; `features` are the inputs of the model."""
-        return _only_name(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
+        return (
+            _require_one_name(features, "mixup(inputs=[...])")
+            if self.inputs is None
+            else self.inputs
+        )
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -79,7 +83,9 @@ class CutMix:
 
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
         """Return the name of the input that is mixed; `features` are the inputs of the model."""
-        return _only_name(features, "cutmix(input=...)") if self.input is None else [self.input]
+        return (
+            _require_one_name(features, "cutmix(input=...)") if self.input is None else [self.input]
+        )
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
@@ -319,10 +325,10 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
     return lengths[0]
 
 
-def _only_name(features: Sequence[str], remedy: str) -> Sequence[str]:
+def _require_one_name(features: Sequence[str], remedy: str) -> Sequence[str]:
     """Return `features`, which has one name; raise `ValueError` for several names."""
     if len(features) == 1:
         return features
     raise ValueError(
-        f"mix: the model has the inputs {list(features)}: name the ones to mix by {remedy}"
+        f"mix: the model has the inputs {list(features)}: name the inputs to mix by {remedy}"
     )

@@ -21,7 +21,7 @@ from onnxgrad.graph.precision import in_dtype, in_float32, in_float32_input
 from onnxgrad.losses.causal import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
-from onnxgrad.model.notes import detached
+from onnxgrad.model.notes import stopped_values
 from onnxgrad.model.read import names_model
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.without_elements import read_elsewhere
@@ -351,7 +351,7 @@ def build_objective(
     if job.precision != "file":
         trained = [in_float32_input(op, w) for w in trained]
         results = {n: y if computed else in_float32(op, y) for n, y in results.items()}
-    fixed = detached(proto)
+    fixed = stopped_values(proto)
     nodes = (node for node, _ in walk_with_outer_nodes(graph))
     stopped = {y for node in nodes for y in node.outputs if y.name in fixed}
     if training:
@@ -399,7 +399,7 @@ def _prepare_model(
         proto,
         batch=BATCH,
         outputs=read,
-        keep=[*job.dropout, *detached(proto)],
+        keep=[*job.dropout, *stopped_values(proto)],
         keep_dropout=bool(job.dropout),
         exempt=job.moved_inputs,
         wide=job.trained if job.precision == "float32" else None,

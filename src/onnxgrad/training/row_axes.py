@@ -159,14 +159,14 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        return self._find_axes_once(tuple(lengths.items())).copy()
+        return self._find_row_axes_once(tuple(lengths.items())).copy()
 
     @cached_property
-    def _find_axes_once(self) -> Callable[[Any], Axes]:
-        """The function `_find_axes` of the items of a mapping, with a cache of the last result."""
-        return lru_cache(maxsize=1)(lambda items: self._find_axes(dict(items)))
+    def _find_row_axes_once(self) -> Callable[[Any], Axes]:
+        """The function `_find_row_axes` for items of a mapping, which caches its last result."""
+        return lru_cache(maxsize=1)(lambda items: self._find_row_axes(dict(items)))
 
-    def _find_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+    def _find_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
         """Return the result of `axes_of`, computed anew."""
         self._check_unambiguous(lengths)
         axes: Axes = {}

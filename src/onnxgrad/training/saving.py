@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
-from onnxgrad.model.files import locked
+from onnxgrad.model.files import lock_path
 from onnxgrad.training.equality import digest_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -102,7 +102,9 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
-            raise ValueError(f"the state in {folder} is incomplete: {name} is missing") from None
+            raise ValueError(
+                f"the state in {folder} is incomplete, {name} is missing: use another checkpoint"
+            ) from None
         if digest_bytes(data) != digest:
             raise ValueError(
                 f"the state in {folder} is damaged: {name} is not the file that was written there"
@@ -164,7 +166,7 @@ def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
     """Rename back the states in `folder` that a process was replacing when it crashed."""
     for path, state in _find_leftovers(folder, names, REPLACED):
         with ExitStack() as stack:
-            if not state.exists() and locked(path, stack) is not False:
+            if not state.exists() and lock_path(path, stack) is not False:
                 path.rename(state)
 
 
@@ -177,7 +179,7 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
     for suffix in (PARTIAL, REPLACED, REMOVED):
         for path, _ in _find_leftovers(folder, names, suffix):
             with ExitStack() as stack:
-                if locked(path, stack) is not False:  # a living process writes a locked folder
+                if lock_path(path, stack) is not False:  # a living process writes a locked folder
                     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -212,14 +214,14 @@ def _begin_partial(folder: Path, stack: ExitStack) -> Path:
         partial = _hidden_path(folder, PARTIAL)
         partial.mkdir()
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
-        if locked(partial, stack) is not False:
+        if lock_path(partial, stack) is not False:
             return partial
 
 
 def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
     """Rename `partial` to `folder`, and remove a state that was there."""
     if folder.exists():
-        locked(folder, stack)  # so that no process takes the folder for a leftover of a crash
+        lock_path(folder, stack)  # so that no process takes the folder for a leftover of a crash
         replaced = _hidden_path(folder, REPLACED)
         folder.rename(replaced)
         partial.rename(folder)

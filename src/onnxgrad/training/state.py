@@ -252,7 +252,7 @@ class TrainState:
             self._runner, self._read, self.further = None, None, False
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that sets the state back to what it is now.
+        """Return a function that sets the state back to the present state.
 
         This is cheap, also while `fit` runs: values are replaced, never modified. The function
         restores values that were assigned to entries of callbacks, not lists modified there.

@@ -281,7 +281,7 @@ class TrainerBase:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The entries of the history: one an epoch, and one for each other evaluation."""
+        """The history: an entry for each epoch, and for each evaluation within an epoch."""
         return self.state.history
 
     def evaluated(self) -> dict[str, np.ndarray]:

@@ -124,7 +124,7 @@ class Callback:
         """Handle the beginning of `fit`, also where it resumes."""
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Handle the beginning of an epoch, also where training resumes within one."""
+        """Handle the beginning of an epoch, also where training resumes within the epoch."""
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of a call of the runtime, which ran one or more steps."""
@@ -195,7 +195,7 @@ class Callbacks:
                 )
 
     def without_writers(self) -> Callbacks:
-        """Return the callbacks without those that write, for all processes but the first."""
+        """Return the callbacks that do not write, for all processes but the first."""
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
@@ -234,7 +234,7 @@ class Callbacks:
         return os.path.realpath(folder) in (_checkpoint_folder(c) for c in self.callbacks)
 
     def save(self, trainer: Any, state: Any) -> None:
-        """Let the callbacks that write checkpoints write one.
+        """Let each callback that writes checkpoints write a checkpoint.
 
         Raises:
             ValueError: no callback writes checkpoints.

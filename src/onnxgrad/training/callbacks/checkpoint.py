@@ -107,7 +107,7 @@ class Checkpoint(Callback):
             raise unknown("monitor of Checkpoint", self.monitor, names)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Ask for a checkpoint after so many steps or seconds."""
+        """Ask for a checkpoint after `every_steps` steps or `every_seconds` seconds."""
         by_step = self.every_steps and state.step % self.every_steps == 0
         seconds = time.monotonic() - self._when
         if by_step or (self.every_seconds and seconds >= self.every_seconds):
@@ -129,7 +129,7 @@ class Checkpoint(Callback):
             self.write_checkpoint(state)
 
     def write_checkpoint(self, state: Any) -> None:
-        """Write a checkpoint of the state, and remove old ones.
+        """Write a checkpoint of the state, and remove old checkpoints.
 
         Raises:
             FileExistsError: another folder has the name of the checkpoint.

@@ -86,7 +86,7 @@ class EarlyStopping(Callback):
         self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Go on counting where training resumes, and stop again where it had stopped."""
+        """Continue the counts of a resumed training, and end a training that had ended by them."""
         metrics = getattr(trainer, "metrics", ())
         self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
         if state.further:  # the data may differ, so that values do not compare
@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
         slots = _without_prefix(_SLOT, kept)
         if members is not None:
             current = _prefixed_arrays(state, with_slots=bool(slots))
-            kept = {n: _with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
+            kept = {n: _copy_with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
         state.weights = _without_prefix(_WEIGHT, kept)
         if buffers := _without_prefix(_BUFFER, kept):
             state.buffers = buffers
@@ -250,7 +250,7 @@ class EarlyStopping(Callback):
         new = _prefixed_arrays(state, with_slots=trainer._job.averages_weights)
         old = state.kept.get(self.key)
         if old and state.members is not None:
-            state.kept[self.key] = {n: _with_rows(old[n], a, better) for n, a in new.items()}
+            state.kept[self.key] = {n: _copy_with_rows(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
 
@@ -262,7 +262,7 @@ def _prefixed_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
     return {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
 
 
-def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
+def _copy_with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
     """Return a copy of `array` in which `rows` are the rows of `other`."""
     new = np.array(array)
     new[rows] = other[rows]

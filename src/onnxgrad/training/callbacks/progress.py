@@ -65,7 +65,7 @@ class Progress(Callback):
         self._bar, self._shown = None, time.monotonic()
         self._started: tuple[float, float] | None = None  # time, and share that was done then
         self._evaluation, self._evaluated = "", 0  # text of an evaluation to print, and its step
-        if _can_draw(console, chosen=self.console is not None):
+        if _can_draw_bar(console, chosen=self.console is not None):
             self._bar = _progress_bar(console)
             self._task: TaskID | None = None
 
@@ -190,7 +190,7 @@ def _progress_bar(console: Console) -> RichProgress:
     )
 
 
-def _can_draw(console: Console, chosen: bool) -> bool:
+def _can_draw_bar(console: Console, chosen: bool) -> bool:
     """Return whether a console can draw a bar; `chosen`: whether the user passed the console.
 
     FORCE_COLOR in the environment makes rich take any console for a terminal.

@@ -89,7 +89,7 @@ class Tracker(Callback):
             if rate is not None:
                 rate = np.array(rate) if isinstance(rate, list) else rate
                 scalars |= split_by_member({"learning_rate": rate}, state)
-            self._log_new(state.step, scalars)
+            self._log_new_numbers(state.step, scalars)
         self._log_published(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -112,16 +112,18 @@ class Tracker(Callback):
             numbers = {
                 n: v for n, v in split_by_member(record, state).items() if isinstance(v, Real)
             }
-            self._log_new(record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS})
+            self._log_new_numbers(
+                record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS}
+            )
         entry["records"] = len(state.history)
         self._log_published(state)
 
     def _log_published(self, state: Any) -> None:
         """Log the numbers that callbacks passed to `publish`."""
         for scalars in _published_scalars(state):
-            self._log_new(scalars["step"], scalars["values"])
+            self._log_new_numbers(scalars["step"], scalars["values"])
 
-    def _log_new(self, step: int, scalars: dict[str, Any]) -> None:
+    def _log_new_numbers(self, step: int, scalars: dict[str, Any]) -> None:
         """Log the numbers that were not logged for this step or a later one."""
         new = {n: float(v) for n, v in scalars.items() if self._steps.get(n, -1) < step}
         if new:
@@ -200,7 +202,7 @@ class TensorBoard(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Open a new file in the folder."""
+        """Open a new event file of TensorBoard in the folder."""
         writer, first = self._package().SummaryWriter, state.step + 1
         # tensorboardX names files by the second: another run must not replace this one's
         suffix = f".{first:010d}.{os.urandom(4).hex()}"
@@ -281,7 +283,7 @@ class MLflow(Tracker):
         self._package().log_metrics(allowed, step=step)
 
     def end(self, state: Any) -> None:
-        """End the run, if it was started here."""
+        """End the run of MLflow, if this callback started it."""
         if self._own:
             self._package().end_run(_STATUS.get(state.stop_reason, "FINISHED"))
 
@@ -347,7 +349,7 @@ class WeightsAndBiases(Tracker):
         self._run.log({**scalars, "step": step})
 
     def end(self, state: Any) -> None:
-        """Finish the run, if it was started here."""
+        """Finish the run of wandb, if this callback started it."""
         if self._own:
             self._run.finish(exit_code=int(state.stop_reason in _STATUS))
 

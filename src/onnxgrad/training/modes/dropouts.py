@@ -69,7 +69,7 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Dropout
 def write_dropouts(
     op: Emit, chosen: Iterable[DropoutSite], draw: ir.Value | None, seed: int
 ) -> None:
-    """Replace active Dropout nodes, remove inactive ones, and insert dropout at other outputs."""
+    """Replace active Dropout nodes, remove inactive nodes, and insert dropout at other sites."""
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
     masks = None
@@ -84,7 +84,7 @@ def write_dropouts(
         inner = emitter_inside(op, site.node.graph)
         if not site.ratio or masks is None:
             if site.of_file:
-                _switch_off(inner, site.node)
+                _remove_dropout(inner, site.node)
             continue
         logger.info("dropout %g at %s", site.ratio, describe_node(site.node))
         with inner.at(site.node if site.of_file else following.get(site.node)):
@@ -157,7 +157,7 @@ def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
         y.name, x.name = x.name, op.name(f"{x.name}.before_dropout")
 
 
-def _switch_off(op: Emit, node: ir.Node) -> None:
+def _remove_dropout(op: Emit, node: ir.Node) -> None:
     """Remove a Dropout; if it has a user's rule, only its inputs `ratio` and `training_mode`."""
     x = node.inputs[0]
     assert x is not None
@@ -323,7 +323,7 @@ def walk_with_outer_nodes(
 ) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
     """Yield pairs of a node of `graph` or its subgraphs and the nodes around it, outermost first.
 
-    The nodes around it are those in whose subgraphs it is. The graph may be modified at nodes that
+    The subgraphs of the nodes around it contain the node. The graph may be modified at nodes that
     were yielded.
     """
     for node in list(graph):

@@ -109,7 +109,10 @@ def _graphs_with_opset(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
 
 def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
     """Return pairs of node and graph, for the nodes in training mode of `holder` and subgraphs."""
-    off, nodes = _names_of_false(holder), ((g, n) for g in all_graphs(holder) for n in g.node)
+    off, nodes = (
+        _names_of_false_constants(holder),
+        ((g, n) for g in all_graphs(holder) for n in g.node),
+    )
     return [(node, graph) for graph, node in nodes if _is_training_node(node, opset, off)]
 
 
@@ -127,7 +130,7 @@ def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
     return bool(mode_name) and mode_name not in off
 
 
-def _names_of_false(holder: GraphLike) -> set[str]:
+def _names_of_false_constants(holder: GraphLike) -> set[str]:
     """Return the names of the boolean constants of `holder` and its subgraphs that are False."""
     graphs = [g for g in all_graphs(holder) if isinstance(g, GraphProto)]
     tensors = [(t.name, t) for graph in graphs for t in graph.initializer]

@@ -27,7 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, opset_versions
 from onnxgrad.model.notes import RANGES, read_note, write_note
-from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, names
+from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, value_names
 from onnxgrad.training.modes.stored_integers import (
     compute_constant,
     integer_type,
@@ -84,7 +84,7 @@ def _largest_integer(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
     dtype = ir.DataType(integer_type(node, held)).numpy()
     if not np.issubdtype(dtype, np.integer) and "int" not in dtype.name:
         return float(ml_dtypes.finfo(dtype).max)
-    zeros = np.zeros(1) if zero is None else external.array(zero).astype(np.int64)
+    zeros = np.zeros(1) if zero is None else external.tensor_to_array(zero).astype(np.int64)
     return max(1.0, float(ml_dtypes.iinfo(dtype).max) - float(zeros.min()))
 
 
@@ -94,7 +94,7 @@ class _ScaleWriter:
     def __init__(self, model: ModelProto) -> None:
         self.model = model
         opset = opset_versions(model.opset_import).get("", 0)
-        taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
+        taken = {*value_names(model.graph), *(t.name for t in model.graph.initializer)}
         self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), taken)
 
     def write(

@@ -19,21 +19,21 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, standard
-from onnxgrad.model.notes import fine_tuned
+from onnxgrad.model.notes import fine_tuned_tensors
 from onnxgrad.model.opsets import min_ir_version
-from onnxgrad.model.scopes import name_of_floats, unused
+from onnxgrad.model.scopes import name_of_floats, unused_name
 from onnxgrad.model.traversal import (
     all_graphs,
     keep_only,
-    names,
     names_in,
     names_read,
-    reads,
+    names_read_by,
     subgraphs,
+    value_names,
 )
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from onnxgrad.training.parameters.equal_constants import add_copy
 
 _DOMAINS = ("", "com.microsoft")
@@ -82,7 +82,7 @@ def rounded_float_weights(proto: ModelProto) -> list[RoundedWeight]:
     """
     if not any(is_operator(n, "QuantizeLinear") for g in all_graphs(proto.graph) for n in g.node):
         return []
-    adapters = set(fine_tuned(proto))
+    adapters = set(fine_tuned_tensors(proto))
     found = _rounded_weights_in_graph(proto.graph, ChainMap())
     return [pair for pair in found if pair.weight not in adapters]
 
@@ -135,7 +135,7 @@ def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
     """
     readers: dict[str, list[NodeProto | None]] = defaultdict(list)
     for node in graph.node:
-        for name in dict.fromkeys(reads(node)):
+        for name in dict.fromkeys(names_read_by(node)):
             readers[name].append(node if name in node.input else None)
     for name in names_in(graph.output):
         readers[name].append(None)
@@ -200,7 +200,7 @@ def _quantized_tensor(
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
     taken = {*constants, *pair.moved, *pair.node.output}
-    one, steps = unused("one", taken), unused("steps", taken)
+    one, steps = unused_name("one", taken), unused_name("steps", taken)
     constants[one] = numpy_helper.from_array(np.ones((), np.float32))
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
     back.input.extend([pair.node.output[0], one])
@@ -227,7 +227,7 @@ def compute_constant(
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    return loaded(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
+    return load_session(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
 
 
 def integer_type(node: NodeProto, constants: Mapping[str, TensorProto]) -> int:
@@ -265,7 +265,7 @@ def stored_weights(proto: ModelProto) -> list[StoredWeight]:
     """Return the weights of the main graph stored as integers that can train as floats."""
     graph = proto.graph
     scope = {t.name: t for t in graph.initializer}
-    readers, taken, found = readers_of(graph), set(names(graph)), []
+    readers, taken, found = readers_of(graph), set(value_names(graph)), []
     for tensor in graph.initializer:
         users = [u for u in readers[tensor.name] if u and is_operator(u, "DequantizeLinear")]
         if not users or len(users) < len(readers[tensor.name]) or tensor.data_type not in _STORED:
@@ -279,7 +279,7 @@ def stored_weights(proto: ModelProto) -> list[StoredWeight]:
         weight = users[0].output[0]
         if tensor.data_type != TensorProto.INT32:
             base = name_of_floats(tensor.name)
-            weight = base if base not in taken else unused(f"{base}.float", taken)
+            weight = base if base not in taken else unused_name(f"{base}.float", taken)
         elif len(users) > 1 or None in readers[weight]:
             continue
         zeros = [scope[name] for name in zero if name]
@@ -329,7 +329,7 @@ def _quantize_node(graph: GraphProto, entry: StoredWeight) -> NodeProto:
     user, zero = entry.users[0], entry.zero
     if zero is None:  # the type of the zero point decides the type of the integers
         zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)
-        zero.name = unused(f"{entry.weight}_zero_point", set(names(graph)))
+        zero.name = unused_name(f"{entry.weight}_zero_point", set(value_names(graph)))
         zero.raw_data = bytes(external.nbytes(zero))
     node = NodeProto(op_type="QuantizeLinear", domain=user.domain, output=[entry.tensor.name])
     node.input.extend([entry.weight, entry.scale.name, zero.name])
@@ -368,9 +368,9 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
 
 def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
     """Enlarge the scale of a weight where the bias is too large for integers of 32 bits."""
-    now = external.array(scale).astype(np.float64)
-    steps = np.abs(external.array(bias).astype(np.float64)) * _LARGEST
-    least = steps / external.array(of_data).astype(np.float64)
+    now = external.tensor_to_array(scale).astype(np.float64)
+    steps = np.abs(external.tensor_to_array(bias).astype(np.float64)) * _LARGEST
+    least = steps / external.tensor_to_array(of_data).astype(np.float64)
     if now.shape != least.shape:
         if now.size != 1:
             return  # a scale for each block: onnxruntime has no kernel of integers for blocks

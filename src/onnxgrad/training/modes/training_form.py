@@ -173,7 +173,7 @@ def _initializer_of(value: ir.Value | None) -> ir.Value | None:
 
 
 def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
-    """Return the initializer of a running mean or variance; it is widened to float32.
+    """Return the initializer of a running mean or variance, converted to float32.
 
     Raises:
         ValueError: the statistics are computed, or the tensor is used for something else too.

@@ -278,7 +278,7 @@ class _AliasReader:
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
-        for neighbor, value in _operands_beside(node, role):
+        for neighbor, value in _weight_or_bias_beside(node, role):
             source = source_of(value)
             maker = value.producer()
             copied = (
@@ -305,7 +305,7 @@ def fits_role(parameter: str, role: str) -> bool:
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _operands_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
+def _weight_or_bias_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Yield pairs of node and operand: the bias beside a weight of a layer, or the weight.
 
     It is an operand of `node`, or of the sum behind a product, or of the product before a sum.

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import FLOATS, constant_refs
@@ -134,7 +134,7 @@ def default_rows(proto: ModelProto) -> Tensors:
     """Return the float constants of a model, and which of them train by default."""
     graph, judged = judge_constants(proto)
     aliases, tied = read_aliases(graph, judged), copies_of_tables(proto, graph, judged)
-    adapted, head = fine_tuned(proto), read_note(proto, HEAD)
+    adapted, head = fine_tuned_tensors(proto), read_note(proto, HEAD)
     rows = Tensors()
     for row in judged:
         alias, copy_of, why = aliases.get(row.name, ""), tied.get(row.name, ""), row.why
@@ -170,7 +170,8 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     if not names and needed:
         why = _other_ways_to_fit(proto)
         if not rows:
-            raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
+            why = why or "pass a model with weights in floats"
+            raise ValueError(f"the model has no float constants to train: {why}")
         raise ValueError(
             f"none of the float constants is a weight by its role: {names_and_reasons(rows)}. "
             f"{why}{why and '. '}Name the constants to train with {argument('train')}"

@@ -27,8 +27,8 @@ from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
-from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
-from onnxgrad.model.weights import constant_refs, lift
+from onnxgrad.model.traversal import all_nodes, keep_only, nodes_of, value_names
+from onnxgrad.model.weights import constant_refs, lift_constants
 from onnxgrad.operators import RECURRENT
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.parameters import evidence
@@ -48,7 +48,7 @@ _FIXED = "constant"  # the key of a constant that is no parameter, such as a fix
 
 
 def separate_merged(model: ModelLike) -> ModelProto:
-    """Return `model` with one tensor for each parameter, where its exporter merged several.
+    """Return `model` with one tensor for each parameter, where its exporter merged parameters.
 
     Exporters store equal tensors once. In a network that was never trained, that makes one tensor
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
@@ -256,13 +256,13 @@ class _MergedParameters:
     def _is_fresh(self, name: str) -> bool:
         """Return whether all elements of a tensor are one number, and no other tensor is equal.
 
-        Such a tensor is that of a network that was never trained.
+        A network that was never trained has such tensors.
         """
-        tensor, array = self.tensors[name], external.array(self.tensors[name])
+        tensor, array = self.tensors[name], external.tensor_to_array(self.tensors[name])
         if not evidence.is_constant_array(array):
             return False
         likes = [t for t in self.stored if (t.data_type, t.dims) == (tensor.data_type, tensor.dims)]
-        return sum(np.array_equal(external.array(t), array) for t in likes) < 2
+        return sum(np.array_equal(external.tensor_to_array(t), array) for t in likes) < 2
 
     def _layer_key(self, node: NodeProto, role: str, tensor: str) -> str:
         """Return a text that identifies the layer of `node`: the names of weights beside it.
@@ -312,7 +312,7 @@ def _copy_with_parameters(
     ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
     tensors = {t.name: t for t in model.graph.initializer}
     stated = {v.name: v for v in model.graph.value_info}
-    taken = set(names(model.graph))
+    taken = set(value_names(model.graph))
     replaced: set[str] = set()  # aliases that become tensors
     for original, part in ((name, part) for name, parts in groups.items() for part in parts[1:]):
         name = part[0].alias
@@ -384,7 +384,7 @@ def tie_copies(model: ModelLike) -> ModelProto:
     concerned = {*originals, *originals.values()}
     refs = [ref for ref in constant_refs(tied) if ref.name in concerned]
     arrays = {ref.name: ref.array() for ref in refs}
-    lift(tied, refs)
+    lift_constants(tied, refs)
     made = to_ir(tied)
     values = made.graph.initializers
     op = Emit(made.graph)
@@ -447,7 +447,7 @@ _STATISTICS = (3, 4)
 
 
 def separate_statistics(proto: ModelProto) -> ModelProto:
-    """Return `proto` with one tensor for each running statistic, where an exporter merged several.
+    """Return `proto` with one tensor for each running statistic, where an exporter merged tensors.
 
     Exporters of PyTorch store tensors of equal values once. In a network that was never trained,
     that merges the running variance (1, 1, ...) with the weight of the same layer, and both with
@@ -467,7 +467,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     keep_only(model.graph.node, lambda node: replaced.keys().isdisjoint(node.output))
     for name, root in replaced.items():
         add_copy(model.graph.initializer, tensors[root], name)
-    taken = set(names(model.graph))
+    taken = set(value_names(model.graph))
     users = _readers_but_copies(model)
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():

@@ -234,7 +234,7 @@ class Surroundings:
         self.add_fixed_factors(buffers)
 
     def add_fixed_factors(self, factors: Iterable[ir.Value]) -> None:
-        """Add `factors` to `fixed`, and compute `weighted` and `hidden` anew."""
+        """Add `factors`, which are no weights, to `fixed`; find `weighted` and `hidden` anew."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):

@@ -486,7 +486,7 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
     stated = evidence.stated_kinds(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
-    noted, data = constants.noted(proto), unsized_defaults(proto)
+    noted, data = constants.noted_constants(proto), unsized_defaults(proto)
     rows = Tensors()
     for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:

@@ -18,7 +18,7 @@ from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel.part import Part
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.step.inputs import feed_inputs, feed_of
@@ -44,7 +44,7 @@ class Footprint:
 
     def __init__(self, graph: ir.Graph, data: Collection[str], weights: Collection[str]) -> None:
         shapes = {str(x.name): dims(x) or () for x in graph.inputs}
-        self._data, self._work = {name: shapes[name] for name in data}, work(graph)
+        self._data, self._work = {name: shapes[name] for name in data}, count_multiply_adds(graph)
         sizes = [prod(static(shapes[n]) or ()) for n in weights]
         self._weights = sum(sizes)
         self._bytes: dict[tuple[str, ...], int] = {}  # bytes by symbols, times their lengths

@@ -20,7 +20,11 @@ from onnxgrad.parallel.collectives import exchanges
 from onnxgrad.parallel.process_groups import Alone, Group
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
+from onnxgrad.runtime.session import (
+    WORK_PER_THREAD,
+    count_multiply_adds as multiply_adds,
+    thread_count,
+)
 from onnxgrad.runtime.values import array_of
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
@@ -358,7 +362,7 @@ class Compiled:
         if source.cuts and rows == taken and job.accumulate == 1:
             taken = None  # the model takes all rows of a batch
         most = self._part_rows(recipe, source, taken)
-        key = threads(work), work >= WORK_PER_THREAD, most
+        key = thread_count(work), work >= WORK_PER_THREAD, most
         lacks = self.step is not None and taken is not None and self.step.fixed_rows is None
         if self.running is None or lacks or (fixed and self._runner_key != key):
             if self.step is not None:  # it has taken the graph of the objective

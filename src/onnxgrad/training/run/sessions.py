@@ -117,7 +117,7 @@ class OneSession:
     def run(
         self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
     ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the new states after the last batch, and what the step reports, by batch.
+        """Return the new states after the last batch, and the reports of the step, by batch.
 
         Args:
             states: the states that the step reads, by input name.

@@ -102,7 +102,7 @@ class Stages:
     def run(
         self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
     ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the new states after the last batch, and what the step reports, by batch.
+        """Return the new states after the last batch, and the reports of the step, by batch.
 
         See `OneSession.run` for the arguments.
 

@@ -190,7 +190,7 @@ class GroupUpdate:
 
     Args:
         group: the group of weights.
-        model: the model of the update, see `update_model`.
+        model: the model of the update, see `group_update_model`.
         work: multiply-adds of the step.
     """
 

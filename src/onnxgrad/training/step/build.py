@@ -25,7 +25,7 @@ from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.reporting import frames_inside
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.gradients import (
     SCALE,
@@ -196,7 +196,7 @@ def build_step(
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    multiply_adds = work(objective.model.graph) * accumulate
+    multiply_adds = count_multiply_adds(objective.model.graph) * accumulate
     ratio: Ratio = ()
     scale = LossScale.new() if objective.scales else None
     factor = None if scale is None else scale.scale

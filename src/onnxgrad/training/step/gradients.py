@@ -304,7 +304,7 @@ def _sum_micro_batches(
         before = ir.Value(name=inner.name(f"{w.name}_sum"), type=w.type, shape=w.shape)
         sums.append(before)
         results.append(inner.Add(before, parts.gradients[w]))
-    before_buffers = [_take_over_name(inner, b) for b in parts.buffers]
+    before_buffers = [_buffer_outside(inner, b) for b in parts.buffers]
     after = [*results, *parts.buffers.values(), *parts.reported]
     body.inputs[:] = [*sums, *parts.buffers, *stacks]
     body.outputs[:] = []
@@ -329,7 +329,7 @@ def _sum_micro_batches(
     )
 
 
-def _take_over_name(inner: Emit, buffer: ir.Value) -> ir.Value:
+def _buffer_outside(inner: Emit, buffer: ir.Value) -> ir.Value:
     """Return an input for outside of the body with the name of `buffer`; rename it in the body."""
     outside = ir.Value(
         name=buffer.name, type=buffer.type, shape=buffer.shape, const_value=buffer.const_value
@@ -411,10 +411,10 @@ class LossScale:
                 self.skipped: op.Where(bad, op.Add(self.skipped, one), self.skipped),
             }
             result |= {old: op.set_type_like(value, old) for old, value in new.items()}
-        self._leave_out_skipped(op)
+        self._subtract_skipped_steps(op)
         return result
 
-    def _leave_out_skipped(self, op: Emit) -> None:
+    def _subtract_skipped_steps(self, op: Emit) -> None:
         """Let the nodes that read the number of the step read it without skipped steps."""
         number = STEP.input(op)
         readers = list(number.uses())

@@ -26,7 +26,7 @@ WHOLE = Part(0, 1)
 class Batch(NamedTuple):
     """One batch: arrays by input, the indices of their rows in the data, and a text for messages.
 
-    `of` says in what the rows are counted: "" for the data, or " of batch 3".
+    `of` is the text behind indices of rows in messages: "" for the data, or " of batch 3".
     """
 
     arrays: Mapping[str, np.ndarray]

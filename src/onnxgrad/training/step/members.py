@@ -296,7 +296,7 @@ def _node_key(node: ir.Node) -> tuple:
 
 
 def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
-    """Return the groups with the optimizer of another member, or None.
+    """Return groups of weights with the optimizer of another member of a stack, or None.
 
     None: weights would be in other groups, or have other slots, with that optimizer.
     """

@@ -93,7 +93,7 @@ def update_groups(
                 gradients[i] = op.set_type_like(op.Where(begun, g, zero), g)
     cotangents = optimizer.across(op, gradients)
     if in_place:
-        models = [update_model(group, wide, op.opset) for group in groups]
+        models = [group_update_model(group, wide, op.opset) for group in groups]
         return Update(groups, cotangents, cotangents, models)
     updated = []
     with op:
@@ -124,7 +124,7 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
     return nbytes > without_elements.LARGE
 
 
-def update_model(group: Group, wide: bool, opset: int) -> ModelProto:
+def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
     """Return a model that updates a group, or any part of its elements if `is_divided`.
 
     Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads; the learning
@@ -146,10 +146,10 @@ def update_model(group: Group, wide: bool, opset: int) -> ModelProto:
         results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
     _remove_unread_casts(graph)
     remove_unread_feeds(graph)
-    return _update_model(op, results)
+    return _finish_update_model(op, results)
 
 
-def _update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
+def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
     """Return the graph of `op` as a model that returns the new values of inputs."""
     protected = set(op.graph.inputs)
     op.graph.outputs.extend(
@@ -264,7 +264,7 @@ def build_update(
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
     graph.inputs[:] = [*states, *slots, *graph.inputs]
-    return _update_model(op, {old: new[old] for old in (*states, *slots)})
+    return _finish_update_model(op, {old: new[old] for old in (*states, *slots)})
 
 
 def weights_to_evaluate(

@@ -260,7 +260,7 @@ def _write_group(
             parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(weights))
             for w, part, size in zip(weights, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
-                pieces[w] = part if _only_broadcast(w) else op.reshape_like(part, w)
+                pieces[w] = part if _is_only_broadcast(w) else op.reshape_like(part, w)
                 ir.convenience.replace_all_uses_with(w, pieces[w])
         flat = [op.Reshape(gradient(w), [size]) for w, size in zip(weights, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
@@ -273,7 +273,7 @@ def _write_group(
     return Group(names, state, slots, optimizer, shape is not None), g
 
 
-def _only_broadcast(w: ir.Value) -> bool:
+def _is_only_broadcast(w: ir.Value) -> bool:
     """Return whether all nodes that read `w` broadcast it, so that its leading axes can go."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
