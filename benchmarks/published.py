@@ -379,7 +379,7 @@ def fed(proto: onnx.ModelProto, names: Mapping[str, object]) -> onnx.ModelProto:
     """Return a model whose constants of these names are inputs."""
     made = onnx.ModelProto()
     made.CopyFrom(proto)
-    constants.lift(made, list(constants.constant_refs(made)))
+    constants.lift_constants(made, list(constants.constant_refs(made)))
     listed = {x.name for x in made.graph.input}
     for tensor in [t for t in made.graph.initializer if t.name in names]:
         if tensor.name not in listed:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import onnxgrad as og
-from onnxgrad.model.notes import HEAD, fine_tuned, read_adapters, write_note
+from onnxgrad.model.notes import HEAD, fine_tuned_tensors, read_adapters, write_note
 from tests.support.adapter_cases import (
     NETWORKS,
     TORCH_MODULES,
@@ -87,7 +87,7 @@ def headed_model() -> onnx.ModelProto:
 
 def test_a_new_head_is_saved_too(tmp_path):
     adapted = shaken(og.add_lora(headed_model(), "*", rank=2))
-    assert fine_tuned(adapted)[2:] == ["v", "b"]
+    assert fine_tuned_tensors(adapted)[2:] == ["v", "b"]
     og.save_adapter(adapted, tmp_path)
     file = load_file(tmp_path / "adapter_model.safetensors")
     np.testing.assert_array_equal(
@@ -174,7 +174,7 @@ def test_what_peft_saves_is_loaded(exporter, tmp_path, rslora):
     wrapped.save_pretrained(tmp_path)
     adapted = og.load_adapter(exported, tmp_path)
     assert {note["dropout"] for note in read_adapters(adapted)} == {0.1}
-    assert set(fine_tuned(adapted)) > {"last.weight", "last.bias"}
+    assert set(fine_tuned_tensors(adapted)) > {"last.weight", "last.bias"}
     x = torch.randint(0, 11, (4, 5))
     expected, fed = wrapped(x).detach(), {exported.graph.input[0].name: x.numpy()}
     np.testing.assert_allclose(run(adapted, fed)[0], expected, rtol=1e-4, atol=1e-5)

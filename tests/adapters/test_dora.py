@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model.notes import fine_tuned, read_adapters
+from onnxgrad.model.notes import fine_tuned_tensors, read_adapters
 from tests.support.adapter_cases import (
     adapter_network,
     constant_arrays,
@@ -50,7 +50,7 @@ def test_merging_gives_the_file_with_other_weights(name):
 
 def test_columns_have_the_trained_lengths():
     adapted = adapted_and_shaken(adapter_network("matmul"), "w", rank=2)
-    *_, lengths = (constant_arrays(adapted)[name] for name in fine_tuned(adapted))
+    *_, lengths = (constant_arrays(adapted)[name] for name in fine_tuned_tensors(adapted))
     merged = constant_arrays(og.merge_lora(adapted))["w"]
     np.testing.assert_allclose(np.linalg.norm(merged, axis=0), lengths, rtol=1e-5)
 
@@ -84,7 +84,7 @@ def test_training_equals_pytorch():
     torch = pytest.importorskip("torch")
     model = tanh_model()
     adapted = adapted_and_shaken(model, "*.weight", rank=2, alpha=3)
-    names = fine_tuned(adapted)
+    names = fine_tuned_tensors(adapted)
     parameters = {n: torch.tensor(constant_arrays(adapted)[n], requires_grad=True) for n in names}
     values = {n: torch.tensor(a) for n, a in constant_arrays(model).items()}
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, fine_tuned, write_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, fine_tuned_tensors, write_note
 from onnxgrad.model.traversal import nodes_of
 from tests.support.adapter_cases import (
     NETWORKS,
@@ -130,7 +130,11 @@ def test_a_weight_has_one_adapter_and_a_new_head_none():
     text = "f (float[1,3] x) => (float[1,3] y) { h = MatMul(x, v) y = MatMul(h, w) }"
     headed = random_model(text, v=(3, 3), w=(3, 3))
     write_note(headed, HEAD, ["w"])
-    assert fine_tuned(og.add_lora(headed, "*")) == ["v.lora_A.weight", "v.lora_B.weight", "w"]
+    assert fine_tuned_tensors(og.add_lora(headed, "*")) == [
+        "v.lora_A.weight",
+        "v.lora_B.weight",
+        "w",
+    ]
     with pytest.raises(ValueError, match="new head"):
         og.add_lora(headed, "w")
 
@@ -141,8 +145,8 @@ def test_notes_follow_new_names(rename, name):
     model = adapter_network(name)
     adapted = shaken(og.add_lora(model, "w", rank=2, dropout=0.25))
     renamed = rename(adapted)
-    assert fine_tuned(renamed) != fine_tuned(adapted)
-    assert set(fine_tuned(renamed)) <= constant_arrays(renamed).keys()
+    assert fine_tuned_tensors(renamed) != fine_tuned_tensors(adapted)
+    assert set(fine_tuned_tensors(renamed)) <= constant_arrays(renamed).keys()
     produced = {y for node in nodes_of(renamed) for y in node.output}
     assert set(adapter_dropout(renamed)) <= produced
     merged = og.merge_lora(renamed)
@@ -155,7 +159,7 @@ def test_a_note_about_a_missing_tensor_is_an_error():
     adapted.graph.initializer[-1].name = "other"
     adapted.graph.node[-2].input[1] = "other"
     with pytest.raises(og.ModelError, match=r"w\.lora_B\.weight"):
-        fine_tuned(adapted)
+        fine_tuned_tensors(adapted)
     modified = og.add_lora(adapter_network("matmul"), "w")
     modified.graph.node[0].output[0] = "y.moved"
     modified.graph.node[-1].input[0] = "y.moved"
@@ -181,7 +185,7 @@ def regression_data() -> tuple[np.ndarray, np.ndarray]:
 def test_frozen_parts_are_not_in_the_backward_pass():
     adapted = shaken(og.add_lora(three_layer_model(), "w2", rank=2))
     X, y = regression_data()
-    trainer = og.Trainer(adapted, "squared_error", train=fine_tuned(adapted))
+    trainer = og.Trainer(adapted, "squared_error", train=fine_tuned_tensors(adapted))
     gradients, _ = trainer.step_models(X, y)
     inputs = {x.name for x in gradients.graph.input}
     frozen = {"w1", "b1", "w2", "w3", "b3"}
@@ -189,7 +193,7 @@ def test_frozen_parts_are_not_in_the_backward_pass():
     held = {t.name for t in gradients.graph.initializer}
     assert held >= frozen
     outputs = [o.name for o in gradients.graph.output if o.name.endswith("_grad")]
-    assert outputs == [f"{name}_grad" for name in fine_tuned(adapted)]
+    assert outputs == [f"{name}_grad" for name in fine_tuned_tensors(adapted)]
     producer = {y: node for node in gradients.graph.node for y in node.output}
 
     def before(names):
@@ -222,7 +226,7 @@ def test_dropout_acts_in_training_only_and_resumes(tmp_path):
     X, y = regression_data()
     adapted = shaken(og.add_lora(three_layer_model(), ["w1", "w2"], rank=2, dropout=0.5))
     plain = shaken(og.add_lora(three_layer_model(), ["w1", "w2"], rank=2))
-    options = {"train": fine_tuned(adapted), "optimizer": "sgd", "learning_rate": 1e-3}
+    options = {"train": fine_tuned_tensors(adapted), "optimizer": "sgd", "learning_rate": 1e-3}
 
     def fit(model, epochs, folder=None, **more):
         callbacks = [og.Checkpoint(tmp_path / folder)] if folder else []
@@ -247,10 +251,12 @@ def test_half_of_the_elements_are_dropped():
     zeros = random_model(text, w=np.zeros((4, 4), np.float32))
     model = og.add_lora(zeros, "w", rank=4, alpha=4, dropout=0.5)
     eye = np.eye(4, dtype=np.float32)
-    model = og.graph.replace_initializers_into_onnx(model, dict.fromkeys(fine_tuned(model), eye))
+    model = og.graph.replace_initializers_into_onnx(
+        model, dict.fromkeys(fine_tuned_tensors(model), eye)
+    )
     X = np.ones((2000, 4), np.float32)
     trainer = og.Trainer(
-        model, "squared_error", train=fine_tuned(model), optimizer="sgd", learning_rate=0.0
+        model, "squared_error", train=fine_tuned_tensors(model), optimizer="sgd", learning_rate=0.0
     )
     trainer.fit(X, np.zeros_like(X), batch_size=2000)
     assert trainer.history[0]["loss"] == pytest.approx(2.0, rel=0.05)  # (2^2 + 0) / 2
@@ -268,7 +274,11 @@ def test_dropout_acts_in_every_form(name):
     [outputs] = run(adapted, x=x)
     y = np.zeros(outputs.shape, np.float32)
     trainer = og.Trainer(
-        adapted, "squared_error", train=fine_tuned(adapted), optimizer="sgd", learning_rate=0.0
+        adapted,
+        "squared_error",
+        train=fine_tuned_tensors(adapted),
+        optimizer="sgd",
+        learning_rate=0.0,
     )
     evaluated = trainer.evaluate(x, y)["loss"]
     trainer.fit(x, y, batch_size=len(y))
@@ -337,7 +347,7 @@ def test_integers_that_are_cast_and_scaled_have_adapters(name):
     change = 8 * (a[x] if rows else x @ a) @ b
     np.testing.assert_allclose(run(adapted, fed)[0], run(model, fed)[0] + change, 1e-4, 1e-4)
     trained = og.Trainer(adapted, "mse").trained
-    assert trained == fine_tuned(adapted)
+    assert trained == fine_tuned_tensors(adapted)
 
 
 LSTM = "h, l, c = LSTM<hidden_size = 2>"
@@ -374,7 +384,7 @@ def test_layers_without_adapters_are_named(form):
     )
     with pytest.warns(UserWarning, match=naming("'w_*'", *named)):
         adapted = og.add_lora(model, "w_*", rank=1)
-    assert fine_tuned(adapted) == ["w_out.lora_A.weight", "w_out.lora_B.weight"]
+    assert fine_tuned_tensors(adapted) == ["w_out.lora_A.weight", "w_out.lora_B.weight"]
 
 
 # -- PyTorch -------------------------------------------------------------------------------------
@@ -385,7 +395,7 @@ def test_training_equals_pytorch(exporter):
     torch = pytest.importorskip("torch")
     net, exported = embedding_network(), exported_embedding_network(exporter)
     adapted = shaken(og.add_lora(exported, "*", rank=2, alpha=3))
-    assert fine_tuned(adapted)[-2:] == ["layers.1.lora_A.weight", "layers.1.lora_B.weight"]
+    assert fine_tuned_tensors(adapted)[-2:] == ["layers.1.lora_A.weight", "layers.1.lora_B.weight"]
     values, parameters = constant_arrays(adapted), {}
     for path in TORCH_MODULES:
         adapter = lora_by_hand(net.get_submodule(path), 2, 3 / 2)
@@ -400,7 +410,11 @@ def test_training_equals_pytorch(exporter):
     np.testing.assert_allclose(output, net(torch.tensor(X)).detach(), rtol=1e-4, atol=1e-5)
 
     trainer = og.Trainer(
-        adapted, "cross_entropy", train=fine_tuned(adapted), optimizer="adam", learning_rate=0.01
+        adapted,
+        "cross_entropy",
+        train=fine_tuned_tensors(adapted),
+        optimizer="adam",
+        learning_rate=0.01,
     )
     gradients, _ = trainer.step_models(X, y)
     computed = run_named(gradients, values | {exported.graph.input[0].name: X, "label": y})
@@ -432,7 +446,7 @@ def test_modules_of_a_sequential_are_named_as_in_pytorch():
     net = torch.nn.ModuleDict({"net": torch.nn.Sequential(inner, torch.nn.Linear(3, 3, False))})
     net.forward = lambda x: net["net"](x)
     adapted = og.add_lora(export_module(net, (torch.ones(2, 4, 3),)), "*", rank=1)
-    assert fine_tuned(adapted)[::2] == ["net.0.0.lora_A.weight", "net.1.lora_A.weight"]
+    assert fine_tuned_tensors(adapted)[::2] == ["net.0.0.lora_A.weight", "net.1.lora_A.weight"]
 
 
 def test_the_note_is_json_that_other_parts_read():

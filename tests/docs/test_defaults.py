@@ -10,7 +10,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-from onnxgrad.training.fit import SIZE
+from onnxgrad.training.job import USUAL_BATCH_SIZE
 from tests.support.commands import as_json, weights_of_file
 from tests.support.models import parse_model
 from tests.support.paths import DOCS
@@ -50,7 +50,7 @@ def test_the_table_is_what_the_code_has():
     epochs = [str(shell["epochs"]), str(fit["epochs"]), f"{estimator['max_iter']}, at most"]
     assert rows["Epochs"][:3] == epochs
     assert (shell["batch_size"], fit["batch_size"], estimator["batch_size"]) == (None, None, "auto")
-    assert rows["Rows of a batch"][:2] == [str(SIZE)] * 2
+    assert rows["Rows of a batch"][:2] == [str(USUAL_BATCH_SIZE)] * 2
     shuffled = [d["shuffle"] for d in (shell, fit, estimator)]
     assert rows["Rows in another order each epoch"][:3] == ["yes" if s else "no" for s in shuffled]
     assert [shell["seed"], trainer["seed"], estimator["random_state"]] == [0, 0, None]

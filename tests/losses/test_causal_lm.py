@@ -10,7 +10,7 @@ import onnxgrad as og
 from onnxgrad.operators.shapes import dims
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.run.row_parts import splits
+from onnxgrad.training.run.row_parts import is_sum_over_rows
 from tests.support.causal_lm_cases import (
     HEAD,
     HEADS,
@@ -168,7 +168,7 @@ def test_rows_are_divided(logit_chunks):
     trainer = og.Trainer(causal_model("softcap"), "causal_lm", train="*")
     objective = Recipe.of(trainer._job, trainer.state, as_dataset(IDS, LABELS)).objective()
     names = ("input_ids", "label")
-    assert splits(objective, dict.fromkeys(names, 0), dict.fromkeys(names, IDS.shape))
+    assert is_sum_over_rows(objective, dict.fromkeys(names, 0), dict.fromkeys(names, IDS.shape))
 
 
 def test_refused():

@@ -502,7 +502,7 @@ def test_more_than_two_gigabytes(tmp_path):
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
         g (int64[N] ids) => (float[N,1] y) { e = Gather(table, ids)  y = MatMul(e, head) }""")
     table = model.graph.initializer.add(name="table", data_type=1, dims=(600_000, 1000))
-    external.refer(table, "m.data", 0, 4 * 600_000 * 1000)
+    external.refer_to_file(table, "m.data", 0, 4 * 600_000 * 1000)
     with (tmp_path / "m.data").open("wb") as file:  # which has no blocks where nothing is written
         file.seek(4 * 20_000 * 1000)
         file.write(np.ones(1000, np.float32).data)

@@ -12,7 +12,7 @@ from onnxgrad import add_loss_output, check_gradient, onnx_derivative
 from onnxgrad.compat import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer
 from onnxgrad.graph import get_train_initializer, onnx_rename_weights, select_model_inputs_outputs
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from tests.support.running import in_sweep, run_named
 
 VALUES, FLAT = np.float32([1, 2, 3]), np.array([0, 4, 5])
@@ -69,7 +69,7 @@ def stored_tensor(made: onnx.ModelProto) -> onnx.SparseTensorProto:
 
 def run_by_package(made: onnx.ModelProto) -> list[np.ndarray]:
     """Run a model as the package does: onnxruntime may crash where a branch is sparse."""
-    session = loaded(made, ort.SessionOptions(), providers=CPU.providers)
+    session = load_session(made, ort.SessionOptions(), providers=CPU.providers)
     return session.run(["Y"], {"X": X})
 
 

@@ -230,13 +230,13 @@ def test_replacing_constants_wherever_they_are():
     [
         ({"w": np.ones(2), "W": np.ones(2)}, "Unknown constant 'W'. Did you mean 'w'"),
         ({"x": np.ones(2)}, "Unknown constant 'x'"),
-        ({"w": np.ones((1, 2))}, "'w' has shape (2,), the new value (1, 2)"),
+        ({"w": np.ones((1, 2))}, "'w' has the shape (2,), and the new value (1, 2)"),
         ({"w": ["1", "2"]}, "'w' holds float32, which the new value"),
         ({"w": [1j, 2]}, "'w' holds float32, which the new value (complex128) does not fit"),
         ({"n": [0.5, 1.0]}, "'n' holds int64, which the new value (float64) does not fit"),
         ({"n": [np.nan, 1]}, "'n' holds int64"),
         ({"n": np.uint64([2**63, 1])}, "'n' holds int64, which the new value (uint64)"),
-        ({"s": [1, 2]}, "'s' holds object, which the new value (int64) does not fit"),
+        ({"s": [1, 2]}, "'s' holds texts, which the new value (int64) does not fit"),
     ],
 )
 def test_wrong_constants(new, message):

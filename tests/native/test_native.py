@@ -273,7 +273,7 @@ def test_between_convolutions(name, monkeypatch, step_operators):
 
 @needs_blocks
 def test_two_threads(monkeypatch):
-    monkeypatch.setattr("onnxgrad.runtime.session.threads", lambda work: 2)
+    monkeypatch.setattr("onnxgrad.runtime.session.thread_count", lambda work: 2)
     for case in DENSE, STRIDED_CHANNELS:
         assert_same_as_plain(case, monkeypatch, 6, 4)
 

@@ -19,7 +19,7 @@ from onnxgrad.optimizers import Chain, Optimizer, ParamGroup, presets
 from onnxgrad.optimizers.groups import WithRate
 from onnxgrad.training.step import weight_groups
 from onnxgrad.training.step.inputs import feed_inputs
-from onnxgrad.training.step.update import build_update, evaluated, write_update
+from onnxgrad.training.step.update import build_update, weights_to_evaluate, write_update
 from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.optimizer_runs import (
@@ -100,7 +100,7 @@ def test_packed_weights_and_blocks_give_the_numbers_of_single_weights(name, monk
         assert {slot: a.shape for slot, a in slots[n].items()} == {
             slot: own.slot_shape(slot, w.shape) for slot in own.slots
         }
-    for n, w in evaluated(optimizer, packed, slots, 50).items():
+    for n, w in weights_to_evaluate(optimizer, packed, slots, 50).items():
         np.testing.assert_allclose(w, averages[n], rtol=1e-11, atol=1e-11)
         assert optimizer.averages or (w == packed[n]).all()
     divide_into_small_blocks(monkeypatch, 7, 64)

@@ -195,7 +195,7 @@ def test_a_warning_where_products_overflow(monkeypatch):
     def saturating(*_, **options):
         return SimpleNamespace(run=lambda outputs, feed: [np.int32([[32767 * 32]])])
 
-    monkeypatch.setattr(quantize_module, "loaded", saturating)
+    monkeypatch.setattr(quantize_module, "load_session", saturating)
     integer_products_overflow.cache_clear()
     try:
         model = image_classifier()

@@ -8,7 +8,7 @@ import pytest
 
 from onnxgrad import ModelError
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from tests.support.errors import naming
 from tests.support.models import parse_model
 
@@ -29,7 +29,7 @@ def tries(monkeypatch) -> list:
 def quiet_session(model) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    return loaded(model, options, providers=CPU.providers)
+    return load_session(model, options, providers=CPU.providers)
 
 
 def test_int8_in_front_of_a_reshape():

@@ -9,13 +9,13 @@ import pytest
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.values import (
     array_of,
-    fit,
+    copy_to_ortvalue,
+    fit_shape_and_dtype,
     is_finite,
-    owned,
     shape_of,
     to_numpy,
     to_ortvalue,
-    wrapped,
+    wrap_ortvalue,
 )
 
 DTYPES = "float16 float32 float64 int64 int32 bool".split()
@@ -25,9 +25,9 @@ DTYPES = "float16 float32 float64 int64 int32 bool".split()
 @pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 3), ()])
 def test_ortvalues_hold_what_arrays_hold(dtype, shape):
     array = np.arange(6)[: int(np.prod(shape))].reshape(shape).astype(dtype)
-    for value in (to_ortvalue(array, CPU), owned(array, CPU)):
+    for value in (to_ortvalue(array, CPU), copy_to_ortvalue(array, CPU)):
         assert shape_of(value) == shape_of(array) == shape
-        assert to_ortvalue(value, CPU) is wrapped(value) is value
+        assert to_ortvalue(value, CPU) is wrap_ortvalue(value) is value
         for found in (to_numpy(value), array_of(value)):
             assert found.dtype == array.dtype
             np.testing.assert_array_equal(found, array)
@@ -35,7 +35,7 @@ def test_ortvalues_hold_what_arrays_hold(dtype, shape):
 
 def test_memory_is_shared_but_where_a_copy_is_asked_for():
     array = np.zeros((2, 2), np.float32)
-    shared, apart = to_ortvalue(array, CPU), owned(array, CPU)
+    shared, apart = to_ortvalue(array, CPU), copy_to_ortvalue(array, CPU)
     seen = array_of(shared)
     array[0, 0] = 1
     assert seen[0, 0] == shared.numpy()[0, 0] == 1
@@ -50,7 +50,7 @@ def test_elements_of_a_vector_of_ortvalues():
 
     values, array = OrtValueVector(), np.float32([1, 2])  # whose memory the vector does not keep
     values.push_back(to_ortvalue(array, CPU)._ortvalue)
-    assert isinstance(wrapped(values[0]), ort.OrtValue)
+    assert isinstance(wrap_ortvalue(values[0]), ort.OrtValue)
     np.testing.assert_array_equal(to_numpy(values[0]), [1, 2])
 
 
@@ -87,8 +87,8 @@ def test_one_number_that_is_not_finite(at, number):
 def test_an_ortvalue_that_fits_is_not_copied(given, dtype, shape, is_kept):
     array = np.arange(6).reshape(2, 3).astype(given)
     value = to_ortvalue(array, CPU)
-    found = fit(value, shape, np.dtype(dtype))
+    found = fit_shape_and_dtype(value, shape, np.dtype(dtype))
     assert (found is value) == is_kept
-    for result in (found, fit(array, shape, np.dtype(dtype))):
+    for result in (found, fit_shape_and_dtype(array, shape, np.dtype(dtype))):
         assert to_numpy(result).dtype == dtype
         np.testing.assert_array_equal(to_numpy(result), array.reshape(shape))

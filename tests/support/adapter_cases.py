@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from onnxgrad.model.notes import fine_tuned
+from onnxgrad.model.notes import fine_tuned_tensors
 from onnxgrad.model.weights import constant_refs, replace
 from tests.support.exports import export_module
 from tests.support.models import parse_model
@@ -46,13 +46,13 @@ def constant_arrays(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 def adapter_tensors(model: onnx.ModelProto) -> list[np.ndarray]:
     """Return the tensors that fine-tuning trains, such as the two factors of an adapter."""
     values = constant_arrays(model)
-    return [values[name] for name in fine_tuned(model)]
+    return [values[name] for name in fine_tuned_tensors(model)]
 
 
 def shaken(model: onnx.ModelProto, seed: int = 1) -> onnx.ModelProto:
     """Return `model` with random values in all tensors that are fine-tuned."""
     rng, values = np.random.default_rng(seed), constant_arrays(model)
-    new = {name: rng.normal(size=values[name].shape) * 0.5 for name in fine_tuned(model)}
+    new = {name: rng.normal(size=values[name].shape) * 0.5 for name in fine_tuned_tensors(model)}
     return replace(model, {n: a.astype(values[n].dtype) for n, a in new.items()})
 
 

@@ -56,7 +56,7 @@ class Trainer:
         self.alpha, self.optimizer, self.callbacks = alpha, optimizer, callbacks
         arguments = {"validation": validation, "losses": losses, "alpha": alpha}
         arguments |= {"optimizer": optimizer, "callbacks": callbacks}
-        self._job = SimpleNamespace(arguments=arguments, averages=optimizer.averages)
+        self._job = SimpleNamespace(arguments=arguments, averages_weights=optimizer.averages)
         self.gradient_norms = {}
         self.state = State()
         self.calls = []

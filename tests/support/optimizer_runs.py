@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.step.update import build_update, evaluated
+from onnxgrad.training.step.update import build_update, weights_to_evaluate
 from tests.support.models import parse_model
 from tests.support.running import session_of
 
@@ -82,7 +82,7 @@ def weights_after_fifty_steps(
         if weight in slots and name not in weights:
             slots[weight][slot] = state[name]
     weights = {name: state[name] for name in weights}
-    return weights, evaluated(optimizer, weights, slots, STEPS)
+    return weights, weights_to_evaluate(optimizer, weights, slots, STEPS)
 
 
 def assert_equal_weights(

@@ -22,7 +22,14 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.model import external
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.traversal import all_nodes, graphs_of, keep_only, names, names_in, reads
+from onnxgrad.model.traversal import (
+    all_nodes,
+    graphs_of,
+    keep_only,
+    names_in,
+    names_read_by,
+    value_names,
+)
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators.shapes import rank
 
@@ -57,7 +64,7 @@ class AdapterWriter:
         self.model = model
         constants = ((ref.graph_name, ref.read().dims) for ref in constant_refs(model))
         self.vectors = {name: dims[0] for name, dims in constants if len(dims) == 1}
-        self.taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
+        self.taken = {*value_names(model.graph), *(t.name for t in model.graph.initializer)}
         opset = max((o.version for o in model.opset_import if not standard(o.domain)), default=18)
         self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), self.taken)
 
@@ -111,7 +118,7 @@ class AdapterWriter:
         output, graph = use.node.output[0], use.graph
         if use.form != LINEAR or output in names_in(graph.output):
             return use
-        readers = [n for n in all_nodes(graph.node) if output in reads(n)]
+        readers = [n for n in all_nodes(graph.node) if output in names_read_by(n)]
         if len(readers) != 1 or readers[0].op_type != "Add" or len({*readers[0].input}) < 2:
             return use
         [bias] = [name for name in readers[0].input if name != output]

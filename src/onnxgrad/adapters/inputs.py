@@ -18,7 +18,7 @@ from onnxgrad.adapters.uses import CONV, LEFT, Target, find_targets
 from onnxgrad.errors import escaping, named
 from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.weights import constant_refs, take_out
+from onnxgrad.model.weights import constant_refs, replace_by_initializers
 from onnxgrad.training.parameters.choice import matching_weights
 
 
@@ -148,7 +148,7 @@ def _make_inputs(proto: ModelProto, names: Iterable[str]) -> None:
         tensor = proto.graph.initializer.add()
         tensor.CopyFrom(ref.read())
         tensor.name = ref.name
-    take_out(proto, moved)
+    replace_by_initializers(proto, moved)
     inputs = {x.name for x in proto.graph.input}
     for tensor in proto.graph.initializer:
         if tensor.name in wanted - inputs:

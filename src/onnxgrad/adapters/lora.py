@@ -25,9 +25,9 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.parameters.choice import integer_rows, matching_weights
+from onnxgrad.training.parameters.choice import matching_weights, quantized_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
-from onnxgrad.training.parameters.table import more
+from onnxgrad.training.parameters.table import left_out_text
 
 _LISTED = 4  # reasons that a message gives
 
@@ -143,7 +143,7 @@ def _matching_constants(
     """
     reasons = _reasons_without_adapter(proto, targets, options)
     quantized = [name for name, target in targets.items() if target.quantized]
-    aliases = {row.name: row.alias for row in integer_rows(proto)} if quantized else {}
+    aliases = {row.name: row.alias for row in quantized_rows(proto)} if quantized else {}
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -161,7 +161,7 @@ def _matching_constants(
             raise ValueError(
                 f"no weight that {pattern!r} matches can have an adapter: "
                 f"{'; '.join(told[:_LISTED]) or 'it matches adapters, or no factors of products'}"
-                f"{more(told, _LISTED)}"
+                f"{left_out_text(told, _LISTED)}"
             )
         chosen |= possible
         for name in sorted(matched & set(reasons)):
@@ -170,7 +170,8 @@ def _matching_constants(
         if missed:
             listed = "; ".join(f"{printable(n)!r}: {reasons[n]}" for n in missed[:_LISTED])
             warnings.warn(
-                f"layers that {pattern!r} matches get no adapter: {listed}{more(missed, _LISTED)}",
+                f"layers that {pattern!r} matches get no adapter: {listed}"
+                f"{left_out_text(missed, _LISTED)}",
                 stacklevel=frames_inside() + 1,
             )
     if not chosen:

@@ -14,11 +14,11 @@ from onnxgrad.adapters.integer_layout import layout_of, quantize_groups
 from onnxgrad.adapters.uses import Key, attribute_values, readers_by_value
 from onnxgrad.errors import printable
 from onnxgrad.model.constants import ConstantRef, standard
-from onnxgrad.model.scopes import unused
-from onnxgrad.model.traversal import names, walk
+from onnxgrad.model.scopes import unused_name
+from onnxgrad.model.traversal import value_names, walk_graphs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.parameters.table import more
+from onnxgrad.training.parameters.table import left_out_text
 
 _LISTED = 5  # weights that the warning names
 
@@ -35,7 +35,7 @@ class ConstantOperands:
 
     def __init__(self, proto: ModelProto, refs: Iterable[ConstantRef]) -> None:
         self._constants = {(id(ref.graph), ref.graph_name): ref for ref in refs}
-        nodes = [(graph, node) for graph, node in walk(proto.graph) if node is not None]
+        nodes = [(graph, node) for graph, node in walk_graphs(proto.graph) if node is not None]
         self.nodes = [node for _, node in nodes]
         self._producers = {(id(graph), y): node for graph, node in nodes for y in node.output}
         self._results = {id(node): (id(graph), y) for graph, node in nodes for y in node.output[:1]}
@@ -45,7 +45,7 @@ class ConstantOperands:
             self._readers[key] = [(node, index) for _, node, index in found]
             self._keys |= {(id(node), index): key for _, node, index in found}
         self._graphs = [graph for graph, _ in nodes]  # keeps their ids
-        self._taken = set(names(proto.graph))
+        self._taken = set(value_names(proto.graph))
 
     def readers(self, ref: ConstantRef) -> list[Operand]:
         """Return the operands (node, index) that read the constant `ref`."""
@@ -82,7 +82,7 @@ class ConstantOperands:
             assert isinstance(ref.graph, GraphProto)
             tensor = ref.graph.initializer.add()
             tensor.CopyFrom(ref.read())
-            tensor.name = unused(ref.graph_name, self._taken)
+            tensor.name = unused_name(ref.graph_name, self._taken)
             ref = ConstantRef(tensor.name, tensor, False, ref.graph)
             new = id(ref.graph), tensor.name
             self._constants[new], self._readers[new], self._readers[key] = ref, [*operands], others
@@ -254,7 +254,7 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
         logger.info("quantized anew, differs by at most: %s", text)
     warnings.warn(
         "weights were quantized anew with their adapters, and differ from the sums by at most: "
-        f"{'; '.join(texts[:_LISTED])}{more(texts, _LISTED)}. Evaluate the merged model",
+        f"{'; '.join(texts[:_LISTED])}{left_out_text(texts, _LISTED)}. Evaluate the merged model",
         stacklevel=frames_inside() + 1,
     )
 

@@ -31,7 +31,7 @@ from onnxgrad.model.weights import constant_refs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.parameters.aliases import aliases, module_of
-from onnxgrad.training.parameters.choice import integer_rows
+from onnxgrad.training.parameters.choice import quantized_rows
 
 Tensors = dict[str, np.ndarray]
 Columns = dict[str, dict[str, slice]]  # {packed module: {part: its columns}}
@@ -64,7 +64,7 @@ def module_names(proto: ModelProto, targets: Mapping[str, Target]) -> dict[str, 
     """
     aliased = aliases(proto)
     if any(target.quantized for target in targets.values()):
-        aliased |= {row.name: row.alias for row in integer_rows(proto) if row.alias}
+        aliased |= {row.name: row.alias for row in quantized_rows(proto) if row.alias}
     modules = {
         name: aliased.get(name, name_of_floats(name)).removesuffix(".weight") for name in targets
     }

@@ -14,7 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnxgrad.model.constants import FLOATS, ConstantRef, standard
 from onnxgrad.model.traversal import all_nodes, own_names, subgraphs
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.flow import MOVES, letter
+from onnxgrad.training.parameters.flow import MOVES, operand_role
 
 LINEAR, LEFT, EMBEDDING, CONV = "linear", "left", "embedding", "conv"
 _QUANTIZED = (
@@ -216,7 +216,7 @@ class _UseSearch:
                 scales = node is not None and (
                     node.op_type == "DequantizeLinear" or (node.op_type == _NBITS and index > 1)
                 )
-                if node is not None and not scales and letter(node, index) in ("f", "q"):
+                if node is not None and not scales and operand_role(node, index) in ("f", "q"):
                     return True
                 if node is not None and node.op_type in MOVES | {"Concat"}:
                     waiting += [(id(graph), y) for y in node.output if y in self.fixed]

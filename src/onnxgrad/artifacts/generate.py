@@ -23,15 +23,15 @@ from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import data_files, save
+from onnxgrad.model.write import external_data_files, save
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.runtime.device import CPU
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import describe
-from onnxgrad.training.parameters.choice import as_list
+from onnxgrad.training.parameters.choice import list_patterns
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.saving import serialized
+from onnxgrad.training.saving import serialize_arrays
 from onnxgrad.training.trainer import Trainer
 
 CHECKPOINT = "onnxgrad.artifacts.1"  # the format, in the metadata of a checkpoint
@@ -99,8 +99,8 @@ def generate_artifacts(
     if sample_weight not in (False, True, "element"):
         raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
     proto = at_opset(read(model), opset)
-    train = None if requires_grad is None else as_list(requires_grad)
-    freeze = as_list(frozen_params or ())
+    train = None if requires_grad is None else list_patterns(requires_grad)
+    freeze = list_patterns(frozen_params or ())
     for name in options:
         check_choice("option of generate_artifacts", name, OPTIONS)
     if both := sorted(set(train or ()) & set(freeze)):
@@ -125,7 +125,7 @@ def generate_artifacts(
     updated = "sgd" if optimizer is None else select_optimizer(optimizer)
     trainer = Trainer(proto, chosen, optimizer=updated, train=train, freeze=freeze, **options)
     files = _ArtifactFiles(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
-    models = files.build_models(trainer, as_list(additional_output_names))
+    models = files.build_models(trainer, list_patterns(additional_output_names))
     return files.write(artifact_directory, trainer, models)
 
 
@@ -173,7 +173,7 @@ class _ArtifactFiles:
                 write_ort(files[key], new / name)
             arrays = models.weights | models.slots | models.buffers
             metadata = {"format": CHECKPOINT, "model": digest}
-            files["checkpoint"].write_bytes(serialized(arrays, metadata))
+            files["checkpoint"].write_bytes(serialize_arrays(arrays, metadata))
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest
@@ -188,7 +188,7 @@ def write_ort(model: Path, path: Path) -> None:
     Raises:
         ValueError: the model is too large for the format.
     """
-    size = sum(file.stat().st_size for file in {model, *data_files(model)})
+    size = sum(file.stat().st_size for file in {model, *external_data_files(model)})
     if size >= LARGEST_ORT:
         file = printable(model.name)
         raise ValueError(f"{file} has {size} bytes, too many for .ort: pass ort_format=False")

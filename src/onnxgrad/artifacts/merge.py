@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from onnxgrad.artifacts.manifest import Manifest, read_manifest
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import replace
-from onnxgrad.training.saving import deserialized, metadata_of
+from onnxgrad.training.saving import deserialize_arrays, safetensors_metadata
 
 _LISTED = 5
 
@@ -67,7 +67,7 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"{path} is missing: name a checkpoint of these artifacts")
     content = path.read_bytes()
     try:
-        arrays, metadata = deserialized(content), metadata_of(content)
+        arrays, metadata = deserialize_arrays(content), safetensors_metadata(content)
     except (ValueError, SafetensorError) as e:
         raise ValueError(f"{path} is no file of safetensors, or damaged: {e}") from None
     expected = [*manifest["weights"], *manifest["buffers"]]

@@ -74,8 +74,8 @@ def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Mo
     gradients, update = recipe.step_models()
     objective = recipe.objective().require_labels()
     fields = Fields(objective, recipe.job.batch_axes)
-    buffers = {name: np.array(value) for name, value in objective.initial.items()}
-    step = recipe.named_step(objective)
+    buffers = {name: np.array(value) for name, value in objective.initial_buffers.items()}
+    step = recipe.unpacked_step(objective)
     _check_weight_sizes(recipe.state.weights, step)
     names = _StepValues(step)
     weights = {name: recipe.state.weights[name] for name in step.weights}

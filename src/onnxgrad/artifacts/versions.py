@@ -14,7 +14,7 @@ from onnxgrad.graph.rewrite import rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
-from onnxgrad.model.opsets import WORKING_OPSET, exists, lowered, min_ir_version
+from onnxgrad.model.opsets import WORKING_OPSET, downgrade_opset, min_ir_version, opset_has_node
 from onnxgrad.model.surgery import get_onnx_opset
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import note_constants
@@ -42,7 +42,7 @@ def at_opset(model: ModelProto, target: int | None) -> ModelProto:
         return model
     if model.functions:
         model = inlined(model)
-    return lowered(_expand_newer_operators(model, target), target)
+    return downgrade_opset(_expand_newer_operators(model, target), target)
 
 
 def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
@@ -80,7 +80,9 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
 
 def _is_newer_operator(node: ir.Node, target: int) -> bool:
     """Return whether opset `target` lacks the operator of `node`, or has other operands for it."""
-    return not exists(node, target) or (not node.domain and target < _CHANGED.get(node.op_type, 0))
+    return not opset_has_node(node, target) or (
+        not node.domain and target < _CHANGED.get(node.op_type, 0)
+    )
 
 
 def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:

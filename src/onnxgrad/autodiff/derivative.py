@@ -21,7 +21,7 @@ from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
 from onnxgrad.model.notes import PRIMAL
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
 from onnxgrad.operators import marks, operator_of
@@ -162,14 +162,16 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     original_outputs = list(graph.outputs)
     results = [y for node in graph for y in node.outputs if y.name]
     stop_gradient, straight = (
-        values_by_name(f"{kind} result", once(kind, getattr(request, kind)), results)
+        values_by_name(
+            f"{kind} result", require_unique_names(kind, getattr(request, kind)), results
+        )
         for kind in ("stop_gradient", "straight_through")
     )
     straight_through = {y: _straight_through_origin(y) for y in straight}
     chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)
     weights = as_inputs(proto, graph, request.weights)
     wrt = [*chosen_inputs, *weights]
-    once("input or weight", [str(x.name) for x in wrt])
+    require_unique_names("input or weight", [str(x.name) for x in wrt])
 
     op = Emit(graph)
     if loss is not None:
@@ -270,7 +272,7 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     if names is None:
         names = [name for name, ref in refs.items() if ref.default]
     weights, listed = [], {str(x.name): x for x in graph.inputs}
-    for name in once("weight", names):
+    for name in require_unique_names("weight", names):
         if name not in refs:
             floats = [n for n, ref in refs.items() if ref.read().data_type in constants.FLOATS]
             raise unknown("weight", name, floats)
@@ -326,7 +328,7 @@ def choose_inputs(
     if names is None:
         others = (x for x in floats if x.name not in labels and not constants.is_setting(x))
         return [x for x in others if not is_weight(x)]
-    inputs = values_by_name("input", once("input", names), graph.inputs)
+    inputs = values_by_name("input", require_unique_names("input", names), graph.inputs)
     for x in inputs:
         if not varies(x):
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")

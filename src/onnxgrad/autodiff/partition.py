@@ -19,7 +19,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.surgery import as_input, name_rest
+from onnxgrad.model.surgery import name_unnamed_values, replace_by_input
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import html_table
 
@@ -251,9 +251,9 @@ def _forward_model(joint: ir.Model, saved: list[ir.Value]) -> ModelProto:
 def _backward_model(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
     graph = model.graph
     declared = list(graph.inputs)
-    graph.inputs.extend([as_input(graph, v) for v in (*saved, *_yield_node(graph).outputs)])
+    graph.inputs.extend([replace_by_input(graph, v) for v in (*saved, *_yield_node(graph).outputs)])
     tidy(model)
-    name_rest(graph)
+    name_unnamed_values(graph)
     for x in declared:
         if not x.uses():
             graph.inputs.remove(x)

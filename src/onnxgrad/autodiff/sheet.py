@@ -26,7 +26,7 @@ from onnxgrad.graph.tidy import drop_unused, latest_replacement, tidy
 from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute
@@ -81,7 +81,7 @@ class Sheet:
         self._keep_outputs(None if outputs is None else [maps.get(y, y) for y in outputs])
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
-        once("input or weight", [str(x.name) for x in self.wrt])
+        require_unique_names("input or weight", [str(x.name) for x in self.wrt])
         by_default = [chosen if inputs is None else (), chosen_weights if weights is None else ()]
         self._by_default = [x for values in by_default for x in values]
         self.kept = list(self.graph.outputs)
@@ -99,7 +99,9 @@ class Sheet:
         if outputs is None:
             warn_of_dropped_outputs(self.origin)
             return
-        chosen = values_by_name("output", once("output", outputs), self.graph.outputs)
+        chosen = values_by_name(
+            "output", require_unique_names("output", outputs), self.graph.outputs
+        )
         for y in chosen:
             if not is_real(y):
                 raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")

@@ -18,7 +18,7 @@ from onnxgrad.cli.face import Shell
 from onnxgrad.cli.options import Described, help_text, section_entries
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.errors import ProcessLostError, escape, speaking
-from onnxgrad.model.files import one_line
+from onnxgrad.model.files import one_line_message
 
 DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
 EXIT_CODES = (
@@ -83,7 +83,7 @@ def _read_options(
 
 def reason_of(error: Exception) -> str:
     """Return the message of an error, or plain words for an error without a clear message."""
-    text = one_line(error) if isinstance(error, OSError) else str(error)
+    text = one_line_message(error) if isinstance(error, OSError) else str(error)
     return plain_reason(error) or text or type(error).__name__
 
 

@@ -67,7 +67,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     """Print what would be trained, and the time and memory it would take; write nothing."""
     probe = Probe(validates=False)
     job = prepare_job(options, proto, [probe])
-    job.trainer._is_watched = False
+    job.trainer._change_job(shows_progress=False)
     probe.validates = job.task.validation is not None
     job.fit(options, max(options.epochs, _STEPS))
     measured = _measured_values(job, options, probe)

@@ -20,7 +20,7 @@ from onnxgrad.tasks import Task
 from onnxgrad.tasks.base import row_count
 from onnxgrad.tasks.rows_task import RowsTask
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.precision import resolved
+from onnxgrad.training.precision import training_precision
 from onnxgrad.training.trainer import Trainer
 
 # the options that set an argument of a `Trainer`, where they have other names
@@ -120,7 +120,10 @@ def _check_options_have_effect(options: TrainOptions, proto: ModelProto, validat
             "--metrics are computed on validation data, and there are none: pass --validation "
             "SHARE or a file, or leave out --metrics"
         )
-    if options.precision != "auto" and resolved("auto", proto, Device.of("cpu")) == "file":
+    if (
+        options.precision != "auto"
+        and training_precision("auto", proto, Device.of("cpu")) == "file"
+    ):
         raise ValueError(
             f"--precision {options.precision} has no effect: the model has no floats of 16 bits, "
             "so leave it out"

@@ -14,7 +14,7 @@ from onnxgrad.language.folders import ModelFolder, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.files import check_not_input, check_writable
 from onnxgrad.model.read import read
-from onnxgrad.model.write import data_files
+from onnxgrad.model.write import external_data_files
 
 STDIN = STDOUT = "-"
 
@@ -67,7 +67,7 @@ def check_output(
 def check_not_data(output: str, model: str) -> None:
     """Raise if `output` is a file of external data of the model."""
     if output != STDOUT and model != STDIN:
-        check_not_input(output, data_files(model))
+        check_not_input(output, external_data_files(model))
 
 
 def write_to_stdout(model: ModelProto) -> None:

@@ -19,7 +19,7 @@ from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, write
 from onnxgrad.cli.signals import StopRequests
 from onnxgrad.language.folders import ModelFolder, adapter_file
 from onnxgrad.language.save import check_folder, save_folder
-from onnxgrad.model.files import check_writable, one_line
+from onnxgrad.model.files import check_writable, one_line_message
 from onnxgrad.model.write import save
 
 
@@ -117,7 +117,7 @@ class Keeper:
         try:
             self.output.save(self.model, path, overwrite)
         except OSError as e:
-            self.complain(one_line(e))
+            self.complain(one_line_message(e))
             return False
         return True
 

@@ -17,7 +17,7 @@ from onnxgrad.errors import first_line, printable
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.language.generation import generate
 from onnxgrad.language.text_readers import Texts
-from onnxgrad.model.files import check_writable, one_line
+from onnxgrad.model.files import check_writable, one_line_message
 
 if TYPE_CHECKING:
     from onnxgrad.cli.job import Job
@@ -92,7 +92,7 @@ def card(job: Job, options: TrainOptions) -> list[Path]:
             for file in card_of(options)
         ]
     except (OSError, NotFittedError) as e:
-        reason = one_line(e) if isinstance(e, OSError) else "no epoch has ended"
+        reason = one_line_message(e) if isinstance(e, OSError) else "no epoch has ended"
         complain(f"the card is not written: {reason}")
         return []
 

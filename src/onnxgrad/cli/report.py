@@ -20,7 +20,7 @@ from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import better_if
-from onnxgrad.training.diagnose import Kept, end_reason
+from onnxgrad.training.diagnose import KeptWeights, end_reason
 from onnxgrad.training.parameters.choice import names_and_reasons, trainable
 from onnxgrad.training.parameters.table import Tensor
 from onnxgrad.training.precision import rounding_text
@@ -66,9 +66,9 @@ class Report:
     samples: Sequence[tuple[str, str]] = ()  # prompts, and how the model goes on
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> KeptWeights:
         """The epoch and step from which the written weights are."""
-        return Kept.of(self.job.trainer.state)
+        return KeptWeights.of(self.job.trainer.state)
 
     @cached_property
     def of_file(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from onnxgrad.cli.report import Report, epochs
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import ConvergenceError
-from onnxgrad.model.files import check_writable, one_line, replacing
+from onnxgrad.model.files import check_writable, one_line_message, replacing
 from onnxgrad.parallel.process_groups import join_launched_group
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
@@ -255,6 +255,6 @@ def _write_results(
         with replacing(curves) as temporary:
             figure.savefig(temporary, dpi=120, format="png")
     except OSError as e:
-        complain(f"the loss curves are not written: {one_line(e)}")
+        complain(f"the loss curves are not written: {one_line_message(e)}")
         return [model_path]
     return [model_path, curves]

@@ -19,15 +19,15 @@ from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import EvaluationError, printable
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.feeds import session_dtype
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.write import write_models
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.device import read_providers
-from onnxgrad.runtime.session import loaded
-from onnxgrad.runtime.values import Binding, owned, shape_of, to_numpy, wrapped
-from onnxgrad.training.parameters.choice import default_weights, expand
+from onnxgrad.runtime.session import load_session
+from onnxgrad.runtime.values import Binding, copy_to_ortvalue, shape_of, to_numpy, wrap_ortvalue
+from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 _REBUILT = ("sessions", "cls_type_")  # are not pickled
@@ -116,7 +116,9 @@ class OrtGradientForwardBackward:
         names = weights_to_train
         if names is None:
             names = default_weights(self.onnx_model, announce=True, needed=False)
-        self.weights_to_train = expand(self.onnx_model, once("weight", names), "weight")
+        self.weights_to_train = expand_patterns(
+            self.onnx_model, require_unique_names("weight", names), "weight"
+        )
         self.partition = partition(self.onnx_model, self.weights_to_train)
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
         self.input_names = [name for name in declared if name not in self.weights_to_train]
@@ -143,7 +145,7 @@ class OrtGradientForwardBackward:
             options = ort.SessionOptions()
             options.log_severity_level = 4
         models = self.partition.forward, self.partition.backward
-        return [loaded(model, options, providers=self.providers) for model in models]
+        return [load_session(model, options, providers=self.providers) for model in models]
 
     def graphs(self) -> dict[str, ModelProto]:
         """Return {name: model} of the graphs that `save_onnx_graph` writes."""
@@ -214,7 +216,7 @@ class OrtGradientForwardBackward:
     def reshape(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return `value`, an array or OrtValue, reshaped to `shape`."""
         array = to_numpy(value).reshape(shape)
-        return owned(array, self.device) if isinstance(value, ort.OrtValue) else array
+        return copy_to_ortvalue(array, self.device) if isinstance(value, ort.OrtValue) else array
 
     def results_like(
         self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
@@ -283,7 +285,7 @@ class OrtGradientForwardBackwardFunction:
         expected = [*parent.input_names, *parent.weights_to_train]
         if isinstance(inputs, Mapping):
             raise ValueError(f"forward takes a list of the inputs {expected}, not a dict")
-        inputs = [wrapped(v) for v in inputs]
+        inputs = [wrap_ortvalue(v) for v in inputs]
         if len(inputs) != len(expected):
             raise ValueError(f"forward takes {len(expected)} inputs {expected}, not {len(inputs)}")
         feed = {
@@ -319,7 +321,7 @@ class OrtGradientForwardBackwardFunction:
                 device.
         """
         parent, outputs, saved = self.parent, self._outputs, self._saved
-        grad_outputs = [wrapped(g) for g in grad_outputs]
+        grad_outputs = [wrap_ortvalue(g) for g in grad_outputs]
         if outputs is None:
             raise EvaluationError("call forward(inputs, training=True) before backward")
         if saved is None:

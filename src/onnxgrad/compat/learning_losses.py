@@ -34,7 +34,13 @@ from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
 from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.operators.shapes import dims, rank
-from onnxgrad.runtime.values import FLOATS, fit, owned, shape_of, to_numpy
+from onnxgrad.runtime.values import (
+    FLOATS,
+    copy_to_ortvalue,
+    fit_shape_and_dtype,
+    shape_of,
+    to_numpy,
+)
 
 EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # names of inputs and outputs
 Quantities = Mapping[str, str]
@@ -175,7 +181,11 @@ class BaseLearningLoss(SmallFunctions):
         loss, gradient = self._run_loss("loss_grad_onnx_", expected, predicted, weight)
         if len(shape_of(predicted)) == 1:  # the model computes with (N, 1)
             flat = to_numpy(gradient).reshape(-1)
-            gradient = owned(flat, self._device) if isinstance(predicted, ort.OrtValue) else flat
+            gradient = (
+                copy_to_ortvalue(flat, self._device)
+                if isinstance(predicted, ort.OrtValue)
+                else flat
+            )
         return loss, gradient
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:
@@ -254,7 +264,7 @@ def checked_feed(
     shape = _prediction_shape(declared.shape, shape_of(predicted))
     dtype = FLOATS[declared.type]
     prediction = ir.Value(name=PREDICTED, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-    feed = {PREDICTED: fit(predicted, shape, dtype.numpy())}
+    feed = {PREDICTED: fit_shape_and_dtype(predicted, shape, dtype.numpy())}
     fields = {EXPECTED: _label_field(loss, prediction)}
     values = {EXPECTED: expected}
     if weight is not None:
@@ -271,7 +281,7 @@ def checked_feed(
         if len(array) != shape[0]:
             name = fields[key].name
             raise ValueError(f"{name!r} has {len(array)} rows, and 'predicted' has {shape[0]}")
-        feed[key] = fit(value, array.shape, array.dtype, array)
+        feed[key] = fit_shape_and_dtype(value, array.shape, array.dtype, array)
     return feed
 
 

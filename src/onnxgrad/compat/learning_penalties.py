@@ -21,7 +21,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.losses.in_graph import penalty_coefficients, weight_penalty
 from onnxgrad.model.draft import Draft
-from onnxgrad.runtime.values import owned, to_numpy
+from onnxgrad.runtime.values import copy_to_ortvalue, to_numpy
 
 
 def penalty_loss_onnx(
@@ -180,7 +180,7 @@ class BaseLearningPenalty(SmallFunctions):
         if "penalty_onnx_" in self.__dict__:
             return self._run_model("penalty_onnx_", feed, binds)[0]
         zero = np.zeros((), self._dtype)
-        return owned(zero, self._device) if binds else zero
+        return copy_to_ortvalue(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
         """Return the gradient of the penalty w.r.t. each weight; None for a weight without penalty.

@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from onnxgrad.data.arrays import to_numbers
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.values import owned
+from onnxgrad.runtime.values import copy_to_ortvalue
 
 
 class OrtDataLoader:
@@ -97,7 +97,7 @@ class OrtDataLoader:
     def iter_ortvalue(self) -> Iterator[tuple[ort.OrtValue, ...]]:
         """Yield batches as `onnxruntime.OrtValue`s on the device."""
         for batch in self.iter_numpy():
-            yield tuple(owned(array, self._device) for array in batch)
+            yield tuple(copy_to_ortvalue(array, self._device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
         """Bind each batch to inputs of `bind`, and yield the batch's row count.

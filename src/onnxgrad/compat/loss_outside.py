@@ -31,7 +31,7 @@ from onnxgrad.model.read import read
 from onnxgrad.model.write import write_models
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.values import owned, to_numpy
+from onnxgrad.runtime.values import copy_to_ortvalue, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.job import Job
@@ -204,9 +204,11 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
             return [self.get_state(k) for k in kind]
         values, device = self._fitted_state().values, Device.of(self.device).check()
         if check_choice("kind of state", kind, _KINDS) == "weight":
-            return {name: owned(array, device) for name, array in values.weights.items()}
+            return {name: copy_to_ortvalue(array, device) for name, array in values.weights.items()}
         return {
-            name: {slot: owned(a, device) for slot, a in values.slots.get(name, {}).items()}
+            name: {
+                slot: copy_to_ortvalue(a, device) for slot, a in values.slots.get(name, {}).items()
+            }
             for name in values.weights
         }
 

@@ -41,13 +41,13 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes.inference_form import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters.choice import default_weights, expand
-from onnxgrad.training.progress import FitProgress, shown
+from onnxgrad.training.parameters.choice import default_weights, expand_patterns
+from onnxgrad.training.progress import FitProgress, number_text
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.runner import Compiled, Runner
-from onnxgrad.training.stack import glorot
+from onnxgrad.training.stack import draw_glorot
 from onnxgrad.training.state import TrainState, Values
-from onnxgrad.training.step.update import evaluated
+from onnxgrad.training.step.update import weights_to_evaluate
 
 T = TypeVar("T")
 ROWS = 1024  # rows of a call of the session in evaluations and predictions
@@ -204,7 +204,7 @@ class SeedTrainer(Arguments):
                 raise
             warnings.warn(str(e), ConvergenceWarning, stacklevel=3)
         finally:
-            self._state = state if before is None or loop.moved else before
+            self._state = state if before is None or loop.has_trained else before
             self._state.stop_reason = state.stop_reason
             if isinstance(self.learning_rate, BaseLearningRate):
                 self.learning_rate.value = self._state.learning_rate
@@ -222,7 +222,7 @@ class SeedTrainer(Arguments):
         Whether a constant is a weight follows from its value in the model, not its trained value.
         """
         if self.weights_to_train is not None:
-            return expand(read(self.model_onnx), self.weights_to_train, "weight")
+            return expand_patterns(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
     def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
@@ -334,7 +334,7 @@ class SeedTrainer(Arguments):
         state = self._fitted_state()
         proto = read(self.model_onnx if model is None else model)
         now = state.values
-        weights = evaluated(state.optimizer, now.weights, now.slots, now.steps)
+        weights = weights_to_evaluate(state.optimizer, now.weights, now.slots, now.steps)
         trained = constants.replace(proto, weights)
         state.names.keep(trained)
         return trained
@@ -386,7 +386,7 @@ def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype
 
 INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": lambda rng, w: w,
-    "glorot": glorot,
+    "glorot": draw_glorot,
     "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
 }
 
@@ -535,7 +535,7 @@ class StepLog(Callback):
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
         """Log the step number and the epoch's loss so far."""
-        logger.debug("step %d loss %s", state.step, shown(trainer.progress.loss, "g"))
+        logger.debug("step %d loss %s", state.step, number_text(trainer.progress.loss, "g"))
 
 
 class EpochLog(Callback):
@@ -544,7 +544,7 @@ class EpochLog(Callback):
     def on_epoch_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
         """Log the epoch number and the epoch's loss."""
         now = trainer.progress
-        logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, shown(now.loss, "g"))
+        logger.info("epoch %d/%d loss %s", now.epoch + 1, now.epochs, number_text(now.loss, "g"))
 
 
 class SingleBatches(Callback):

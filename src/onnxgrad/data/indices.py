@@ -19,7 +19,7 @@ from onnxgrad.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 
 _MOVES = REORDERS | SELECTS
 _COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # operators that compute lengths and positions
@@ -90,7 +90,7 @@ class Selection:
 
     @cached_property
     def _predictor(self) -> Predictor:
-        return Predictor(loaded(self.proto, providers=CPU.providers))
+        return Predictor(load_session(self.proto, providers=CPU.providers))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_predictor"}

@@ -18,13 +18,13 @@ from onnxgrad.losses.row_losses import unreduced_onnx_loss
 from onnxgrad.losses.spec import Formula
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.read import ModelLike, once
+from onnxgrad.model.read import ModelLike, require_unique_names
 from onnxgrad.model.scopes import free_name
 from onnxgrad.model.surgery import drop_unused_inputs
-from onnxgrad.model.traversal import names as all_names
+from onnxgrad.model.traversal import value_names as all_names
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.parameters.choice import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
@@ -127,7 +127,7 @@ class _RowGradients:
         device = check_model_and_device(proto, device, batch_size, "the loss of a row")
         if names is None:
             names = [t.name for t in trainable(proto).trained]
-        self.names = list(once("weight", names))
+        self.names = list(require_unique_names("weight", names))
         self._label = free_name("label", {*all_names(proto.graph)})
         with_loss = add_loss_output(
             proto, loss, label_name=self._label, output_index=output, reduction="sum", **options
@@ -139,7 +139,7 @@ class _RowGradients:
         self._labels = [x for x in graph.inputs if x.name == self._label]
         self._unused = names_without_default(proto)
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
-        effort = work(graph)
+        effort = count_multiply_adds(graph)
         self._piece = Piece(losses, [str(graph.outputs[0].name)], (), device, batch_size)
         self._vjp = Predictor(vjp(losses, self.names, []), (), device, 0, 3 * effort)
         self._jvp = Predictor(jvp(losses, self.names, []), (), device, 0, 256 * effort)

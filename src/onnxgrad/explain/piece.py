@@ -30,7 +30,7 @@ from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.modes.inference_form import has_training_nodes
 
 _GradientPredictor = tuple[Predictor, dict[str, str], str]
@@ -116,7 +116,7 @@ class Piece:
     @cached_property
     def _multiply_adds(self) -> float:
         """The multiply-adds of running `batch_size` rows."""
-        return work(self.graph) * self._batch_size
+        return count_multiply_adds(self.graph) * self._batch_size
 
     @cached_property
     def _output_predictor(self) -> Predictor:

@@ -20,7 +20,7 @@ from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.notes import CLASSES, read_note
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import RANDOM
@@ -93,7 +93,11 @@ class ScoreFunction:
         self.batch_size = int(batch_size)
         self.output = maps.get(output or "") or _output_name(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
-        self.wrt = _explainable_inputs(self.whole) if names is None else list(once("value", names))
+        self.wrt = (
+            _explainable_inputs(self.whole)
+            if names is None
+            else list(require_unique_names("value", names))
+        )
         if not self.wrt:
             raise ValueError("`wrt` is empty: name at least one value")
         self.single = isinstance(wrt, str) or (wrt is None and len(self.wrt) == 1)

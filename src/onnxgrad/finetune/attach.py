@@ -14,7 +14,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, LISTS, read_note, rename_notes, write_note
-from onnxgrad.model.opsets import convert
+from onnxgrad.model.opsets import upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
 from onnxgrad.operators.shapes import dims
@@ -139,7 +139,7 @@ def _convert_to_equal_opsets(
     target = max(v.get("", 0) for v in versions)
     for i, (proto, version) in enumerate(zip(protos, versions, strict=True)):
         if 0 < version.get("", 0) < target:
-            protos[i] = convert(proto, version[""], target)
+            protos[i] = upgrade_opset(proto, version[""], target)
     for domain in versions[0].keys() & versions[1].keys() - {""}:
         a, b = (v[domain] for v in versions)
         used = {n.op_type for p in protos for n in p.graph.node if n.domain == domain}

@@ -31,7 +31,7 @@ from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
-from onnxgrad.model.traversal import names
+from onnxgrad.model.traversal import value_names
 from onnxgrad.operators import shapes
 
 # metadata by which PyTorch's exporter says that a constant is no parameter: `trainable` reads it
@@ -144,7 +144,7 @@ class _ReplacedInput:
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
         declared = [*proto.graph.input, *proto.graph.output, *proto.graph.value_info]
         taken = {d.dim_param for v in declared for d in v.type.tensor_type.shape.dim if d.dim_param}
-        taken.update(names(proto.graph))
+        taken.update(value_names(proto.graph))
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
 
     def add_raw_input(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:

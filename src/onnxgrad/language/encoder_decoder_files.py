@@ -21,7 +21,7 @@ from onnxgrad.language.encoder_decoder import (
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.traversal import reads
+from onnxgrad.model.traversal import names_read_by
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.training.parameters.choice import Tensor, default_rows
 from onnxgrad.training.parameters.equal_constants import separate_merged
@@ -304,7 +304,7 @@ def _constants_used_with_cache(decoder: ModelProto, other: ModelProto) -> set[st
     constants: dict[str, set[str]] = {}  # from which a value is computed
     needed: set[str] = set()
     for node in plain.graph.node:
-        read = list(reads(node))
+        read = list(names_read_by(node))
         if not of_tokens.isdisjoint(read):
             of_tokens.update(node.output)
             needed.update(c for x in read for c in constants.get(x, {x}))

@@ -21,7 +21,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.model.feeds import caches
+from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.model.read import read
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.reporting import frames_inside
@@ -50,7 +50,7 @@ class CachedModel:
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}
         outputs = {str(y.name): y for y in graph.graph.outputs}
-        self._caches = caches(model)  # the output of each cache, by its input
+        self._caches = caches_with_next_values(model)  # the output of each cache, by its input
         self._empty = {name: _empty_cache(inputs[name]) for name in self._caches}
         usual = ("input_ids", MASK, POSITIONS, BRANCH)
         self._names = {names.get(n, n): n for n in usual if names.get(n, n) in inputs}

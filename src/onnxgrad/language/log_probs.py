@@ -16,7 +16,7 @@ from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import note_constants
 from onnxgrad.operators.shapes import dims, rank
-from onnxgrad.training.filled import MASK, fill, fillable
+from onnxgrad.training.filled import MASK, computable_inputs, compute_inputs
 
 LABELS, LOG_PROBS = "labels", "log_probs"
 
@@ -64,7 +64,7 @@ def sequence_log_probs(
     chosen = choose_output(proto, "logits" if output is None and "logits" in names else output)
     made = to_ir(raise_opset(inlined(proto)))
     graph = made.graph
-    fill(made, fillable(proto, language=True) - {MASK})
+    compute_inputs(made, computable_inputs(proto, language=True) - {MASK})
     infer(made)
     logits = ir.convenience.create_value_mapping(graph, include_subgraphs=False)[chosen]
     shape = dims(logits)

@@ -20,7 +20,7 @@ from onnxgrad.language.folders import ModelFolder, adapter_file, load_folder
 from onnxgrad.model import external
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import read
-from onnxgrad.model.write import data_files
+from onnxgrad.model.write import external_data_files
 from onnxgrad.training.trainer import Trainer
 
 
@@ -165,7 +165,9 @@ def _temporary_folder_beside(target: Path) -> Path:
 
 def _copy_files_except_model(origin: ModelFolder, temporary: Path, target: Path) -> None:
     """Copy all files of a folder except the model and its data."""
-    replaced = {os.path.realpath(file) for file in (origin.model, *data_files(origin.model))}
+    replaced = {
+        os.path.realpath(file) for file in (origin.model, *external_data_files(origin.model))
+    }
     stale = []
     for folder, folders, names in os.walk(origin.path):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -175,7 +177,9 @@ def _copy_files_except_model(origin: ModelFolder, temporary: Path, target: Path)
                 continue
             if file.suffix == ".onnx":
                 stale.append(relative.as_posix())
-                if shared := replaced & {os.path.realpath(data) for data in data_files(file)}:
+                if shared := replaced & {
+                    os.path.realpath(data) for data in external_data_files(file)
+                }:
                     raise ModelError(
                         f"{str(file)!r} and {origin.model.name!r} read {shared.pop()!r}, which "
                         "would be replaced. Remove one of both models from a copy of the folder"
@@ -211,10 +215,10 @@ def _write_model(proto: ModelProto, file: Path, like: Path) -> None:
         (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
         return file.parent / location, location
 
-    written = external.written_out(proto, place)
+    written = external.write_initializers(proto, place)
     for _, tensor in external.external_tensors(written):
         if _external_data_path(tensor).is_absolute():  # a tensor of a subgraph
-            tensor.raw_data = external.array(tensor).tobytes()
+            tensor.raw_data = external.tensor_to_array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     external.write_filled(written, file, {})

@@ -19,7 +19,7 @@ from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
 from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
-from onnxgrad.model.feeds import caches
+from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
 from onnxgrad.operators import SAME_ELEMENTS, marks, operator_of, shapes
@@ -235,7 +235,7 @@ def choose_output(
     choice = ", ".join(map(repr, [*floats, *behind]))
     choice = f"one of {choice}" if choice else "a float tensor inside of the graph"
     if index is None:
-        held = caches(proto).values()
+        held = caches_with_next_values(proto).values()
         predictions = [name for name in floats if name not in held]
         predictions = predictions or (behind if inside and not floats else [])
         if len(predictions) == 1:

@@ -15,7 +15,7 @@ from onnxgrad.graph.precision import HALVES
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.convert import in_precision
-from onnxgrad.model.opsets import convert, exists
+from onnxgrad.model.opsets import opset_has_node, upgrade_opset
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
 from onnxgrad.operators.shapes import Dim, Dims, dims
@@ -151,7 +151,7 @@ def _convert_to_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
     try:
         if proto.functions:
             raise ModelError("it has local functions with gradient rules")
-        return convert(proto, version, opset)
+        return upgrade_opset(proto, version, opset)
     except ModelError as e:
         raise ModelError(_opset_error(what, version, opset, str(e))) from e
 
@@ -159,7 +159,7 @@ def _convert_to_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
 def _check_operators_in_opset(model: ir.Model, opset: int, what: str) -> None:
     """Raise `ModelError` for operators that the version `opset` lacks, and for local functions."""
     for node in all_nodes(model.graph):
-        if not exists(node, opset):
+        if not opset_has_node(node, opset):
             reason = f"{node.op_type} is newer"
             raise ModelError(_opset_error(what, model.opset_imports[""], opset, reason))
     if model.functions:

@@ -1,4 +1,4 @@
-"""The labels of classes, in the nodes that turn scores into labels."""
+"""Read the labels of classes from the nodes of a model that turn scores into labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTRIBUTES = ("classlabels_strings", "classlabels_int64s", "classlabels_ints")
 
 
 class LabelNodes:
-    """The nodes of a model, the producer of each tensor, and the labels that nodes hold."""
+    """The nodes of a model, the node that computes each tensor, and the labels in nodes."""
 
     def __init__(self, proto: ModelProto) -> None:
         self.nodes = nodes_of(proto)
@@ -59,13 +59,13 @@ class LabelNodes:
 
 
 def stored_labels(proto: ModelProto) -> Labels | None:
-    """Return the labels of the classes in the order of the scores; None if no node holds them.
+    """Return the labels of the classes in the order of the scores; None if no node has labels.
 
-    A ZipMap holds them, a classifier of `ai.onnx.ml`, or a node behind an ArgMax.
+    A ZipMap has labels, a classifier of `ai.onnx.ml`, or a node behind an ArgMax.
     """
     known = LabelNodes(proto)
     for node in sorted(known.nodes, key=lambda node: node.op_type != "ZipMap"):
-        if labels := own_labels(node):
+        if labels := labels_in_attributes(node):
             return labels
     for node in known.nodes:
         index = operator_of(node).lookup_operand
@@ -75,14 +75,14 @@ def stored_labels(proto: ModelProto) -> Labels | None:
     return None
 
 
-def own_labels(node: NodeProto | None) -> Labels | None:
+def labels_in_attributes(node: NodeProto | None) -> Labels | None:
     """Return the labels in the attributes of a classifier of `ai.onnx.ml`, or of a ZipMap."""
     values = {} if node is None else _attribute_lists(node)
     return next((values[name] for name in _ATTRIBUTES if values.get(name)), None)
 
 
 def _attribute_lists(node: NodeProto) -> dict[str, Labels]:
-    """Return the attributes that hold integers or texts."""
+    """Return the attributes of a node that are lists of integers or texts, by name."""
     return {
         a.name: [*a.ints] or [text.decode(errors="replace") for text in a.strings]
         for a in node.attribute

@@ -25,7 +25,7 @@ from onnx import (
 )
 
 from onnxgrad.model import external
-from onnxgrad.model.traversal import GraphLike, walk
+from onnxgrad.model.traversal import GraphLike, walk_graphs
 from onnxgrad.operators import operator_of
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -41,17 +41,30 @@ _NUMBER_FIELDS = {
 
 @dataclass
 class ConstantRef:
-    """A reference to one constant tensor."""
+    """A reference to one constant tensor of a model.
+
+    Attributes:
+        name: the name of the constant, unique in the whole model.
+        source: the tensor, or an attribute of numbers.
+        default: whether it is a weight of `onnx_derivative` when no weight is named.
+        graph: the graph or function that has the node or the initializer.
+        node: the node that has the attribute; None for an initializer.
+        operand: for `ai.onnx.ml`, the index of the input that replaces the attribute when the
+            constant is lifted; otherwise 0.
+        attribute: the attribute of a function with its default, or of a call of a function.
+        graph_name: the name of the constant in its graph.
+        function: the local function around the constant, at any depth; None: it is in none.
+    """
 
     name: str
-    source: TensorProto | SparseTensorProto | AttributeProto  # an attribute of numbers
-    default: bool  # whether it is a weight of `onnx_derivative` when none is named
-    graph: GraphLike  # the graph or function that has its node or initializer
-    node: NodeProto | None = None  # the node with its attribute; None for an initializer
-    operand: int = 0  # for ai.onnx.ml: index of the input that replaces it when it is lifted
-    attribute: AttributeProto | None = None  # of a function, its default, or of a call of one
-    graph_name: str = ""  # its name in its graph, where `name` is unique in the whole model
-    function: FunctionProto | None = None  # the local function that it is in, at any depth
+    source: TensorProto | SparseTensorProto | AttributeProto
+    default: bool
+    graph: GraphLike
+    node: NodeProto | None = None
+    operand: int = 0
+    attribute: AttributeProto | None = None
+    graph_name: str = ""
+    function: FunctionProto | None = None
 
     def __post_init__(self) -> None:
         self.graph_name = self.graph_name or self.name
@@ -66,24 +79,24 @@ class ConstantRef:
         if isinstance(self.source, TensorProto):
             return self.source
         if isinstance(self.source, SparseTensorProto):
-            return dense(self.source, self.name)
+            return to_dense_tensor(self.source, self.name)
         field = _NUMBER_FIELDS[self.source.type]
         dtype = np.float32 if field.startswith("f") else np.int64
         return numpy_helper.from_array(np.asarray(getattr(self.source, field), dtype), self.name)
 
     def array(self) -> np.ndarray:
         """Return the current value of the tensor; do not write to it."""
-        return external.array(self.read())
+        return external.tensor_to_array(self.read())
 
     def stored(self) -> np.ndarray:
         """Return a mask of the elements that a sparse tensor stores."""
         assert isinstance(self.source, SparseTensorProto)
         mask = deepcopy(self.source)
         mask.values.CopyFrom(numpy_helper.from_array(np.ones(mask.values.dims, bool)))
-        return numpy_helper.to_array(dense(mask, ""))
+        return numpy_helper.to_array(to_dense_tensor(mask, ""))
 
     def write(self, array: np.ndarray) -> None:
-        """Store another value, of the same shape and dtype.
+        """Store `array`, which has the shape and dtype of the constant.
 
         A sparse tensor stores the elements that it stored before, and the other nonzero elements.
         """
@@ -122,11 +135,11 @@ class ConstantRef:
         self.node.input[self.operand] = name
 
 
-def scan(model: ModelProto) -> Iterator[ConstantRef]:
+def scan_constants(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield references to the constants of the main graph, then of the local functions."""
     called = {(f.domain, f.name) for f in model.functions}
     for holder in (model.graph, *model.functions):
-        for graph, node in walk(holder):
+        for graph, node in walk_graphs(holder):
             found = (
                 _graph_constants(graph) if node is None else _node_constants(graph, node, called)
             )
@@ -136,7 +149,7 @@ def scan(model: ModelProto) -> Iterator[ConstantRef]:
 
 
 def _graph_constants(graph: GraphLike) -> Iterator[ConstantRef]:
-    """Yield the initializers of a graph, or the default attributes of a function."""
+    """Yield references to the initializers of a graph, or to default attributes of a function."""
     if isinstance(graph, FunctionProto):
         for a in graph.attribute_proto:
             if a.type == AttributeProto.TENSOR:
@@ -152,7 +165,10 @@ def _graph_constants(graph: GraphLike) -> Iterator[ConstantRef]:
 def _node_constants(
     graph: GraphLike, node: NodeProto, called: Collection[tuple[str, str]]
 ) -> Iterator[ConstantRef]:
-    """Yield the attributes that are constants: of a Constant, an ai.onnx.ml node, or a call."""
+    """Yield references to the attributes of a node that are constants.
+
+    The node is a Constant, an operator of `ai.onnx.ml`, or a call of a local function.
+    """
     stated = [a for a in node.attribute if not a.ref_attr_name]
     where = node.name or node.output[0]
     if node.op_type == "Constant" and not standard(node.domain):
@@ -174,7 +190,7 @@ def _node_constants(
 
 
 def _has_several_floats(source: TensorProto | SparseTensorProto | AttributeProto) -> bool:
-    """Return whether a constant holds more than one float."""
+    """Return whether a constant has more than one float."""
     if isinstance(source, AttributeProto):
         return len(source.floats) > 1
     values = source.values if isinstance(source, SparseTensorProto) else source
@@ -182,12 +198,12 @@ def _has_several_floats(source: TensorProto | SparseTensorProto | AttributeProto
 
 
 def standard(domain: str) -> str:
-    """Return `domain`, or "" for its alias "ai.onnx": the standard operators."""
+    """Return the name of a domain, with "" in place of "ai.onnx", the operators of ONNX."""
     return "" if domain == "ai.onnx" else domain
 
 
 def opset_versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
-    """Return the version of each domain; the newest if a domain is imported twice."""
+    """Return the opset version of each domain; the newest if a domain is imported twice."""
     versions: dict[str, int] = {}
     for entry in imports:
         domain = standard(entry.domain)
@@ -195,8 +211,11 @@ def opset_versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
     return versions
 
 
-def dense(sparse: SparseTensorProto, name: str) -> TensorProto:
-    """Return the tensor as dense; its indices are flat, or have one number for each axis."""
+def to_dense_tensor(sparse: SparseTensorProto, name: str) -> TensorProto:
+    """Return a sparse tensor as a dense tensor called `name`.
+
+    The indices of a sparse tensor are flat, or have one number for each axis.
+    """
     values, indices = (numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
     array = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 1:

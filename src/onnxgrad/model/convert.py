@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.precision import FLOATS, set_precision
 from onnxgrad.model.opsets import min_ir_version, newest_ir_version
-from onnxgrad.model.rewrites import normalized
+from onnxgrad.model.rewrites import prepare_for_onnx_ir
 from onnxgrad.model.traversal import keep_only
 from onnxgrad.operators import names_with_trait
 
@@ -29,11 +29,11 @@ def to_proto(model: ir.Model) -> ModelProto:
 
 @escaping()
 def to_ir(proto: ModelProto) -> ir.Model:
-    """Return `proto` as an `onnx_ir` model, without the outputs that are no tensors.
+    """Return `proto` as a model of onnx_ir, without the outputs that are no tensors.
 
     Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not support them.
     """
-    kept, maps = normalized(proto), names_with_trait("maps")
+    kept, maps = prepare_for_onnx_ir(proto), names_with_trait("maps")
     dropped = {o.name for o in proto.graph.output if non_tensor(o)}
     if dropped:
         kept = deepcopy(proto) if kept is proto else kept
@@ -45,18 +45,19 @@ def to_ir(proto: ModelProto) -> ir.Model:
             where = f"{node.op_type} (node {node.name!r}, output {node.output[0]!r})"
             raise ModelError(
                 f"{where} works on maps, and only tensors can be differentiated: "
-                "give the model without this node"
+                "pass a model without this node"
             )
     try:
         model = ir.from_proto(kept)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
+        reason = first_line(e.__cause__ or e)
+        raise ModelError(f"the model is not valid: {reason}; export the model again") from e
     note_constants(model)
     return model
 
 
 def note_constants(model: ir.Model) -> None:
-    """Let constants have the shapes of their tensors, and texts be tensors of bytes, in place.
+    """Give constants the shapes of their tensors, and make texts tensors of bytes, in place.
 
     onnxruntime-genai's builder states other shapes, and onnx_ir reads texts as ASCII.
     """
@@ -92,7 +93,7 @@ def _encode_texts(node: ir.Node) -> None:
 def in_precision(
     proto: ModelProto, dtype: ir.DataType, of: Collection[ir.DataType] = FLOATS
 ) -> ModelProto:
-    """Return `proto` with all floats in `dtype`, or those `of` some, and nothing else changed."""
+    """Return `proto` with its floats converted to `dtype`, or only floats of the dtypes `of`."""
     model = to_ir(proto)
     set_precision(model, dtype, of)
     converted = ir.to_proto(model)
@@ -106,7 +107,7 @@ def non_tensor(value: onnx.ValueInfoProto) -> bool:
 
 
 def tensor_behind(proto: ModelProto, name: str) -> str | None:
-    """Return the name of the tensor that the non-tensor output `name` is built from, if any."""
+    """Return the name of the tensor from which the output `name`, no tensor, is built, or None."""
     packs = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
     sources = (n for n in proto.graph.node if name in n.output and n.op_type in packs)
     return next((node.input[0] for node in sources), None)

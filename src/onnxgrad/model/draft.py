@@ -1,4 +1,4 @@
-"""Construction of small models from declared inputs."""
+"""`Draft`: a small model under construction, from declared inputs to a `ModelProto`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class Draft:
     def __init__(self, name: str, opset: int | None = None, dtype: Any = np.float32) -> None:
         opset = WORKING_OPSET if opset is None else operator.index(opset)
         if not OLDEST_OPSET <= opset <= newest_opset():
-            raise ValueError(f"opset {opset}: give one from {OLDEST_OPSET} to {newest_opset()}")
+            raise ValueError(
+                f"opset={opset}: pass an opset from {OLDEST_OPSET} to {newest_opset()}"
+            )
         self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
         if not self.dtype.is_floating_point():
-            raise ValueError(f"dtype {np.dtype(dtype)}: give one of floats")
+            raise ValueError(f"dtype={np.dtype(dtype)}: pass a dtype of floats")
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
         self.op = Emit(self.graph)
         self._defaults: dict[ir.Value, float] = {}
@@ -51,7 +53,7 @@ class Draft:
     def input(
         self, name: str, shape: Shape | None = None, default: float | None = None
     ) -> ir.Value:
-        """Return a new input of floats; one with a default, of shape (1,), is optional."""
+        """Return a new input of floats; with a `default`, of shape (1,), the input is optional."""
         value = ir.Value(name=name, type=ir.TensorType(self.dtype))
         value.shape = None if shape is None else ir.Shape(shape)
         self.add(value)
@@ -60,9 +62,11 @@ class Draft:
         return value
 
     def add(self, value: ir.Value) -> None:
-        """Append an input; raise if another one has the same name."""
+        """Append an input; raise `ValueError` if another input has the same name."""
         if value.name in [x.name for x in self.graph.inputs]:
-            raise ValueError(f"the name {value.name!r} is taken by another input: give a new one")
+            raise ValueError(
+                f"two inputs have the name {value.name!r}: give one of them a new name"
+            )
         self.op.name(str(value.name))
         self.graph.inputs.append(value)
 
@@ -81,7 +85,9 @@ class Draft:
         for name, value in outputs.items():
             named = self.op.name_output(value, name, value, protected)
             if named.name != name:
-                raise ValueError(f"an output has the name {name!r}: give the input another name")
+                raise ValueError(
+                    f"an input and an output have the name {name!r}: give the input another name"
+                )
             self.graph.outputs.append(named)
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
         finish(model)
@@ -105,7 +111,10 @@ class Draft:
 
 
 def _axes_as_attributes(graph: ir.Graph) -> None:
-    """Make the axes of reductions attributes, as before opset 18; for ReduceSum, before 13."""
+    """Make the axes of reductions attributes, as opsets before 18 have them, in place.
+
+    ReduceSum has had them as an operand since opset 13.
+    """
     for node in graph:
         if node.op_type.startswith("Reduce") and node.op_type != "ReduceSum" and node.inputs[1:]:
             axes = constant(node.inputs[1])

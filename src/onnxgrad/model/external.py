@@ -2,8 +2,9 @@
 
 A model read from a path contains their data, up to `IN_MODEL` bytes in total. As a `ModelProto` of
 2 GB cannot be serialized, the data of larger models stay in their files, except for `SMALL`
-tensors, and are mapped into memory when they are read. Their location is then an absolute path, so
-that all functions work on such a model; `write.save` and sessions make the paths relative again.
+tensors, and are mapped into memory when they are read. The location of a tensor is then an absolute
+path, so that all functions work on such a model; `write.save` and sessions make the paths relative
+again.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_help
 from onnx.external_data_helper import uses_external_data as is_external
 
 from onnxgrad.errors import ModelError
-from onnxgrad.model.traversal import walk
+from onnxgrad.model.traversal import walk_graphs
 
 IN_MODEL = 1 << 30
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
 _ALIGNMENT = 4096  # bytes
-_LARGE = 1 << 16  # bytes of an initializer that is not worth a copy
+_LARGE = 1 << 16  # bytes of an initializer that is not copied needlessly
 _NONE: Mapping[str, np.ndarray] = MappingProxyType({})
-_IN_ORIGIN = "onnxgrad.in-origin"  # location of a stand-in; its offset is an index of the tensors
+# location of a placeholder for a tensor; its offset is the index of the initializer
+_IN_ORIGIN = "onnxgrad.in-origin"
 # the fields of a TensorProto that hold its elements if they are in the model
 ELEMENTS = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
@@ -43,8 +45,8 @@ _DESCRIBES = ("name", "data_type", "doc_string", "dims")  # the other fields
 
 
 def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield the names and tensors whose elements are in files, in subgraphs and functions too."""
-    for graph, node in walk(model.graph, *model.functions):
+    """Yield pairs of name and tensor for all tensors of a model whose elements are in files."""
+    for graph, node in walk_graphs(model.graph, *model.functions):
         if node is None:
             held = getattr(graph, "initializer", ())
         else:
@@ -56,11 +58,14 @@ def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
             yield own or tensor.name, tensor
 
 
-def resolve(model: ModelProto, path: Path | None, where: str) -> None:
+def load_external_data(model: ModelProto, path: Path | None, where: str) -> None:
     """Load the external data of `model`, the file at `path`, or make their locations absolute.
 
     Without a path, locations are checked, and `model` is not changed. `where` names the model in
-    messages. Data that are missing, too short or outside of the folder of the model are an error.
+    messages.
+
+    Raises:
+        ModelError: data are missing, too short, or outside of the folder of the model.
     """
     places = [(t, *_checked_place(t, name, path, where)) for name, t in external_tensors(model)]
     if path is None:
@@ -69,7 +74,7 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
         total = path.stat().st_size + sum(size for *_, size in places)
         for tensor, file, offset, size in places:
             if total > IN_MODEL and size > SMALL:
-                refer(tensor, file, offset, size)
+                refer_to_file(tensor, file, offset, size)
                 continue
             with file.open("rb") as data:
                 data.seek(offset)
@@ -83,7 +88,12 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
 def _checked_place(
     tensor: TensorProto, name: str, path: Path | None, where: str
 ) -> tuple[Path, int, int]:
-    """Return the file with the elements of `tensor`, their offset, and their size, all checked."""
+    """Return the file with the elements of `tensor`, their offset, and their size in bytes.
+
+    Raises:
+        ModelError: the entries of `tensor` or the file are not valid; `name` names the tensor in
+            the message, and `where` the model.
+    """
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "?")
     subject = f"{where} stores {name!r} in the external file {location!r}"
@@ -124,7 +134,7 @@ def nbytes(tensor: TensorProto) -> int:
     return 0 if unsized else ceil(prod(tensor.dims) * kind.itemsize)
 
 
-def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) -> None:
+def refer_to_file(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) -> None:
     """Make `tensor` refer to `size` bytes of `file`, from `offset` on."""
     tensor.ClearField("external_data")
     tensor.data_location = TensorProto.EXTERNAL
@@ -132,25 +142,25 @@ def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) 
         tensor.external_data.add(key=key, value=str(value))
 
 
-def array(tensor: TensorProto) -> np.ndarray:
-    """Return the elements of `tensor`; external data as a read-only view."""
+def tensor_to_array(tensor: TensorProto) -> np.ndarray:
+    """Return the elements of `tensor` as an array; external data as a read-only view."""
     if is_external(tensor):
         return ir.serde.deserialize_tensor(tensor).numpy()
     return numpy_helper.to_array(tensor)
 
 
 def files_of(model: ModelProto) -> set[Path]:
-    """Return the files that `model` refers to."""
+    """Return the paths of the files of external data that `model` refers to."""
     return {Path(_location_entry(tensor).value) for _, tensor in external_tensors(model)}
 
 
 def _location_entry(tensor: TensorProto) -> Any:
-    """Return the entry of external data that holds the path of the file."""
+    """Return the entry of a tensor with external data that has the path of the file."""
     return next(e for e in tensor.external_data if e.key == "location")
 
 
-def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
-    """Return a copy of `model` that refers to the new paths of its files."""
+def move_data_locations(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
+    """Return a copy of `model` whose external data are at the paths `new_path(old path)`."""
     copy = deepcopy(model)
     for _, tensor in external_tensors(copy):
         location = _location_entry(tensor)
@@ -164,27 +174,27 @@ def is_empty(tensor: TensorProto) -> bool:
     return nbytes(tensor) > 0 and not is_external(tensor) and not has
 
 
-def holds(tensor: TensorProto, size: int) -> bool:
-    """Return whether the model itself, and no file, holds more than `size` bytes of the tensor."""
+def holds_inline(tensor: TensorProto, size: int) -> bool:
+    """Return whether the model itself, and no file, has more than `size` bytes of a tensor."""
     return not is_external(tensor) and nbytes(tensor) > size
 
 
 def inline_nbytes(model: ModelProto) -> int:
-    """Return the size in bytes of the initializers that `written_out` would write."""
-    return sum(nbytes(t) for t in model.graph.initializer if holds(t, SMALL))
+    """Return the size in bytes of the initializers that `write_initializers` would write."""
+    return sum(nbytes(t) for t in model.graph.initializer if holds_inline(t, SMALL))
 
 
-def written_out(
+def write_initializers(
     model: ModelProto,
     place: Callable[[TensorProto], tuple[Path, Path] | None],
     arrays: Mapping[str, np.ndarray] = _NONE,
 ) -> ModelProto:
-    """Return `model` with external data, after writing its initializers to files.
+    """Write initializers to files; return a copy of `model` that refers to the files.
 
     Args:
         model: the model.
         place: returns, for an initializer, the file to write to, and the file that the model
-            refers to: the caller moves the first to the second. None: it is not changed.
+            refers to: the caller moves the first to the second. None: the initializer stays.
         arrays: elements of initializers that lack their elements in `model`.
     """
     places = {tensor.name: place(tensor) for tensor in model.graph.initializer}
@@ -199,26 +209,32 @@ def written_out(
                 opened[file] = stack.enter_context(file.open("wb"))
             out = opened[file]
             out.write(bytes(-out.tell() % _ALIGNMENT))
-            refer(new, location, out.tell(), nbytes(tensor))
+            refer_to_file(new, location, out.tell(), nbytes(tensor))
             out.write(_bytes_to_write(tensor, arrays))
     return result
 
 
 def _bytes_to_write(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the elements of a tensor in the byte order of files."""
+    """Return the elements of a tensor as bytes, in the byte order of files.
+
+    `arrays` has the elements of tensors that lack their elements, by name.
+    """
     if not is_empty(tensor):
         return ir.serde.deserialize_tensor(tensor).tobytes()
     dtype = ir.DataType(tensor.data_type)
     array = np.asarray(arrays[tensor.name], dtype.numpy())
     if array.shape != tuple(tensor.dims):
-        raise ValueError(f"{tensor.name!r} has shape {tuple(tensor.dims)}, not {array.shape}")
+        raise ValueError(
+            f"the tensor {tensor.name!r} has the shape {tuple(tensor.dims)}, and its elements the "
+            f"shape {array.shape}"
+        )
     return ir.Tensor(array, dtype).tobytes()
 
 
 def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a model, some of whose initializers lack their elements, in the format of protobuf.
 
-    `arrays` have these elements. One initializer is in memory a second time, not all.
+    `arrays` has these elements, by name. Memory has a copy of one initializer at a time.
     """
     before, after = _fields_around(model, "graph")
     nodes, others = _fields_around(model.graph, "initializer")
@@ -238,7 +254,7 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
 
 
 def _fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
-    """Return the serialized fields before and behind the field `name`, which is not copied."""
+    """Return the serialized fields of a message before the field `name`, and the fields behind."""
     number = message.DESCRIPTOR.fields_by_name[name].number
     before = _with_fields(message, lambda field: field.number < number)
     after = _with_fields(message, lambda field: field.number > number)
@@ -246,7 +262,7 @@ def _fields_around(message: Any, name: str) -> tuple[bytes, bytes]:
 
 
 def _field_header(number: int, length: int) -> bytes:
-    """Return the serialized number and length that begin a field of protobuf."""
+    """Return the bytes that begin a serialized field of protobuf: its number and length."""
     data = bytearray([number << 3 | 2])
     while length > 0x7F:
         data.append(length & 0x7F | 0x80)
@@ -255,7 +271,7 @@ def _field_header(number: int, length: int) -> bytes:
 
 
 def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
-    """Return a copy of `model` without the elements of the chosen initializers."""
+    """Return a copy of `model` without the elements of initializers, where `chosen` is true."""
     result = _with_fields(model, lambda field: field.name != "graph")
     result.graph.CopyFrom(_with_fields(model.graph, lambda field: field.name != "initializer"))
     for tensor in model.graph.initializer:
@@ -266,28 +282,28 @@ def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -
 
 
 def _with_fields(message: Any, chosen: Callable[[Any], bool]) -> Any:
-    """Return a message with the chosen fields; other fields may be too large to copy."""
+    """Return a copy of a message with the fields for which `chosen` is true."""
     fields = message.ListFields()
     return type(message)(**{field.name: value for field, value in fields if chosen(field)})
 
 
 def without_data(model: ModelProto) -> ModelProto:
-    """Return a copy of `model` whose large initializers lack their data: see `with_data`.
+    """Return a copy of `model` whose large initializers lack their elements: see `with_data`.
 
-    They count as external data, so that a rewrite that copies the model does not copy them.
+    They refer to external data, so that a rewrite that copies the model does not copy elements.
     """
-    result = without_elements(model, lambda tensor: holds(tensor, _LARGE))
+    result = without_elements(model, lambda tensor: holds_inline(tensor, _LARGE))
     for i, tensor in enumerate(model.graph.initializer):
-        if holds(tensor, _LARGE):
-            refer(result.graph.initializer[i], _IN_ORIGIN, i, nbytes(tensor))
+        if holds_inline(tensor, _LARGE):
+            refer_to_file(result.graph.initializer[i], _IN_ORIGIN, i, nbytes(tensor))
     return result
 
 
 def content_digest(model: ModelProto) -> bytes:
-    """Return a digest of `model` and of its data; a file of data counts by its size and time."""
+    """Return a digest of `model` and its elements; of files of data, of their size and time."""
     digest = sha1(without_data(model).SerializeToString())
     for tensor in model.graph.initializer:
-        if holds(tensor, _LARGE):
+        if holds_inline(tensor, _LARGE):
             digest.update(tensor.SerializeToString())
     for file in sorted(files_of(model)):
         stat = Path(file).stat() if Path(file).is_file() else None
@@ -296,7 +312,7 @@ def content_digest(model: ModelProto) -> bytes:
 
 
 def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
-    """Give `model`, rewritten from `without_data(origin)`, data that are copied when read."""
+    """Give `model`, rewritten from `without_data(origin)`, its elements, which are read lazily."""
     for value in model.graph.initializers.values():
         old = value.const_value
         if isinstance(old, ir.ExternalTensor) and old.location == _IN_ORIGIN:
@@ -308,7 +324,7 @@ def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
 
 
 def restore_data(model: ModelProto, origin: ModelProto) -> None:
-    """Copy the data of `origin` into `model`, converted from `without_data(origin)`, in place."""
+    """Copy the elements of `origin` into `model`, made from `without_data(origin)`, in place."""
     origins = {tensor.name: tensor for tensor in origin.graph.initializer}
     for tensor in model.graph.initializer:
         if is_external(tensor) and tensor.name in origins:

@@ -1,4 +1,4 @@
-"""The inputs of a model: required ones, caches, their dtypes in a session, and random values."""
+"""The inputs of a model: required inputs, caches, dtypes in a session, and random values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
 
 
 def inputs_without_default(model: ModelProto) -> list[Any]:
-    """Return the inputs of a model that must be fed: older models list weights among the inputs."""
+    """Return the inputs of a model that must be fed, without weights that older models list."""
     graph = model.graph
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [x for x in graph.input if x.name not in stored]
 
 
 def names_without_default(model: ModelProto) -> list[str]:
-    """Return the names of `inputs_without_default`."""
+    """Return the names of the inputs of a model that must be fed: see `inputs_without_default`."""
     return [x.name for x in inputs_without_default(model)]
 
 
@@ -40,7 +40,7 @@ def unsized_defaults(model: ModelProto) -> set[str]:
     return {x.name for x in optional if static(dims(ir.from_proto(x))) is None}
 
 
-def caches(proto: ModelProto) -> dict[str, str]:
+def caches_with_next_values(proto: ModelProto) -> dict[str, str]:
     """Return, for each input that is a cache, the output that is its next value.
 
     Exporters of language models name the caches of attention by "past" among the inputs and by
@@ -106,32 +106,36 @@ def random_feed(
 
 
 def _name_type_shape(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
-    """Return name, dtype and shape of an input of onnx, onnx_ir or onnxruntime."""
+    """Return the name, dtype and shape of an input, an object of onnx, onnx_ir or onnxruntime."""
     if isinstance(x, ValueInfoProto):
         if x.type.WhichOneof("value") != "tensor_type":
-            raise ValueError(f"input {x.name!r} is no tensor")
+            raise ValueError(f"the input {x.name!r} is no tensor: pass the other inputs only")
         x = ir.from_proto(x)
     if isinstance(x, ir.Value):
         if x.dtype is None:
-            raise ValueError(f"input {x.name!r} has no declared type: declare it")
+            raise ValueError(f"the input {x.name!r} has no declared type: declare its type")
         if not isinstance(x.type, ir.TensorType):
-            raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
+            raise ValueError(
+                f"the input {x.name!r} is no tensor but {x.type}: pass the other inputs only"
+            )
         shape = () if x.shape is None else x.shape
         return str(x.name), x.dtype, [d if isinstance(d, int) else d.value for d in shape]
     dtype = session_dtype(x.type)
     if dtype is None:
-        raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
+        raise ValueError(
+            f"the input {x.name!r} is no tensor but {x.type}: pass the other inputs only"
+        )
     return x.name, dtype, list(x.shape or ())
 
 
 def session_dtype(kind: str) -> ir.DataType | None:
-    """Return the dtype of a type of onnxruntime, such as "tensor(float)"; None if no tensor."""
+    """Return the dtype of onnxruntime's type `kind`, such as "tensor(float)"; None for others."""
     match = re.fullmatch(r"tensor\((\w+)\)", kind)
     return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 
 
 def _draw_values(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
-    """Return normal floats, or zeros and ones: as integers, booleans or texts."""
+    """Return random values of a dtype: normal floats, or zeros and ones for other dtypes."""
     if dtype.is_floating_point():
         return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())
     drawn = np.asarray(rng.integers(0, 2, shape))

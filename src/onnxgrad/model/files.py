@@ -1,4 +1,4 @@
-"""Output files, which are written atomically, and replace regular files only."""
+"""Write output files atomically, in place of regular files only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 # by the letter of `stat.filemode`
-_KINDS = {
+_KINDS = {  # kinds of files
     "d": "folder",
     "c": "character device",
     "b": "block device",
@@ -26,7 +26,7 @@ _PARTIAL = ".onnxgrad-"  # begins the names of files that are being written
 KEPT = "nothing was replaced, and models and weights in memory are kept: save to another path"
 
 
-def one_line(error: OSError) -> str:
+def one_line_message(error: OSError) -> str:
     """Return the message of `error` for users of the command line."""
     if error.filename is None:
         return str(error)
@@ -63,9 +63,9 @@ def target_of(path: str | os.PathLike) -> Path:
 def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterator[Path]:
     """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
 
-    The new file has the mode of the old one, and its owner where that is permitted. Other hard
-    links of the old file keep its data. Files that killed processes left here are removed. The
-    new file is locked until the block ends, or `locks` if they are given.
+    The new file gets the mode of the old file, and its owner where that is permitted. Other hard
+    links of the old file keep its data. Files that killed processes left beside `path` are removed.
+    The new file is locked until the block ends, or until `locks` ends if it is given.
 
     Raises:
         OSError: `path` cannot be written; an existing file is unchanged.
@@ -79,8 +79,8 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
         while True:
             temporary = _temporary_path(target)
             temporary.touch(mode, exist_ok=False)
-            if locked(temporary, stack if locks is None else locks) is not False:
-                break  # else it was taken for a leftover before
+            if lock_path(temporary, stack if locks is None else locks) is not False:
+                break  # otherwise, another process took the file for a leftover
         try:
             yield temporary
             _flush_and_set_mode(temporary, old)
@@ -93,22 +93,22 @@ def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterat
 def remove_leftovers(target: Path, suffix: str = "") -> None:
     """Remove the files that killed processes left while they wrote `target`.
 
-    `suffix`: a pattern behind its name, of other files that were written with it.
+    `suffix` is a regular expression behind the name of `target`, for files written beside it.
     """
     own = re.compile(rf"{re.escape(_short_name(target))}{suffix}\.[0-9a-f]{{16}}")
     for path in target.parent.glob(f"{_PARTIAL}*"):
         if path.is_symlink() or not own.fullmatch(path.name.removeprefix(_PARTIAL)):
             continue
         with ExitStack() as stack, suppress(OSError):
-            if path.is_file() and locked(path, stack):
+            if path.is_file() and lock_path(path, stack):
                 path.unlink()
 
 
-def locked(path: Path, stack: ExitStack) -> bool | None:
+def lock_path(path: Path, stack: ExitStack) -> bool | None:
     """Lock a file or folder until `stack` ends; return whether this call has the lock.
 
-    False: somebody else writes or removes it. None: unknown. A lock ends with its process, however
-    that ends.
+    False: another process or thread writes or removes the file. None: the system does not tell. A
+    lock ends with its process, also when the process is killed.
     """
     try:
         import fcntl  # Windows lacks it, and lets nobody remove a file that another process writes
@@ -126,24 +126,24 @@ def locked(path: Path, stack: ExitStack) -> bool | None:
 
 
 def _temporary_path(file: Path) -> Path:
-    """Return a new name beside `file` for the data that will replace it."""
+    """Return an unused path beside `file` for a temporary file that will replace `file`."""
     return file.with_name(f"{_PARTIAL}{_short_name(file)}.{os.urandom(8).hex()}")
 
 
 def _short_name(file: Path) -> str:
-    """Return the start of a file's name, so that the name of its temporary file is not too long."""
+    """Return the first 100 characters of the name of `file`, for the name of a temporary file."""
     return file.name[:100]
 
 
 @contextmanager
 def _errors_name_path(path: str | os.PathLike) -> Iterator[None]:
-    """Let errors of the block about a temporary file name `path` instead."""
+    """Let an `OSError` of the block about a temporary file name the file `path` instead."""
     try:
         yield
     except OSError as e:
         named = [os.path.basename(str(file)) for file in (e.filename, e.filename2)]
         if e.filename is not None and not any(name.startswith(_PARTIAL) for name in named):
-            raise  # about another file, which was read
+            raise  # the error is about another file, which was read
         reason = f"{e.strerror or e}; {KEPT}"
         raise OSError(e.errno or errno.EIO, reason, os.fspath(path)) from None
 
@@ -170,11 +170,11 @@ def _flush_and_set_mode(temporary: Path, old: os.stat_result | None) -> None:
 def check_writable(
     path: str | os.PathLike, overwrite: bool, inputs: Iterable[str | os.PathLike] = ()
 ) -> Path:
-    """Return `path`, or raise if a file cannot be written there: before a long training.
+    """Return `path` after checking that a file can be written there, before a long training.
 
     Raises:
-        OSError: it cannot be written, or exists and `overwrite` is false.
-        ValueError: it is one of `inputs`, or a link to one.
+        OSError: the file cannot be written, or exists and `overwrite` is false.
+        ValueError: the file is one of `inputs`, or a link to one of them.
     """
     try:
         target = target_of(path)
@@ -194,7 +194,7 @@ def check_writable(
 
 
 def check_not_input(path: str | os.PathLike, inputs: Iterable[str | os.PathLike]) -> None:
-    """Raise ValueError if `path` is one of the files `inputs`, or a link to one."""
+    """Raise `ValueError` if `path` is one of the files `inputs`, or a link to one of them."""
     for file in inputs:
         if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
-            raise ValueError(f"{path} is the input file {file}: choose another for the result")
+            raise ValueError(f"{path} is the input file {file}: choose another file for the result")

@@ -1,4 +1,4 @@
-"""Notes in the metadata of a model.
+"""Notes: entries that this package writes into the metadata of a model, as JSON.
 
 Notes about adapters and a new head say which tensors train by default, and how adapters are merged;
 `merge_lora` removes them.
@@ -30,38 +30,51 @@ _WORDS = ("form", "module", "path")  # entries of an adapter that are no names o
 
 
 def read_note(proto: ModelProto, key: str) -> list[Any]:
-    """Return the note of `key`, empty if there is none; raise if it is no list in JSON."""
+    """Return the list that the metadata of a model have under `key`; [] without such an entry.
+
+    Raises:
+        ModelError: the entry is no list in JSON.
+    """
     text = next((entry.value for entry in proto.metadata_props if entry.key == key), "[]")
     try:
         note = json.loads(text)
     except (ValueError, RecursionError):
         note = None
     if not isinstance(note, list):
-        raise ModelError(f"the metadata {key!r} of the model is broken: remove it")
+        raise ModelError(f"the metadata entry {key!r} of the model is broken: remove the entry")
     return note
 
 
 def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
-    """Replace the note of `key`, in place; an empty list removes it."""
+    """Write the list `note` into the metadata of a model under `key`, in place.
+
+    It replaces an earlier entry; an empty list removes it.
+    """
     keep_only(proto.metadata_props, lambda entry: entry.key != key)
     if note:
         proto.metadata_props.add(key=key, value=json.dumps(note))
 
 
 def note_trained(proto: ModelProto, names: Iterable[str]) -> None:
-    """Note that tensors train beside adapters, as the tensors of a new head do, in place."""
+    """Record in the metadata that tensors train beside adapters, as a new head does, in place."""
     head = read_note(proto, HEAD)
     if more := [name for name in names if name not in head]:
         write_note(proto, HEAD, [*head, *more])
 
 
 def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
-    """Return the adapters of `proto`, if any; raise if one names a tensor that is not there."""
+    """Return the adapters of `proto` by its metadata, a dict for each.
+
+    Raises:
+        ModelError: an adapter names a tensor that the model lacks, or the metadata are broken.
+    """
     adapters = read_note(proto, ADAPTERS)
     present = {tensor.name for tensor in proto.graph.initializer}
     for adapter in adapters:
         if not isinstance(adapter, dict) or not isinstance(adapter.get("tensors"), list):
-            raise ModelError(f"the metadata {ADAPTERS!r} of the model is broken: remove it")
+            raise ModelError(
+                f"the metadata entry {ADAPTERS!r} of the model is broken: remove the entry"
+            )
         for name in adapter["tensors"]:
             if name not in present:
                 raise ModelError(
@@ -78,14 +91,14 @@ def adapter_dropout(proto: ModelProto) -> dict[str, float]:
     return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
 
 
-def detached(proto: ModelProto) -> set[str]:
+def stopped_values(proto: ModelProto) -> set[str]:
     """Return the values of adapters and scales through which a `Trainer` lets no gradient flow."""
     scales = {name for note in read_note(proto, RANGES) for name in note["stopped"]}
     return scales | {use["norm"] for _, use in _adapter_uses(proto) if use.get("norm")}
 
 
 def _adapter_uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each adapter of `proto` with each of its uses."""
+    """Return pairs of adapter and use, for all uses of all adapters of `proto`."""
     return [(a, use) for a in read_adapters(proto) for use in a.get("uses", ())]
 
 
@@ -108,8 +121,8 @@ def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
             entry.value = json.dumps(loss | values)
 
 
-def fine_tuned(proto: ModelProto) -> list[str]:
-    """Return the tensors of adapters, and of a new head beside them; empty without adapters."""
+def fine_tuned_tensors(proto: ModelProto) -> list[str]:
+    """Return the names of the tensors of adapters, and of a new head; [] without adapters."""
     adapters = read_adapters(proto)
     if not adapters:
         return []

@@ -18,17 +18,24 @@ from onnx_ir.schemas import OpSignature, Parameter
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.external import restore_data, without_data, without_elements
-from onnxgrad.model.scopes import rename_values, unused
-from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
+from onnxgrad.model.scopes import rename_values, unused_name
+from onnxgrad.model.traversal import (
+    all_nodes,
+    keep_only,
+    names_in,
+    subgraphs,
+    value_names,
+    walk_graphs,
+)
 from onnxgrad.operators.attributes import cpu_kernels
 
-# onnxruntime has these in the standard domain; onnx has the first from opset 17 on
+# operators that onnxruntime has in the domain of ONNX; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
-_CPU = ort.get_available_providers()[-1]  # sorted from the fastest
-_OLD_IR = 8  # that any onnxruntime loads
-_NO_END = (1 << 31) - 1  # last opset of a kernel that runs one version of its operator only
-_CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
+_CPU = ort.get_available_providers()[-1]  # the slowest provider is the last
+_OLD_IR = 8  # an IR version that any onnxruntime loads
+_NO_END = (1 << 31) - 1  # stated last opset of a kernel for one version of its operator only
+_CONVERTER_NAME = re.compile(r"_v_\d+")  # names of results that the converter of onnx adds
 
 WORKING_OPSET = 18
 
@@ -47,7 +54,7 @@ def newest_ir_version() -> int:
 
 
 def _is_loaded(opset: int, ir_version: int) -> bool:
-    """Return whether onnxruntime loads a model of these versions; its only node is `y = x`."""
+    """Return whether onnxruntime loads a model of one Identity with these versions."""
     model = onnx.parser.parse_model(
         f'<ir_version: {ir_version}, opset_import: ["": {opset}]>'
         "versions (float x) => (float y) { y = Identity(x) }"
@@ -61,7 +68,7 @@ def _is_loaded(opset: int, ir_version: int) -> bool:
     return True
 
 
-def exists(node: ir.Node, opset: int) -> bool:
+def opset_has_node(node: ir.Node, opset: int) -> bool:
     """Return whether `opset` has the operator of `node`, with its attributes and types."""
     if node.domain:
         return True
@@ -74,14 +81,14 @@ def exists(node: ir.Node, opset: int) -> bool:
     )
 
 
-def runs(node: ir.Node, opset: int) -> bool:
+def onnxruntime_runs_node(node: ir.Node, opset: int) -> bool:
     """Return whether onnxruntime has a kernel, or onnx a function body, for `node` at `opset`."""
     return bool(node.domain) or _runs_operator(node.op_type, opset)
 
 
 @cache
 def _runs_operator(op_type: str, opset: int) -> bool:
-    """Return whether onnxruntime runs a standard operator: see `runs`."""
+    """Return whether onnxruntime runs an operator of ONNX: see `onnxruntime_runs_node`."""
     schema = operator_schema(op_type, opset)
     if schema is None:
         return False
@@ -92,8 +99,8 @@ def _runs_operator(op_type: str, opset: int) -> bool:
     )
 
 
-def is_same(node: ir.Node, opset: int, other: int) -> bool:
-    """Return whether `node` means the same at an `other` opset, where it exists."""
+def means_same_at_opset(node: ir.Node, opset: int, other: int) -> bool:
+    """Return whether `node` of `opset` computes the same at the opset `other`, which has it."""
     if node.domain or opset == other:
         return True
     a, b = (_operator_signature(node.op_type, version) for version in (opset, other))
@@ -105,7 +112,7 @@ def is_same(node: ir.Node, opset: int, other: int) -> bool:
 
 
 def operator_schema(op_type: str, opset: int, domain: str = "") -> Any:
-    """Return the schema of an operator; None if `opset` has none, or a deprecated one."""
+    """Return the schema of an operator; None if `opset` lacks the operator or deprecates it."""
     if opset < 1 or not defs.has(op_type, opset, domain):
         return None
     schema = defs.get_schema(op_type, opset, domain)
@@ -114,13 +121,16 @@ def operator_schema(op_type: str, opset: int, domain: str = "") -> Any:
 
 @cache
 def _operator_signature(op_type: str, opset: int) -> OpSignature | None:
-    """Return the signature of a standard operator; None if `opset` does not have it."""
+    """Return the signature of an operator of ONNX; None if `opset` lacks the operator."""
     schema = operator_schema(op_type, opset)
     return None if schema is None else OpSignature.from_op_schema(schema)
 
 
 def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | None]) -> bool:
-    """Return whether each value has an allowed type, or one that is unknown or no tensor type."""
+    """Return whether each value has a type that its parameter allows.
+
+    Unknown types, and types that are no tensor types, are not checked.
+    """
     return all(
         v.type in parameters[min(i, len(parameters) - 1)].type_constraint.allowed_types
         for i, v in enumerate(values)
@@ -129,19 +139,28 @@ def _accepts_types(parameters: Sequence[Parameter], values: Sequence[ir.Value | 
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
-    """Return the first IR version that allows these opsets."""
+    """Return the first IR version of ONNX that allows the opsets `imports`."""
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
-def convert(model: ModelProto, version: int, target: int) -> ModelProto:
-    """Return `model` at a newer opset, or raise; it must have no functions, and is modified."""
-    model = with_imports(model)
+def upgrade_opset(model: ModelProto, version: int, target: int) -> ModelProto:
+    """Return `model`, of the opset `version`, at the newer opset `target`; `model` is modified.
+
+    It must have no local functions.
+
+    Raises:
+        ModelError: the model cannot be converted.
+    """
+    model = import_all_domains(model)
     model.ir_version = max(model.ir_version, 8)
     if version < 7:
         try:
             _align_prelu_slopes(model)
         except onnx.shape_inference.InferenceError as e:
-            raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
+            raise ModelError(
+                f"its shapes cannot be inferred: {first_line(e)}; export the model at opset 7 or "
+                "newer"
+            ) from e
     if version == 8 and any(node.op_type == "Scan" for node in all_nodes(model.graph.node)):
         raise ModelError(
             "the Scan of opset 8 has a batch axis, which onnx does not convert: export the model "
@@ -157,24 +176,30 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     return model
 
 
-def lowered(model: ModelProto, target: int) -> ModelProto:
-    """Return a copy of `model` at an older opset, or raise; it must have no functions."""
+def downgrade_opset(model: ModelProto, target: int) -> ModelProto:
+    """Return a copy of `model` at the older opset `target`; it must have no local functions.
+
+    Raises:
+        ModelError: the model cannot be converted.
+    """
     try:
         return _convert_by_onnx(model, target)
     except ModelError as e:
-        raise ModelError(f"{e}. Export it at that opset, or choose a newer one") from e
+        raise ModelError(f"{e}. Export the model at that opset, or choose a newer opset") from e
 
 
 def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
     """Return a copy of `proto` at another opset.
 
-    The converter fails for operators that onnxruntime has in the standard domain and onnx does not,
-    or only in later opsets; the optimizer of onnxruntime writes them at any opset. They are moved
-    to another domain during the conversion.
+    The converter of onnx fails for operators that onnxruntime has in the domain of ONNX and onnx
+    lacks, or has in later opsets only; the optimizer of onnxruntime writes them at any opset. They
+    are moved to another domain during the conversion.
     """
-    bare = with_imports(without_data(proto))  # the converter would copy the data several times
+    bare = import_all_domains(
+        without_data(proto)
+    )  # the converter would copy the data several times
     bare.opset_import.add(domain=_HIDDEN, version=1)
-    _free_converter_names(bare.graph)
+    _rename_converter_names(bare.graph)
     for node in all_nodes(bare.graph.node):
         if not node.domain and (node.op_type in _NOT_STANDARD or _is_training_node(node)):
             node.domain = _HIDDEN
@@ -196,10 +221,11 @@ def _convert_by_onnx(proto: ModelProto, target: int) -> ModelProto:
     return converted
 
 
-def with_imports(model: ModelProto) -> ModelProto:
-    """Return `model`, or a copy that imports the domains of its nodes that `model` does not.
+def import_all_domains(model: ModelProto) -> ModelProto:
+    """Return `model`, or a copy with imports of the domains of all nodes, if it lacks some.
 
-    onnxruntime needs no imports. Its optimizer for transformers adds them when it saves a model.
+    onnxruntime runs models without these imports. Its optimizer for transformers adds them when it
+    saves a model.
     """
     domains = {standard(node.domain) for node in all_nodes(model.graph.node)} - {""}
     if not (missing := domains - opset_versions(model.opset_import).keys()):
@@ -210,13 +236,16 @@ def with_imports(model: ModelProto) -> ModelProto:
     return copy
 
 
-def _free_converter_names(graph: onnx.GraphProto) -> None:
-    """Rename results that have names which the converter may give to its own, unchecked."""
-    taken, outputs = set(names(graph)), names_in(graph.output)
-    entries = list(walk(graph))  # keeps the graphs alive, and so their ids unique
+def _rename_converter_names(graph: onnx.GraphProto) -> None:
+    """Rename results of nodes that have names which the converter of onnx may give to new results.
+
+    The converter does not check whether a name is taken.
+    """
+    taken, outputs = set(value_names(graph)), names_in(graph.output)
+    entries = list(walk_graphs(graph))  # keeps the graphs alive, and so their ids unique
     results = ((g, y) for g, node in entries if node is not None for y in node.output)
     chosen = {
-        (id(g), y): unused(f"result{y}", taken)
+        (id(g), y): unused_name(f"result{y}", taken)
         for g, y in results
         if _CONVERTER_NAME.fullmatch(y) and not (g is graph and y in outputs)
     }
@@ -226,15 +255,16 @@ def _free_converter_names(graph: onnx.GraphProto) -> None:
 def _is_training_node(node: NodeProto) -> bool:
     """Return whether `node` is a BatchNormalization before opset 14 in training mode.
 
-    Its number of outputs tells; the converter fails for more than three.
+    This is a node with several outputs; the converter fails for more than three.
     """
     return node.op_type == "BatchNormalization" and any(node.output[1:])
 
 
 def _write_training_mode(node: NodeProto, read: set[str]) -> None:
-    """Rewrite a BatchNormalization in training mode for opset 14.
+    """Rewrite a BatchNormalization in training mode for opset 14, in place.
 
-    There it returns no statistics of the batch, and its statistics are per channel.
+    At opset 14, the operator returns no statistics of the batch, and statistics are per channel.
+    `read` are the names of all values that nodes and outputs read.
     """
     where = f"BatchNormalization {node.name!r} (output {node.output[0]!r}) before opset 14"
     if used := [y for y in node.output[3:] if y in read]:
@@ -250,11 +280,11 @@ def _write_training_mode(node: NodeProto, read: set[str]) -> None:
 
 
 def _align_prelu_slopes(model: ModelProto) -> None:
-    """Reshape the slopes of PRelu, which are aligned with axis 1 before opset 7.
+    """Reshape the slopes of PRelu nodes, which are aligned with axis 1 before opset 7, in place.
 
-    From opset 7 on they broadcast to the last axes; the converter does not reshape them.
+    From opset 7 on, slopes broadcast to the last axes; the converter does not reshape them.
     """
-    for graph, node in walk(model.graph):
+    for graph, node in walk_graphs(model.graph):
         if node is not None and node.op_type == "PRelu" and graph is not model.graph:
             raise ModelError(
                 f"PRelu {node.name!r} (output {node.output[0]!r}) in the subgraph {graph.name!r} "
@@ -266,7 +296,7 @@ def _align_prelu_slopes(model: ModelProto) -> None:
     shapes = {name: kind.shape.dim for name, kind in types.items() if kind.HasField("shape")}
     lengths = {name: [d.dim_value for d in dims] for name, dims in shapes.items()}
     lengths |= {t.name: list(t.dims) for t in graph.initializer}
-    taken = set(names(graph))
+    taken = set(value_names(graph))
     for index, node in reversed(list(enumerate(model.graph.node))):
         if node.op_type != "PRelu" or lengths.get(node.input[1]) in ([], [1]):
             continue
@@ -278,7 +308,7 @@ def _align_prelu_slopes(model: ModelProto) -> None:
                 )
         x, slope = (len(lengths[name]) for name in node.input)
         if x > 2 and slope == 1:
-            reshaped = unused(node.input[1], taken)
+            reshaped = unused_name(node.input[1], taken)
             unsqueeze = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[reshaped])
             unsqueeze.attribute.add(name="axes", type=AttributeProto.INTS, ints=range(1, x - 1))
             node.input[1] = reshaped
@@ -290,7 +320,10 @@ def _nodes_with_scope(
     describe: Callable[[onnx.GraphProto], dict[str, Any]],
     outer: ChainMap[str, Any],
 ) -> Iterator[tuple[NodeProto, ChainMap[str, Any]]]:
-    """Yield the nodes of `graph` and its subgraphs, each with the described values in its scope."""
+    """Yield pairs of node and scope for the nodes of `graph` and its subgraphs.
+
+    A scope has the entries of `describe(graph)` for the graph of the node and the graphs around it.
+    """
     known = outer.new_child(describe(graph))
     for node in graph.node:
         yield node, known
@@ -314,10 +347,11 @@ def _declared_dtypes(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def _write_resize_modes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
-    """Add the attributes to each Resize that it implied before opset 11; the converter does not.
+    """Add attributes to each Resize that were implied before opset 11; the converter does not.
 
-    Coordinates were multiples of 1 / scale. For nearest, onnxruntime rounds them down where the
-    axis gets longer, and up where it gets shorter.
+    Coordinates were multiples of 1 / scale. For the mode "nearest", onnxruntime rounds them down
+    where the axis gets longer, and up where it gets shorter. `upsampled` are the outputs of nodes
+    that were Upsample.
     """
     for node, constants in _nodes_with_scope(graph, _constant_tensors, ChainMap()):
         if node.op_type != "Resize":
@@ -329,8 +363,9 @@ def _write_resize_modes(graph: onnx.GraphProto, upsampled: set[str]) -> None:
             longer = node.output[0] in upsampled or (scales >= 1).all()
             if not longer and (scales > 1).any():
                 raise ModelError(
-                    f"Resize {node.name!r} (output {node.output[0]!r}) before opset 11: nearest "
-                    "requires constant scales, all at least one or all at most one"
+                    f"Resize {node.name!r} (output {node.output[0]!r}) before opset 11: the mode "
+                    "nearest requires constant scales, all at least 1 or all at most 1: export the "
+                    "model at opset 11 or newer"
                 )
             attributes["nearest_mode"] = "floor" if longer else "ceil"
         for name, value in attributes.items():

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.model.external import resolve
+from onnxgrad.model.external import load_external_data
 from onnxgrad.model.validate import repair, validate
 from onnxgrad.reporting import escape_loggers
 
@@ -24,24 +24,24 @@ ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
 def names_model(value: object) -> bool:
-    """Return whether a text is the path of a model, rather than the name of something else."""
+    """Return whether `value` is a text that ends with ".onnx", and so the path of a model."""
     return isinstance(value, str) and value.endswith(".onnx")
 
 
 def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
     """Return `model` as a `ModelProto` that passed `validate`; the argument is not modified.
 
-    It contains its tensors, unless it is large: see `external`. The nodes of its main
-    graph are sorted, and negative declared lengths are made unknown.
+    The proto contains its tensors, unless it is large: see `external`. The nodes of the main graph
+    are sorted, and negative declared lengths are made unknown.
 
     Args:
         model: model, serialized model or path.
         promised: as in `validate`.
-        broken: do not check the graph, so that a broken model can be plotted.
+        broken: whether the graph is not checked, so that a broken model can be plotted.
 
     Raises:
-        TypeError: `model` is of none of these types.
-        ModelError: it cannot be read, or is broken; the message says why.
+        TypeError: `model` is of another type.
+        ModelError: the model cannot be read, or is broken; the message says why.
     """
     path = None
     if isinstance(model, ModelProto):
@@ -61,23 +61,23 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"{where} is no ONNX model: it has no graph")
     if not proto.opset_import:
-        raise ModelError(f"{where} imports no opset: it is incomplete, export it again")
+        raise ModelError(f"{where} imports no opset: it is incomplete, export the model again")
     try:
         fix = not broken and validate(proto, promised)
     except UnicodeDecodeError:
-        raise ModelError(f"{where} has a name that is not UTF-8: export it again") from None
+        raise ModelError(f"{where} has a name that is not UTF-8: export the model again") from None
     except ModelError as e:
         raise ModelError(f"{where}: {e}") from None
     if fix and proto is model:
         proto = deepcopy(model)
     if fix:
         repair(proto)
-    resolve(proto, path, where)
+    load_external_data(proto, path, where)
     return proto
 
 
 def _export_hint(model: object) -> str:
-    """Return the end of a message: how an object of another library becomes a model."""
+    """Return how an object of another library becomes a model, as the end of a message; or ""."""
     ways = {
         "torch.nn": "write it to a file by torch.onnx.export(module, args, 'model.onnx')",
         "sklearn": "convert it by skl2onnx.to_onnx(estimator, X[:1])",
@@ -91,7 +91,7 @@ def _export_hint(model: object) -> str:
 
 
 def _parse_model(data: bytes, where: str) -> ModelProto:
-    """Return the model of serialized bytes; `where` names them in messages."""
+    """Return the model of serialized bytes; `where` is the noun for the bytes in messages."""
     try:
         return onnx.load_model_from_string(data)
     except DecodeError:
@@ -101,8 +101,15 @@ def _parse_model(data: bytes, where: str) -> ModelProto:
         ) from None
 
 
-def once(kind: str, names: Sequence[str]) -> Sequence[str]:
-    """Return `names`, or raise ValueError if they are a string, or one of them is repeated."""
+def require_unique_names(kind: str, names: Sequence[str]) -> Sequence[str]:
+    """Return `names`; raise an error if they are no list of different strings.
+
+    `kind` is the noun for a name in messages, such as "input".
+
+    Raises:
+        ValueError: `names` is a string, or a name is repeated.
+        TypeError: `names` is no iterable of strings.
+    """
     if isinstance(names, str):
         raise ValueError(f"pass a list of names of {kind}s, not the string {names!r}")
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -110,5 +117,5 @@ def once(kind: str, names: Sequence[str]) -> Sequence[str]:
         raise TypeError(f"pass a list of names of {kind}s, not {type(names).__name__}{data}")
     for name, count in Counter(names).items():
         if count > 1:
-            raise ValueError(f"{kind} {name!r} is named twice")
+            raise ValueError(f"{kind} {name!r} is named twice: name it once")
     return names

@@ -13,8 +13,8 @@ from onnxgrad.errors import ModelError, unknown
 from onnxgrad.model.constants import ConstantRef
 from onnxgrad.model.notes import rename_notes
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.scopes import Choose, rename, rename_values, unused
-from onnxgrad.model.traversal import GraphLike, names, names_in, walk
+from onnxgrad.model.scopes import Choose, rename_in_graph, rename_values, unused_name
+from onnxgrad.model.traversal import GraphLike, names_in, value_names, walk_graphs
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.reporting import level_of, logger, reporting
 
@@ -58,7 +58,7 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
     renamed: list[tuple[str, str]] = []
     for graph in (model.graph, *model.functions):
         kept = names_in((*graph.input, *graph.output))
-        new_names = rename(graph, naming(graph, kept, renamed), kept)
+        new_names = rename_in_graph(graph, naming(graph, kept, renamed), kept)
         if graph is model.graph:
             rename_notes(model, new_names)
     if verbose:
@@ -93,11 +93,11 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
     """
     model = _copy_to_rename(onx)
     weights = [ref for ref in constant_refs(model) if ref.default and not _keeps_name(ref)]
-    taken, digits = set(names(model.graph)), len(str(len(weights) - 1))
+    taken, digits = set(value_names(model.graph)), len(str(len(weights) - 1))
     chosen = {}
     for i, ref in enumerate(weights):
         name = f"I{i:0{digits}d}_{ref.name}"
-        new = unused(name, taken) if name in taken else name
+        new = unused_name(name, taken) if name in taken else name
         chosen[id(ref.graph), ref.graph_name] = new  # `weights` keeps the graphs alive
     rename_notes(model, rename_values(model.graph, chosen))
     for function in model.functions:
@@ -106,24 +106,26 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
 
 
 def _copy_to_rename(onx: ModelLike) -> ModelProto:
-    """Return a copy of the model, or raise if it has names that cannot be changed."""
+    """Return a copy of the model `onx`; raise `ModelError` if it has names that must not change."""
     model = deepcopy(read(onx))
     if model.training_info:
-        raise ModelError("names in the training_info of a model are not supported: remove it")
+        raise ModelError(
+            "names in the training_info of a model cannot be changed: remove the training_info"
+        )
     return model
 
 
 def _keeps_name(ref: ConstantRef) -> bool:
-    """Return whether a weight is an attribute, or an output of a local function."""
+    """Return whether a weight keeps its name: an attribute, or an output of a local function."""
     ml = ref.node is not None and ref.node.domain == "ai.onnx.ml"
     returned = ref.function is not None and ref.graph_name in ref.function.output
     return ml or returned or ref.attribute is not None
 
 
 def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
-    """Return the function that chooses names by the strategy "simple".
+    """Return the function that chooses new names by the strategy "simple".
 
-    It adds the pairs of old and new names to `renamed`, and chooses none that is `kept`.
+    The function adds pairs of old and new name to `renamed`, and chooses no name of `kept`.
     """
     numbers = {prefix: count() for prefix in _PREFIXES.values()}
     taken = set(kept)
@@ -138,10 +140,10 @@ def _counted_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[st
 
 
 def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
-    """Return the function that chooses names by the strategy "type", as `_counted_names`."""
-    described = {  # the graphs are repeated, so that they stay alive, and their ids unique
+    """Return the function that chooses new names by the strategy "type", see `_counted_names`."""
+    described = {  # values repeat the graphs, so that these stay alive, and their ids unique
         (id(g), *key): (g, *entry)
-        for g, node in walk(graph)
+        for g, node in walk_graphs(graph)
         for key, entry in _digests_of_entry(g, node)
     }
     taken = dict.fromkeys(kept, "")  # name -> digest
@@ -162,7 +164,10 @@ def _digest_names(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str
 def _digests_of_entry(
     graph: GraphLike, node: NodeProto | None
 ) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Yield (kind, name), (prefix, digest) for a node and its results, or initializers."""
+    """Yield pairs (kind, name), (prefix, digest) for a node and its results.
+
+    Without `node`, the pairs are for the initializers of `graph`.
+    """
     if node is not None:
         operator = NodeProto(domain=node.domain, op_type=node.op_type)
         graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # which contain names
@@ -180,7 +185,7 @@ def _digests_of_entry(
 
 
 def _hex_digest(content: TensorProto | NodeProto) -> str:
-    """Return the SHA-256 digest of a message in hexadecimal capitals."""
+    """Return the SHA-256 digest of a message of protobuf in hexadecimal capitals."""
     return sha256(content.SerializeToString(deterministic=True)).hexdigest().upper()
 
 

@@ -1,4 +1,4 @@
-"""Rewrites of a `ModelProto` into equivalent forms that the other modules and onnx_ir can read."""
+"""Rewrites of a `ModelProto` into equivalent forms that onnx_ir and this package can read."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from copy import deepcopy
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.model.constants import dense, opset_versions, standard
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.constants import opset_versions, standard, to_dense_tensor
+from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import (
     GraphLike,
     all_graphs,
     graphs_of,
-    names,
     names_in,
     nodes_of,
     subgraphs,
-    walk,
+    value_names,
+    walk_graphs,
 )
 
 
-def normalized(proto: ModelProto) -> ModelProto:
+def prepare_for_onnx_ir(proto: ModelProto) -> ModelProto:
     """Return `proto`, or an equivalent copy if onnx_ir would misread it.
 
     onnx_ir misreads sparse tensors, and the name "ai.onnx" of the standard domain.
     """
-    sparse = any(_has_sparse(*entry) for entry in walk(proto.graph, *proto.functions))
+    sparse = any(_has_sparse(*entry) for entry in walk_graphs(proto.graph, *proto.functions))
     if not sparse and all(o.domain != "ai.onnx" for o in proto.opset_import):
         return proto
     copy = deepcopy(proto)
@@ -35,13 +35,13 @@ def normalized(proto: ModelProto) -> ModelProto:
     return copy
 
 
-def dense_inside(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or a copy with dense tensors if a subgraph or function has sparse ones.
+def densify_inside(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or a copy with dense tensors if a subgraph or function has sparse tensors.
 
-    onnxruntime (1.31) reads freed memory when it loads these, and sometimes crashes.
+    onnxruntime (1.31) reads freed memory when it loads such sparse tensors, and sometimes crashes.
     """
     inner = (g for node in proto.graph.node for g in subgraphs(node))
-    if not any(_has_sparse(*entry) for entry in walk(*inner, *proto.functions)):
+    if not any(_has_sparse(*entry) for entry in walk_graphs(*inner, *proto.functions)):
         return proto
     copy = deepcopy(proto)
     densify(copy)
@@ -67,7 +67,7 @@ def use_standard_domain(model: ModelProto) -> None:
 
 
 def declare_once(model: ModelProto) -> None:
-    """Give outputs that are inputs too the types of the inputs, in place.
+    """Let outputs that are also inputs declare the types of the inputs, in place.
 
     onnx_ir uses the type that is declared last.
     """
@@ -77,22 +77,23 @@ def declare_once(model: ModelProto) -> None:
             y.CopyFrom(inputs[y.name])
 
 
-def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Make every output of a subgraph or function a result of a node inside, each used once.
+def copy_foreign_outputs(model: ModelProto, reserved: Iterable[str] = ()) -> None:
+    """Make every output of a subgraph or function the result of a node inside, in place.
 
-    An Identity node is added for other outputs. Its result gets a name that is not `reserved`.
-    Exporters and optimizers write subgraphs that return inputs, initializers, captured values, or
-    one result twice; onnxruntime and this package treat such outputs in different ways.
+    An Identity node is added for other outputs, and where one result is two outputs. Its result
+    gets a name that is not `reserved`. Exporters and optimizers write subgraphs that return inputs,
+    initializers, captured values, or one result twice; onnxruntime and this package treat such
+    outputs in different ways.
     """
     for holder in (model.graph, *model.functions):
-        taken = {*names(holder), *reserved}
+        taken = {*value_names(holder), *reserved}
         for graph in list(all_graphs(holder)):
             if graph is model.graph:
                 continue
             own = {y for node in graph.node for y in node.output}
             for i, name in enumerate(names_in(graph.output)):
                 if name not in own:
-                    copy = unused(name, taken)
+                    copy = unused_name(name, taken)
                     graph.node.add(op_type="Identity", input=[name], output=[copy])
                     if isinstance(graph, GraphProto):
                         graph.output[i].name = copy
@@ -102,14 +103,14 @@ def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
 
 
 def densify(model: ModelProto) -> None:
-    """Turn all sparse constants of `model` into dense ones, in place."""
+    """Turn all sparse constants of `model` into dense constants, in place."""
     for graph in graphs_of(model):
         for sparse in graph.sparse_initializer:
-            graph.initializer.append(dense(sparse, sparse.values.name))
+            graph.initializer.append(to_dense_tensor(sparse, sparse.values.name))
         graph.ClearField("sparse_initializer")
     for node in nodes_of(model):
         for attribute in node.attribute:
             if attribute.type == AttributeProto.SPARSE_TENSOR:
                 attribute.name, attribute.type = "value", AttributeProto.TENSOR
-                attribute.t.CopyFrom(dense(attribute.sparse_tensor, node.output[0]))
+                attribute.t.CopyFrom(to_dense_tensor(attribute.sparse_tensor, node.output[0]))
                 attribute.ClearField("sparse_tensor")

@@ -15,29 +15,29 @@ from onnx import GraphProto, ModelProto
 
 from onnxgrad.model.traversal import (
     GraphLike,
-    declared,
+    declared_values,
     keep_only,
-    names,
     names_in,
     own_names,
     subgraphs,
+    value_names,
 )
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
 Choose = Callable[[GraphLike, str, str], str]
 
 
-# suffixes by the quantizers of onnxruntime; quantize_dynamic transposes some weights of Gemm before
+# suffixes that the quantizers of onnxruntime add; quantize_dynamic also transposes weights of Gemm
 _QUANTIZED = re.compile(
     r"(_Transposed(_\d+)?)?(_DQ)?_(quantized(_\d+)?|QuantizeLinear_Output|[QU]\d+\w*)$"
 )
 
 
-def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
+def rename_in_graph(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
     """Rename the values and nodes of `graph` and its subgraphs, in place, except the values `kept`.
 
-    The inputs and outputs of a function have to be among these. Returns new names by old ones:
-    the new name of the outermost value, if several have the same old name.
+    The inputs and outputs of a function must be among `kept`. Return the new names by old names; if
+    several values have one old name, this is the new name of the outermost value.
     """
     new_names = {name: name for name in kept}
     _rename_in_scope(graph, ChainMap(dict(new_names)), choose, new_names)
@@ -47,9 +47,9 @@ def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[s
 def _rename_in_scope(
     graph: GraphLike, scope: ChainMap[str, str], choose: Choose, new_names: dict[str, str]
 ) -> None:
-    """Rename the values of `graph`; the first map of `scope` receives their new names."""
+    """Rename the values of `graph`, in place; the first map of `scope` gets their new names."""
     own = scope.maps[0]
-    for kind, name in declared(graph):
+    for kind, name in declared_values(graph):
         if name and name not in own:
             own[name] = choose(graph, kind, name)
             new_names.setdefault(name, own[name])
@@ -76,17 +76,17 @@ def _rename_in_scope(
             node.name = choose(graph, "node", node.name)
         for inner in subgraphs(node):
             _rename_in_scope(inner, scope.new_child(), choose, new_names)
-    # another value may get the name of one that does not exist
+    # of values that do not exist: another value may get the name
     keep_only(graph.value_info, lambda value: value.name in scope)
     for value in graph.value_info:
         value.name = scope[value.name]
 
 
 def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:
-    """Give values of `graph` and its subgraphs new names, in place: {(id of graph, name): new}.
+    """Give values of `graph` and its subgraphs the names `{(id of graph, old name): new name}`.
 
-    The outputs of `graph` keep their names: an Identity copies each renamed value to its output.
-    Returns new names by old ones, as `rename`.
+    This happens in place. The outputs of `graph` keep their names: an Identity copies each renamed
+    value to its output. Return the new names by old names, as `rename_in_graph`.
     """
     if not chosen:
         return {}
@@ -95,7 +95,7 @@ def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> di
     def choose(owner: GraphLike, kind: str, name: str) -> str:
         return name if kind == "node" else chosen.get((id(owner), name), name)
 
-    new_names = rename(graph, choose)
+    new_names = rename_in_graph(graph, choose)
     if isinstance(graph, GraphProto):
         copied = {old: y.name for y, old in zip(graph.output, outputs, strict=True)}
         for old, new in copied.items():
@@ -106,20 +106,23 @@ def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> di
     return new_names
 
 
-def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Rename the values of subgraphs that have the name of a value of an enclosing graph.
+def rename_shadowing_values(model: ModelProto, reserved: Iterable[str] = ()) -> None:
+    """Rename the values of subgraphs that have the name of a value of an enclosing graph, in place.
 
-    onnxruntime's optimizer writes such names. The new names are not `reserved`.
+    onnxruntime's optimizer writes such names. The new names differ from the names `reserved`.
     """
     for holder in (model.graph, *model.functions):
-        taken = {*names(holder), *reserved}
+        taken = {*value_names(holder), *reserved}
         # the list keeps the graphs alive, and so their ids unique
         shadows = list(_shadowing_values(holder, frozenset()))
-        rename_values(holder, {(id(g), name): unused(name, taken) for g, name in shadows})
+        rename_values(holder, {(id(g), name): unused_name(name, taken) for g, name in shadows})
 
 
 def _shadowing_values(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[GraphLike, str]]:
-    """Yield the values of `graph` and its subgraphs that have the name of an outer one."""
+    """Yield pairs of graph and name of the values that have the name of a value in `outer`.
+
+    They are values of `graph` and its subgraphs; `outer` has the names of enclosing graphs.
+    """
     own = [name for name in own_names(graph) if name]
     yield from ((graph, name) for name in own if name in outer)
     visible = outer | set(own)
@@ -128,7 +131,7 @@ def _shadowing_values(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[Graph
             yield from _shadowing_values(inner, visible)
 
 
-def unused(name: str, taken: set[str]) -> str:
+def unused_name(name: str, taken: set[str]) -> str:
     """Return `name` with the first numeric suffix that is not in `taken`, and add it there."""
     new = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
     taken.add(new)
@@ -138,13 +141,13 @@ def unused(name: str, taken: set[str]) -> str:
 def free_name(name: str, taken: set[str]) -> str:
     """Return `name`, with a numeric suffix if it is in `taken`, and add it there."""
     if name in taken:
-        return unused(name, taken)
+        return unused_name(name, taken)
     taken.add(name)
     return name
 
 
 def name_of_floats(name: str) -> str:
-    """Return the name of a weight before a quantizer renamed it; `name` if none did.
+    """Return the name that a weight had before a quantizer renamed it; else `name`.
 
     >>> name_of_floats("query.weight_quantized"), name_of_floats("attn.q_proj.MatMul.weight_Q4")
     ('query.weight', 'attn.q_proj.MatMul.weight')

@@ -16,8 +16,8 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
-from onnxgrad.model.read import ModelLike, once, read
-from onnxgrad.model.traversal import keep_only, names, reads
+from onnxgrad.model.read import ModelLike, read, require_unique_names
+from onnxgrad.model.traversal import keep_only, names_read_by, value_names
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.reporting import level_of, logger, reporting, warn_once
 
@@ -108,7 +108,7 @@ def select_model_inputs_outputs(
             value.shape = shape
     declared, nodes = list(graph.inputs), list(graph)
     for chosen in (outputs or (), inputs or ()):
-        for name in once("tensor", chosen):
+        for name in require_unique_names("tensor", chosen):
             if name not in values:
                 inner = [y for node in reversed(graph) for y in node.outputs]
                 every = dict.fromkeys(str(v.name) for v in (*graph.outputs, *declared, *inner))
@@ -117,27 +117,29 @@ def select_model_inputs_outputs(
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:
         optional = [x for x in declared if x.is_initializer() and x.name not in inputs]
-        graph.inputs[:] = [*(as_input(graph, values[name]) for name in inputs), *optional]
+        graph.inputs[:] = [*(replace_by_input(graph, values[name]) for name in inputs), *optional]
     tidy(model)
-    name_rest(graph)
+    name_unnamed_values(graph)
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
-        raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
+        raise ValueError(
+            f"the outputs also depend on the inputs {lost}: add these names to `inputs`"
+        )
     _report_nodes(nodes, graph, verbose)
     return to_proto(model)
 
 
 def with_tensors_of_maps(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]:
-    """Return `proto`, with the tensors that ZipMaps read as outputs instead of the maps.
+    """Return `proto` with the tensors that ZipMap nodes read as outputs, instead of the maps.
 
-    The second result has the names of these tensors by the names of the maps; a warning tells them.
+    Also return the names of these tensors, by the names of the maps. A warning tells the names.
     """
     maps = {y: n.input[0] for n in proto.graph.node if n.op_type == "ZipMap" for y in n.output}
     found = {y.name: maps[y.name] for y in proto.graph.output if y.name in maps}
     if not found:
         return proto, {}
     for name, tensor in found.items():
-        warn_once(f"the output {name!r} holds maps: the tensor {tensor!r} in them is taken instead")
+        warn_once(f"the output {name!r} has maps: the tensor {tensor!r} in them is taken instead")
     own = {y.name for y in proto.graph.output}
     changed = deepcopy(proto)
     types = {v.name: v.type for v in proto.graph.value_info}
@@ -154,23 +156,23 @@ def with_tensors_of_maps(proto: ModelProto) -> tuple[ModelProto, dict[str, str]]
 
 
 def drop_unused_inputs(proto: ModelProto) -> None:
-    """Remove the inputs that no node reads and that are no outputs, in place."""
-    used = {name for node in proto.graph.node for name in reads(node)}
+    """Remove the inputs of a model that no node reads and that are no outputs, in place."""
+    used = {name for node in proto.graph.node for name in names_read_by(node)}
     used.update(y.name for y in proto.graph.output)
     keep_only(proto.graph.input, lambda x: x.name in used)
 
 
 def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
-    """Raise if one of the chosen outputs is no tensor."""
+    """Raise `ValueError` if one of `outputs` is no tensor; None stands for all outputs."""
     for y in proto.graph.output:
         if non_tensor(y) and (outputs is None or y.name in outputs):
             source = tensor_behind(proto, y.name)
             hint = f", such as {source!r}" if source else ""
-            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
+            raise ValueError(f"the output {y.name!r} is no tensor: name outputs that are{hint}")
 
 
 def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
-    """Log which of `nodes` are kept in `graph`."""
+    """Log for each of `nodes` whether it is kept in `graph` or removed."""
     with reporting(level_of(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
@@ -179,11 +181,11 @@ def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> No
         logger.info("%d of %d nodes are kept", sum(1 for _ in graph), len(nodes))
 
 
-def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return an input that replaces `value`, which has no name afterwards: see `name_rest`."""
+def replace_by_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Return a new input in place of `value`, which loses its name: see `name_unnamed_values`."""
     if value.dtype is None:
         raise ValueError(
-            f"the type of the new input {value.name!r} is unknown: add it to value_info"
+            f"the type of the new input {value.name!r} is unknown: declare its type in value_info"
         )
     if value.producer() is None:
         if not value.is_graph_input():
@@ -195,8 +197,8 @@ def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     return new_input
 
 
-def name_rest(graph: ir.Graph) -> None:
-    """Name the values that inputs replaced, of nodes that are kept for another output."""
+def name_unnamed_values(graph: ir.Graph) -> None:
+    """Give names to the values that lost them, of nodes that are kept for another output."""
     unnamed = [y for node in graph for y in node.outputs if y.name is None]
     if unnamed:
         op = Emit(graph)
@@ -256,13 +258,16 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
     extended = deepcopy(read(model, promised=[name]))
     if not name:
         raise ValueError("the name of an initializer must not be empty: pass name=")
-    if name in names(extended.graph):
+    if name in value_names(extended.graph):
         raise ValueError(f"the model has a value called {name!r} already: choose another name")
     array = _as_array(value)
     try:
         extended.graph.initializer.append(numpy_helper.from_array(array, name))
     except (KeyError, NotImplementedError, TypeError, ValueError) as e:
-        raise ValueError(f"{name!r}: ONNX has no tensors of {array.dtype}") from e
+        raise ValueError(
+            f"the initializer {name!r} cannot be of {array.dtype}, which ONNX does not have: "
+            "convert it to another dtype"
+        ) from e
     extended.ir_version = max(extended.ir_version, 4)  # before, initializers had to be inputs too
     return extended
 
@@ -293,5 +298,5 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Return an array, also of an `OrtValue`."""
+    """Return an array for an array-like or an `OrtValue`."""
     return value.numpy() if hasattr(value, "ortvalue_from_numpy") else np.asarray(value)

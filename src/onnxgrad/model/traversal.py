@@ -20,10 +20,11 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
-def walk(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
-    """Yield (graph, None), then (graph, node) for each node, followed by the same of its subgraphs.
+def walk_graphs(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
+    """Yield (graph, None), then (graph, node) for each node, for graphs and their subgraphs.
 
-    A stack, and no recursion, as graphs may be nested deeper than Python allows.
+    The subgraphs of a node come after the node. This takes a stack, and no recursion, as graphs may
+    be nested deeper than Python allows.
     """
     stack = [chain.from_iterable(map(_graph_and_nodes, graphs))]
     while stack:
@@ -37,7 +38,7 @@ def walk(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
 
 
 def _graph_and_nodes(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
-    """Yield (graph, None), then (graph, node) for each node of `graph` itself."""
+    """Yield (graph, None), then (graph, node) for each node of `graph`, without its subgraphs."""
     yield graph, None
     yield from ((graph, node) for node in graph.node)
 
@@ -46,12 +47,12 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield `nodes`, each followed by the nodes of its subgraphs, at any depth."""
     for node in nodes:
         yield node
-        yield from (inner for _, inner in walk(*subgraphs(node)) if inner is not None)
+        yield from (inner for _, inner in walk_graphs(*subgraphs(node)) if inner is not None)
 
 
 def nodes_of(model: ModelProto) -> list[NodeProto]:
     """Return all nodes of `model`, in subgraphs and local functions too."""
-    return [node for _, node in walk(model.graph, *model.functions) if node is not None]
+    return [node for _, node in walk_graphs(model.graph, *model.functions) if node is not None]
 
 
 def graphs_of(model: ModelProto) -> list[GraphProto]:
@@ -61,25 +62,28 @@ def graphs_of(model: ModelProto) -> list[GraphProto]:
 
 def all_graphs(*graphs: GraphLike) -> Iterator[GraphLike]:
     """Yield `graphs`, each followed by its subgraphs, at any depth."""
-    return (graph for graph, node in walk(*graphs) if node is None)
+    return (graph for graph, node in walk_graphs(*graphs) if node is None)
 
 
-def reads(node: NodeProto) -> Iterator[str]:
+def names_read_by(node: NodeProto) -> Iterator[str]:
     """Yield the names of the values that `node` reads or its subgraphs capture."""
     yield from node.input
     for graph in subgraphs(node):
         own = set(own_names(graph))
-        inner = chain(names_in(graph.output), *map(reads, graph.node))
+        inner = chain(names_in(graph.output), *map(names_read_by, graph.node))
         yield from (name for name in inner if name not in own)
 
 
 def names_in(values: Iterable[Any]) -> list[str]:
-    """Return the names of inputs or outputs: a function has these only, a graph has types too."""
+    """Return the names of the inputs or outputs `values`, of a graph or a local function.
+
+    A function has names only, a graph has types, too.
+    """
     return [value if isinstance(value, str) else value.name for value in values]
 
 
-def declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
-    """Yield "input", "initializer" or "result", and the name, of the values of `graph`."""
+def declared_values(graph: GraphLike) -> Iterator[tuple[str, str]]:
+    """Yield (kind, name) of the values of `graph`; kinds: "input", "initializer", "result"."""
     yield from (("input", name) for name in names_in(graph.input))
     if isinstance(graph, GraphProto):
         yield from (("initializer", t.name) for t in graph.initializer)
@@ -89,22 +93,22 @@ def declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
 
 def own_names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of the values of `graph`, without its subgraphs."""
-    return (name for _, name in declared(graph))
+    return (name for _, name in declared_values(graph))
 
 
-def names(graph: GraphLike) -> Iterator[str]:
+def value_names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of all values of `graph` and its subgraphs."""
     return (name for inner in all_graphs(graph) for name in own_names(inner))
 
 
 def names_read(graph: GraphLike) -> set[str]:
-    """Return the names that nodes read, and the names of outputs, in subgraphs too."""
+    """Return the names of the values that nodes and outputs of `graph` and its subgraphs read."""
     outputs = (name for inner in all_graphs(graph) for name in names_in(inner.output))
     return {*outputs, *(name for node in all_nodes(graph.node) for name in node.input)}
 
 
 def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
-    """Keep the entries of a repeated field that meet `condition`, in place."""
+    """Remove the entries of a repeated field of protobuf that do not meet `condition`, in place."""
     kept = [entry for entry in entries if condition(entry)]
     if len(kept) < len(entries):
         del entries[:]

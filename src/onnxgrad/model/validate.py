@@ -1,11 +1,11 @@
-"""Structural checks of an input model: a broken one is rejected with a message of one line.
+"""Structural checks of an input model: a broken model is rejected with a message of one line.
 
 Every part is visited once, in the order of the file; only unsorted nodes cost more.
 
-The checker of onnx compares nodes with their operators. It is not asked about the rest: it accepts
+The checker of onnx compares nodes with their operators. It does not check the rest here: it accepts
 tensors with more data than their shape says, unknown element types of inputs, calls of functions
 with too many operands, and subgraphs of a wrong number of inputs; and it refuses sparse tensors
-that onnxruntime runs, with indices of int32 or unsorted ones.
+that onnxruntime runs, with indices of int32 or unsorted indices.
 """
 
 from __future__ import annotations
@@ -43,16 +43,24 @@ from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.external import nbytes
 from onnxgrad.model.notes import CONSTANTS, LOSS
 from onnxgrad.model.opsets import operator_schema
-from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, names_in, reads, subgraphs
+from onnxgrad.model.traversal import (
+    GraphLike,
+    all_graphs,
+    all_nodes,
+    names_in,
+    names_read_by,
+    subgraphs,
+)
 from onnxgrad.operators import WITH_SUBGRAPHS
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
-_USE_NEWEST = "export the model at one it has, or upgrade onnx"
-_METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}  # ours, as JSON
+_USE_NEWEST = "export the model at a version that onnx has, or upgrade onnx"
+# entries of the metadata that this package writes, as JSON
+_METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
-    """Raise if `model` is broken; return whether `repair` has to correct it.
+    """Raise `ModelError` if `model` is broken; return whether `repair` must correct it.
 
     Args:
         model: any model.
@@ -77,14 +85,14 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     check_limit("nodes", scope.size, "the model has too many nodes")
     for entry in model.metadata_props:
         if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
-            raise ModelError(f"its metadata {entry.key!r} is damaged: remove the entry")
+            raise ModelError(f"its metadata entry {entry.key!r} is damaged: remove the entry")
     return unsorted or checked.negative
 
 
 def repair(model: ModelProto) -> None:
     """Sort the nodes of the main graph, and make negative lengths unknown, in place.
 
-    The model has passed `validate`.
+    The model must have passed `validate`.
     """
     order = _sorted_order(model.graph.node)
     if order != list(range(len(order))):
@@ -92,9 +100,9 @@ def repair(model: ModelProto) -> None:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     for graph in all_graphs(model.graph, *model.functions):
-        forget_negative(graph.value_info)
+        clear_negative_lengths(graph.value_info)
         if isinstance(graph, GraphProto):
-            forget_negative((*graph.input, *graph.output))
+            clear_negative_lengths((*graph.input, *graph.output))
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -102,15 +110,15 @@ def repair(model: ModelProto) -> None:
 
 @dataclass
 class _Checked:
-    """The functions of a model, and the findings of its checks so far."""
+    """The local functions of a model, and the findings of the checks so far."""
 
     functions: dict[CallKey, FunctionProto]
-    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # of the functions checked so far
-    negative: bool = False  # whether a declared length is
+    scopes: dict[CallKey, _Scope] = field(default_factory=dict)  # of functions that were checked
+    negative: bool = False  # whether a declared length is negative
 
 
 def _check_versions(model: ModelProto) -> None:
-    """Raise for an opset or IR version that onnx does not have, or a domain that is not text."""
+    """Raise `ModelError` for an opset or IR version that onnx lacks, or a domain not in UTF-8."""
     newest = {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
         for entry in holder.opset_import:
@@ -118,7 +126,7 @@ def _check_versions(model: ModelProto) -> None:
                 raise ModelError("it imports a domain that is not UTF-8: export it again")
             last = newest.get(standard(entry.domain))
             if last is not None and not 1 <= entry.version <= last:
-                opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
+                opset = f"opset {entry.version} of the domain {quoted_name(entry.domain)}"
                 has = f"onnx {onnx.__version__} has 1 to {last}"
                 raise ModelError(f"it imports {opset}, and {has}: {_USE_NEWEST}")
     if not 0 <= model.ir_version <= onnx.IR_VERSION:
@@ -127,7 +135,7 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
-    """Return whether `text` is the JSON of a `kind`, list or dict, of strings."""
+    """Return whether `text` is the JSON of a list or dict, as `kind` says, of strings."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -139,11 +147,12 @@ def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
 
 
 def _function_key(function: FunctionProto) -> CallKey:
+    """Return the key by which nodes call a local function."""
     return standard(function.domain), function.name, function.overload
 
 
 def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionProto]:
-    """Return the functions sorted so that callees come before their callers."""
+    """Return the local functions sorted so that each comes before the functions that call it."""
     callees = {
         key: [called for node in all_nodes(f.node) if (called := called_key(node)) in functions]
         for key, f in functions.items()
@@ -152,16 +161,19 @@ def _callees_first(functions: Mapping[CallKey, FunctionProto]) -> list[FunctionP
         return [functions[key] for key in TopologicalSorter(callees).static_order()]
     except CycleError as e:
         keys = reversed(_cycle_from_first(e, functions))
-        cycle = " -> ".join(shown(name) for _, name, _ in keys)
-        raise ModelError(f"its functions call each other without end: {cycle}; break it") from None
+        cycle = " -> ".join(quoted_name(name) for _, name, _ in keys)
+        raise ModelError(
+            f"its functions call each other without end: {cycle}; break the cycle"
+        ) from None
 
 
 def _check_function(function: FunctionProto, checked: _Checked) -> None:
-    subject = f"the function {shown(function.name)}"
+    """Raise `ModelError` if a local function is broken; add its scope to `checked`."""
+    subject = f"the function {quoted_name(function.name)}"
     if not function.name:
         raise ModelError("a function has no name: name it, or remove it")
     if len(set(function.output)) < len(function.output):
-        raise ModelError(f"{subject} has an output twice: rename it")
+        raise ModelError(f"{subject} has two outputs of one name: rename one")
     scope = _Scope(checked, opset_versions(function.opset_import), set())
     scope.check(function, subject).refuse_unsorted(subject)
     scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
@@ -173,58 +185,70 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
 
 @dataclass
 class _NodeOrder:
-    """The values that the nodes of a graph define, read before their definition, or capture."""
+    """The values of a graph, as its nodes define and read them in their order.
+
+    - `nodes`: the nodes.
+    - `defined`: the names of the values that are defined so far.
+    - `free`: values that the graph does not define, with a node that reads each.
+    - `late`: pairs of value and node that reads it before a later node defines it.
+    """
 
     nodes: Sequence[NodeProto]
     defined: dict[str, None]
-    # name of a value not defined here -> a node that reads it
     free: dict[str, NodeProto] = field(default_factory=dict)
-    late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read before it is defined
+    late: list[tuple[str, NodeProto]] = field(default_factory=list)
 
-    def read(self, node: NodeProto, names: Iterable[str]) -> None:
+    def record_reads(self, node: NodeProto, names: Iterable[str]) -> None:
         """Record values that the next node reads, or that its subgraphs capture."""
         defined = self.defined
         self.late += [(name, node) for name in names if name not in defined and name]
 
-    def write(self, node: NodeProto) -> None:
+    def record_outputs(self, node: NodeProto) -> None:
         """Record the outputs of the next node."""
         defined = self.defined
         for name in node.output:
             if name in defined:
-                taken = f"{shown(name)}, which is the name of another value"
-                raise ModelError(f"{title(node)} computes {taken}: rename one")
-            if type(name) is not str:  # bytes, where it is not UTF-8
-                raise ModelError(f"{title(node)} has a name that is not UTF-8: export it again")
+                taken = f"{quoted_name(name)}, which is the name of another value"
+                raise ModelError(f"{node_title(node)} computes {taken}: rename one")
+            if type(name) is not str:  # protobuf returns bytes for text that is not UTF-8
+                raise ModelError(
+                    f"{node_title(node)} has a name that is not UTF-8: export it again"
+                )
             if name:
                 defined[name] = None
 
-    def close(self) -> None:
-        """Move the values read early that no node defines from `late` to `free`."""
+    def finish_reads(self) -> None:
+        """Move the values that no node defines from `late` to `free`, after the last node."""
         for name, reader in self.late:
             if name not in self.defined:
                 self.free.setdefault(name, reader)
         self.late = [(name, reader) for name, reader in self.late if name in self.defined]
 
     def refuse_unsorted(self, what: str) -> None:
-        """Raise if a node reads the output of a later one."""
+        """Raise `ModelError` if a node reads the output of a later node; `what` names the graph."""
         for name, reader in self.late:
-            _sorted_order(self.nodes)  # raises for a cycle
-            early = f"{shown(name)}, which a later node computes"
-            raise ModelError(f"{title(reader)} in {what} reads {early}: sort the nodes")
+            _sorted_order(self.nodes)  # raises the error for a cycle
+            early = f"{quoted_name(name)}, which a later node computes"
+            raise ModelError(f"{node_title(reader)} in {what} reads {early}: sort the nodes")
 
 
 def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
-    """Return the indices of `nodes` in an order in which no node reads the output of a later one.
+    """Return the indices of `nodes` in an order in which no node reads the output of a later node.
 
-    A cycle is an error that names its values.
+    Raises:
+        ModelError: nodes depend on each other; the message names the values of the cycle.
     """
     producers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
-    waits = {i: {producers[x] for x in reads(n) if x in producers} for i, n in enumerate(nodes)}
+    waits = {
+        i: {producers[x] for x in names_read_by(n) if x in producers} for i, n in enumerate(nodes)
+    }
     sorter, order = TopologicalSorter(waits), list[int]()
     try:
         sorter.prepare()
     except CycleError as e:
-        chain = [shown(next(filter(None, nodes[i].output))) for i in _cycle_from_first(e, waits)]
+        chain = [
+            quoted_name(next(filter(None, nodes[i].output))) for i in _cycle_from_first(e, waits)
+        ]
         if len(chain) > 12:
             chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
         raise ModelError(
@@ -240,7 +264,7 @@ def _sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
 
 
 def _cycle_from_first(error: CycleError, entries: Iterable[Any]) -> list[Any]:
-    """Return the entries of a cycle, first and last the one that comes first in `entries`."""
+    """Return the entries of a cycle; it begins and ends with the first of them in `entries`."""
     cycle: list[Any] = error.args[1][1:]
     members = set(cycle)
     start = cycle.index(next(entry for entry in entries if entry in members))
@@ -256,24 +280,24 @@ class _Scope:
 
     checked: _Checked
     opsets: Mapping[str, int]
-    needed: set[str] | None  # attributes that nodes require of the function; None: in none
-    size: int = 0  # number of nodes, with the nodes of subgraphs and of called functions
+    needed: set[str] | None  # attributes that nodes require of their function; None: no function
+    size: int = 0  # count of nodes, with the nodes of subgraphs and of called functions
 
     def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> _NodeOrder:
-        """Check the main graph or a function; return the order of its nodes."""
+        """Check the main graph or a local function; return the order of its nodes."""
         order = self._check_graph(graph, 0, subject, None)
         for name, reader in order.free.items():
             if name not in promised:
                 raise ModelError(
-                    f"{title(reader)} reads {shown(name)}, which is no input, no constant and no "
-                    "output of a node: add it, or correct the name"
+                    f"{node_title(reader)} reads {quoted_name(name)}, which is no input, no "
+                    "constant and no output of a node: add it, or correct the name"
                 )
         return order
 
     def _check_graph(
         self, graph: GraphLike, depth: int, subject: str, parent: NodeProto | None
     ) -> _NodeOrder:
-        """Check a graph, which is a subgraph of the node `parent` if there is one."""
+        """Check a graph; `parent` is the node whose subgraph it is, None for other graphs."""
         if depth > _DEEPEST:
             raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
         order = _NodeOrder(graph.node, self._check_declared(graph))
@@ -282,34 +306,34 @@ class _Scope:
             function = functions.get(called_key(node)) if functions else None
             check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
             self.size += 1 if function is None else self._size_of_call(node)
-            order.read(node, node.input)
+            order.record_reads(node, node.input)
             for subgraph in subgraphs(node):
-                inner = f"the subgraph {shown(subgraph.name)} of {title(node)}"
+                inner = f"the subgraph {quoted_name(subgraph.name)} of {node_title(node)}"
                 inner_order = self._check_graph(subgraph, depth + 1, inner, node)
                 inner_order.refuse_unsorted(inner)
-                order.read(node, inner_order.free)
-            order.write(node)
-        order.close()
+                order.record_reads(node, inner_order.free)
+            order.record_outputs(node)
+        order.finish_reads()
         for name in names_in(graph.output):
             if not name:
                 raise ModelError(f"an output of {subject} has no name: name it, or remove it")
             if name not in order.defined:
                 if parent is None:
                     raise ModelError(
-                        f"output {shown(name)} of {subject} is not computed: remove it, or "
+                        f"output {quoted_name(name)} of {subject} is not computed: remove it, or "
                         "name a value of the graph"
                     )
                 order.free.setdefault(name, parent)
         return order
 
     def _check_declared(self, graph: GraphLike) -> dict[str, None]:
-        """Check inputs, constants and types; return the names of the inputs and constants."""
+        """Check the inputs, constants and types of a graph; return the names of the former two."""
         defined = _unique_names(names_in(graph.input), "input")
         if isinstance(graph, GraphProto):
             for tensor in graph.initializer:
-                check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
+                check_tensor(tensor, lambda t=tensor: f"initializer {quoted_name(t.name)}")  # type: ignore
             for sparse in graph.sparse_initializer:
-                check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
+                check_sparse(sparse, f"sparse initializer {quoted_name(sparse.values.name)}")
             constants = (*graph.initializer, *(s.values for s in graph.sparse_initializer))
             defined |= _unique_names(names_in(constants), "initializer")
             for kind, values in (("input", graph.input), ("output", graph.output)):
@@ -318,32 +342,36 @@ class _Scope:
         return defined
 
     def _size_of_call(self, node: NodeProto) -> int:
-        """Return the number of nodes of a function, after checking the attributes of its call."""
+        """Return the count of nodes of a called function; check the attributes of the call."""
         called = self.checked.scopes[called_key(node)]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
         for name in called.needed or ():
             if name not in attributes:
-                raise ModelError(f"{title(node)} lacks the attribute {shown(name)}: add it")
+                raise ModelError(
+                    f"{node_title(node)} lacks the attribute {quoted_name(name)}: add it"
+                )
             if attributes[name] and self.needed is not None:
                 self.needed.add(attributes[name])
         return called.size
 
 
 def _unique_names(names: Iterable[str], kind: str) -> dict[str, None]:
-    """Return the names of inputs or initializers, or raise if one is empty, damaged or repeated."""
+    """Return the names of inputs or initializers; raise for empty, damaged or repeated names."""
     unique: dict[str, None] = {}
     for name in names:
         if not name or type(name) is not str:
             raise ModelError(
-                f"an {kind} has no name, or one that is not UTF-8: name it, or remove it"
+                f"an {kind} has no name, or a name that is not UTF-8: name it, or remove it"
             )
         if name in unique:
-            raise ModelError(f"{kind} {shown(name)} is declared twice: remove one, or rename it")
+            raise ModelError(
+                f"{kind} {quoted_name(name)} is declared twice: remove one, or rename it"
+            )
         unique[name] = None
     return unique
 
 
-_TENSORS_AND_GRAPHS = frozenset(  # types of attributes whose parts have own checks
+_TENSORS_AND_GRAPHS = frozenset(  # types of attributes that are checked here, and not by onnx
     AttributeProto.AttributeType.Value(f"{part}{plural}")
     for part in ("TENSOR", "SPARSE_TENSOR", "GRAPH")
     for plural in ("", "S")
@@ -358,8 +386,8 @@ _DTYPES = {d.value for d in ir.DataType if d != ir.DataType.UNDEFINED}
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
-def shown(name: str | bytes) -> str:
-    """Return a name for messages: quoted, control characters escaped, shortened."""
+def quoted_name(name: str | bytes) -> str:
+    """Return a name in quotes for messages, with control characters escaped, shortened."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
 
 
@@ -368,7 +396,7 @@ def shown(name: str | bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def _required_attributes(domain: str, op_type: str, opset: int) -> frozenset[str] | None:
-    """Return the attributes that an operator requires; None if onnx has no schema for it."""
+    """Return the names of the attributes that an operator requires; None if onnx lacks it."""
     schema = operator_schema(op_type, opset, domain)
     if schema is None:
         return None
@@ -384,47 +412,47 @@ def checker_context(domain: str, opset: int) -> checker.C.CheckerContext:
 
 
 def called_key(node: NodeProto) -> CallKey:
-    """Return the key of the local function that `node` calls, if it calls one."""
+    """Return the key of the local function that `node` calls, if it calls a function."""
     return standard(node.domain), node.op_type, node.overload
 
 
-def title(node: NodeProto) -> str:
+def node_title(node: NodeProto) -> str:
     """Return the operator, the name and the first output of `node`, for messages."""
     domain = standard(node.domain)
     name = f"{domain!s}::{node.op_type!s}" if domain else str(node.op_type)
     output = next((y for y in node.output if y), "")
     plain = name.replace("::", "").replace(".", "").isidentifier()
-    operator = name if plain and len(name) < 100 else shown(name)
-    return f"{operator} (node {shown(node.name)}, output {shown(output)})"
+    operator = name if plain and len(name) < 100 else quoted_name(name)
+    return f"{operator} (node {quoted_name(node.name)}, output {quoted_name(output)})"
 
 
 def check_node(
     node: NodeProto, opset: int, function: FunctionProto | None, needed: set[str] | None
 ) -> None:
-    """Raise unless `node` has the operands and attributes that its operator requires.
+    """Raise `ModelError` unless `node` has the operands and attributes that its operator requires.
 
     Args:
         node: any node.
-        opset: version of the opset of the node's domain, 0 if it is not imported.
-        function: the local function that the node calls, if it does.
-        needed: the attributes that the node requires of the local function that it is in are added
-            to it; None: it is in none, to whose attributes it could refer.
+        opset: version of the opset of the node's domain; 0 if the model does not import it.
+        function: the local function that the node calls; None for an operator.
+        needed: a set that gets the attributes which the node requires of the local function around
+            it; None: the node is in no local function.
     """
     # protobuf returns bytes for text that is not UTF-8
     texts = (node.op_type, node.domain, *(a.name for a in node.attribute))
     if any(type(text) is not str for text in texts):
         raise ModelError(
-            f"{title(node)} has text that is not UTF-8: it is damaged, export it again"
+            f"{node_title(node)} has text that is not UTF-8: it is damaged, export the model again"
         )
     if not node.output:
-        raise ModelError(f"{title(node)} has no output: remove the node")
+        raise ModelError(f"{node_title(node)} has no output: remove the node")
     domain, required = standard(node.domain), None
     if function is None:
         required = _required_attributes(domain, node.op_type, opset)
         if required is None and opset < 1 and not domain:
-            raise ModelError(f"{title(node)} is of a domain without an opset: import one")
+            raise ModelError(f"{node_title(node)} is of a domain without an opset: import one")
         if required is None and not (node.op_type.isprintable() and domain.isprintable()):
-            raise ModelError(f"{title(node)} is no operator: correct its name")
+            raise ModelError(f"{node_title(node)} is no operator: correct its name")
     else:
         _check_call(node, function)
     _check_by_onnx(node, *((_NO_SCHEMA, 1) if required is None else (domain, opset)))
@@ -432,27 +460,29 @@ def check_node(
         _check_attribute(attribute, node, required or (), needed)
     if function is None and not domain:
         if node.op_type == "Constant" and not node.attribute:
-            raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
+            raise ModelError(
+                f"{node_title(node)} has no value: it is damaged, export the model again"
+            )
         if node.op_type in WITH_SUBGRAPHS:
             _check_bodies(node, opset)
 
 
 def _check_call(node: NodeProto, function: FunctionProto) -> None:
-    """Raise if the call of a function has more inputs or outputs than the function."""
+    """Raise `ModelError` if the call of a function has more inputs or outputs than the function."""
     for kind in ("input", "output"):
         n, most = len(getattr(node, kind)), len(getattr(function, kind))
         if n > most:
             raise ModelError(
-                f"{title(node)} has {n} {kind}s, and the function that it calls at most {most}: "
-                "correct it"
+                f"{node_title(node)} has {n} {kind}s, and the function that it calls at most "
+                f"{most}: correct the call"
             )
 
 
 def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
-    """Raise unless the checker of onnx accepts the node, without its tensors and graphs."""
+    """Raise `ModelError` unless the checker of onnx accepts a node without tensors and graphs."""
     bare = NodeProto(op_type=node.op_type, domain=domain, input=node.input, output=node.output)
     for a in node.attribute:
-        if a.type in _TENSORS_AND_GRAPHS:  # a reference has a name and a type only
+        if a.type in _TENSORS_AND_GRAPHS:  # a reference in its place has a name and a type only
             bare.attribute.add(name=a.name, type=a.type, ref_attr_name=a.name)
         else:
             bare.attribute.append(a)
@@ -461,32 +491,36 @@ def _check_by_onnx(node: NodeProto, domain: str, opset: int) -> None:
     except checker.ValidationError as e:
         found = printable(str(e)[:_LONGEST]).rstrip(".")
         raise ModelError(
-            f"{title(node)} has operands or attributes that onnx refuses: {found}; correct it"
+            f"{node_title(node)} has operands or attributes that onnx refuses: {found}; correct "
+            "the node"
         ) from None
 
 
 def _check_attribute(
     attribute: AttributeProto, node: NodeProto, required: Collection[str], needed: set[str] | None
 ) -> None:
-    """Raise unless an attribute of `node` refers to one of a function, or its tensors are valid."""
+    """Raise `ModelError` if an attribute of `node` has broken tensors, or an invalid reference.
+
+    See `check_node` for `needed`; `required` are the attributes that the operator requires.
+    """
     if attribute.ref_attr_name:
         if needed is None:
-            own, other = shown(attribute.name), shown(attribute.ref_attr_name)
+            own, other = quoted_name(attribute.name), quoted_name(attribute.ref_attr_name)
             raise ModelError(
-                f"the attribute {own} of {title(node)} refers to the attribute {other} of a "
-                "function, but is outside of one: write its value"
+                f"the attribute {own} of {node_title(node)} refers to the attribute {other} of a "
+                "function, but the node is in no function: write the value of the attribute"
             )
         if attribute.name in required:
             needed.add(attribute.ref_attr_name)
         return
     for tensor in (attribute.t,) if attribute.type == AttributeProto.TENSOR else attribute.tensors:
-        check_tensor(tensor, lambda: f"the tensor of {title(node)}")
+        check_tensor(tensor, lambda: f"the tensor of {node_title(node)}")
     if attribute.type == AttributeProto.SPARSE_TENSOR:
-        check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
+        check_sparse(attribute.sparse_tensor, f"the sparse tensor of {node_title(node)}")
 
 
 def _check_bodies(node: NodeProto, opset: int) -> None:
-    """Raise unless the subgraphs of `node` have as many inputs and outputs as it requires."""
+    """Raise `ModelError` unless the subgraphs of `node` have the inputs and outputs it requires."""
     inputs, outputs = len(node.input), len(node.output)
     counts = (0 if node.op_type == "If" else inputs), outputs + (node.op_type == "Loop")
     if node.op_type == "Scan":
@@ -495,7 +529,7 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
         states = counts[0] - scanned
         if scanned < 1 or states < 0 or states > outputs:
             raise ModelError(
-                f"{title(node)} has num_scan_inputs={scanned}, which its {inputs} inputs and "
+                f"{node_title(node)} has num_scan_inputs={scanned}, which its {inputs} inputs and "
                 f"{outputs} outputs do not allow: write the number of scanned inputs"
             )
     for attribute in node.attribute:
@@ -504,8 +538,8 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
             if actual != counts:
                 has, required = (f"{n} inputs and {m} outputs" for n, m in (actual, counts))
                 raise ModelError(
-                    f"the {attribute.name!r} of {title(node)} has {has}, and the node requires "
-                    f"{required}: make their numbers match"
+                    f"the {attribute.name!r} of {node_title(node)} has {has}, and the node "
+                    f"requires {required}: make their numbers match"
                 )
 
 
@@ -519,7 +553,7 @@ def _shown_shape(dims: Sequence[int]) -> str:
 
 
 def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
-    """Raise if the data type, the shape and the number of elements of `tensor` do not agree.
+    """Raise `ModelError` if data type, shape and count of elements of `tensor` do not agree.
 
     The message starts with `subject()`, "initializer 'w'". Data in external files are not read.
     """
@@ -542,72 +576,79 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
         relation = "fewer" if length < expected else "more"
         raise ModelError(
             f"{subject()} holds {relation} data than its shape {_shown_shape(dims)} says "
-            f"({length} entries of {field}, not {expected}): it is damaged, export it again"
+            f"({length} entries of {field}, not {expected}): it is damaged, export the model again"
         )
 
 
-# of indices: the specification says int64, but onnxruntime writes the smallest type that fits
+# types of indices: the specification says int64, but onnxruntime writes the smallest that fits
 _INDEX_TYPES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
 
 
 def check_sparse(sparse: SparseTensorProto, what: str) -> None:
-    """Raise if the values, the indices and the shape of a sparse tensor do not agree.
+    """Raise `ModelError` if values, indices and shape of a sparse tensor do not agree.
 
-    Also if it is too large for a dense tensor. The message starts with `what`.
+    Also raise it if the tensor is too large as a dense tensor. The message begins with `what`.
     """
     values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
     for part, tensor in (("values", values), ("indices", indices)):
         check_tensor(tensor, lambda part=part: f"{what}: the tensor of its {part}")  # type: ignore
         if tensor.data_location == TensorProto.EXTERNAL:
-            raise ModelError(f"{what} keeps its {part} in an external file: store it as dense")
+            raise ModelError(
+                f"{what} keeps its {part} in an external file: store the tensor as dense"
+            )
     count = prod(dims)
     if not dims or min(dims) < 0:
-        raise ModelError(f"{what} has the shape {_shown_shape(dims)}: lengths are not negative")
+        raise ModelError(
+            f"{what} has the shape {_shown_shape(dims)}, and lengths are not negative: correct it"
+        )
     check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
     n = values.dims[0] if len(values.dims) == 1 else -1
     if indices.data_type not in _INDEX_TYPES or list(indices.dims) not in ([n], [n, len(dims)]):
         raise ModelError(
             f"{what} has values of shape {_shown_shape(values.dims)} and indices of shape "
-            f"{_shown_shape(indices.dims)}: these are (n,), and integers of shape (n,) or (n, rank)"
+            f"{_shown_shape(indices.dims)}: write values of shape (n,), and integers as indices of "
+            "shape (n,) or (n, rank)"
         )
     positions = numpy_helper.to_array(indices)
     ends = np.array([count] if positions.ndim == 1 else dims)
     if ((positions < 0) | (positions >= ends)).any():
-        raise ModelError(f"{what} has an index outside of its shape {_shown_shape(dims)}")
+        raise ModelError(
+            f"{what} has an index outside of its shape {_shown_shape(dims)}: correct the indices"
+        )
 
 
 def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
-    """Raise for a declared type that ONNX does not have; return whether a length is negative."""
+    """Raise `ModelError` for an unknown element type; return whether a length is negative."""
     negative = False
     for value in values:
-        tensor = innermost(value.type)
+        tensor = innermost_tensor_type(value.type)
         if tensor.elem_type not in _DTYPES and tensor.elem_type:
             raise ModelError(
-                f"{kind} {shown(value.name)} has the unknown element type {tensor.elem_type}: "
-                "use a type of ONNX"
+                f"{kind} {quoted_name(value.name)} has the unknown element type "
+                f"{tensor.elem_type}: use a type of ONNX"
             )
         if tensor.HasField("shape"):
             negative |= any(d.dim_value < 0 for d in tensor.shape.dim)
             check_limit(
-                "rank", len(tensor.shape.dim), f"{kind} {shown(value.name)} has too many axes"
+                "rank", len(tensor.shape.dim), f"{kind} {quoted_name(value.name)} has too many axes"
             )
     return negative
 
 
-def forget_negative(values: Iterable[ValueInfoProto]) -> None:
+def clear_negative_lengths(values: Iterable[ValueInfoProto]) -> None:
     """Make the negative lengths that `values` declare unknown, in place."""
     for value in values:
-        tensor = innermost(value.type)
+        tensor = innermost_tensor_type(value.type)
         for d in tensor.shape.dim if tensor.HasField("shape") else ():
             if d.dim_value < 0:
                 d.ClearField("dim_value")
 
 
-def innermost(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
-    """Return the tensor type inside a type of sequences, Optionals or maps, or itself."""
+def innermost_tensor_type(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
+    """Return the tensor type in a type of sequences, Optionals or maps; a tensor type itself."""
     field = kind.WhichOneof("value")
     if field in ("sequence_type", "optional_type"):
-        return innermost(getattr(kind, field).elem_type)
+        return innermost_tensor_type(getattr(kind, field).elem_type)
     if field == "map_type":
-        return innermost(kind.map_type.value_type)
+        return innermost_tensor_type(kind.map_type.value_type)
     return kind.sparse_tensor_type if field == "sparse_tensor_type" else kind.tensor_type

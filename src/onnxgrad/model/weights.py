@@ -1,9 +1,9 @@
 """The constant tensors of a model, wherever it stores them, each under a unique name.
 
 They are initializers, dense or sparse, of the main graph or of subgraphs, `Constant` nodes there or
-in local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists them, `lift`
-turns all into initializers of the main graph, and `replace` writes new values to where they are
-stored.
+in local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists the constants,
+`lift_constants` turns all into initializers of the main graph, and `replace` writes new values to
+where they are stored.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ import onnx_ir as ir
 from onnx import GraphProto, ModelProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan
+from onnxgrad.model.constants import FLOATS as FLOATS, ConstantRef, scan_constants
 from onnxgrad.model.external import without_elements
 from onnxgrad.model.feeds import unsized_defaults
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
-from onnxgrad.model.rewrites import own_results
-from onnxgrad.model.scopes import rename_values, unused
-from onnxgrad.model.traversal import GraphLike, all_graphs, names_in, own_names, subgraphs, walk
+from onnxgrad.model.rewrites import copy_foreign_outputs
+from onnxgrad.model.scopes import rename_values, unused_name
+from onnxgrad.model.traversal import (
+    GraphLike,
+    all_graphs,
+    names_in,
+    own_names,
+    subgraphs,
+    walk_graphs,
+)
 from onnxgrad.operators import ARITHMETIC, REORDERS, SELECTS, operator_of
 
 _MOVES = REORDERS | SELECTS
@@ -35,16 +42,16 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     `default` is false for tensors that `note_constants` recorded (factors of a loss or a gradient),
     for settings (the scales of a Resize, the ends of a Range), and for inputs of any length.
 
-    If several constants have the same name, as constants of two branches may, the later ones get a
-    numeric suffix; so does one that has the name of a computed value.
+    If several constants have the same name, as constants of two branches may, the later constants
+    get a numeric suffix; so does a constant with the name of a computed value.
     """
-    no_weights = noted(model) | unsized_defaults(model)
-    refs = list(scan(model))  # keeps the graphs alive, and so their ids unique
+    no_weights = noted_constants(model) | unsized_defaults(model)
+    refs = list(scan_constants(model))  # keeps the graphs alive, and so their ids unique
     settings = _setting_values(model) if any(ref.default for ref in refs) else set()
     seen = _computed_names(model.graph)
     taken = seen | {ref.name for ref in refs}
     for ref in refs:
-        name = unused(ref.name, taken) if ref.name in seen else ref.name
+        name = unused_name(ref.name, taken) if ref.name in seen else ref.name
         seen.add(name)
         setting = (id(ref.graph), ref.graph_name) in settings
         ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(no_weights)
@@ -53,16 +60,16 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
         yield ref
 
 
-def noted(model: ModelProto) -> set[str]:
-    """Return the names that `note_constants` recorded in `model`."""
+def noted_constants(model: ModelProto) -> set[str]:
+    """Return the names of the constants that `note_constants` recorded to be no weights."""
     return set(read_note(model, CONSTANTS))
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
     """Record in the metadata of `model`, derived from `origin`, which initializers are no weights.
 
-    These are the float initializers that are not weights of `origin`. Those that are sparse in
-    `origin` are recorded too.
+    These are the float initializers that are not weights of `origin`. Initializers that are sparse
+    in `origin` are recorded, too.
     """
     refs = list(constant_refs(origin))
     weights = {ref.name for ref in refs if ref.default}
@@ -74,8 +81,8 @@ def note_constants(model: ir.Model, origin: ModelProto) -> None:
             model.metadata_props[key] = json.dumps(names)
 
 
-def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Return a mask of the stored elements for each of the named tensors that is sparse."""
+def masks_of_sparse(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return masks of the stored elements of the sparse tensors among `names`, by name."""
     sparse = read_note(model, SPARSE)
     return {
         ref.name: ref.stored() if ref.sparse else ref.array() != 0
@@ -85,13 +92,13 @@ def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return a copy of `model` with new values for the named constants, else unchanged.
+    """Return a copy of `model` with new values for some constants, `{name: value}`.
 
     Raises:
-        ValueError: an unknown name, a value of another shape, or of a kind that the tensor cannot
-            hold.
+        ValueError: an unknown name, a value of another shape, or of a dtype that the tensor cannot
+            have.
     """
-    # memory of a field that is replaced would stay as long as the message
+    # protobuf keeps the memory of a field that is replaced as long as the message
     replaced = without_elements(model, lambda tensor: tensor.name in values)
     refs = {ref.name: ref for ref in constant_refs(replaced)}
     for name, value in values.items():
@@ -99,13 +106,20 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
             raise unknown("constant", name, refs)
         old, new = refs[name].read(), np.asarray(value)
         if new.shape != tuple(old.dims):
-            raise ValueError(f"{name!r} has shape {tuple(old.dims)}, the new value {new.shape}")
+            raise ValueError(
+                f"the constant {name!r} has the shape {tuple(old.dims)}, and the new value "
+                f"{new.shape}: pass an array of the shape of the constant"
+            )
         refs[name].write(_convert_to_dtype(name, new, ir.DataType(old.data_type).numpy()))
     return replaced
 
 
 def _convert_to_dtype(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `new` as `dtype`; floats are rounded, other values must not change."""
+    """Return the array `new` in `dtype`; floats are rounded, and other values must not change.
+
+    Raises:
+        ValueError: a value does not fit `dtype`; the message names the constant `name`.
+    """
     if dtype.kind in "OUS":
         converted, fits = new.astype(object), new.dtype.kind in "OUS"
     elif new.dtype.kind in "OUSc" and dtype.kind != "c":
@@ -118,16 +132,20 @@ def _convert_to_dtype(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray
         else:
             fits = np.can_cast(new.dtype, dtype, "same_kind")
     if not fits:
-        raise ValueError(f"{name!r} holds {dtype}, which the new value ({new.dtype}) does not fit")
+        kind = "texts" if dtype.kind in "OUS" else dtype
+        raise ValueError(
+            f"the constant {name!r} holds {kind}, which the new value ({new.dtype}) does not fit: "
+            f"pass {kind}"
+        )
     return converted
 
 
-def lift(model: ModelProto, refs: Collection[ConstantRef]) -> None:
+def lift_constants(model: ModelProto, refs: Collection[ConstantRef]) -> None:
     """Turn every constant of the graphs of `model` into an initializer of the main graph, in place.
 
-    The attributes of `ai.onnx.ml` operators become additional inputs of the node; the node is not
-    valid then, and `prepare` lowers it. Constants of local functions are left to `inlined`. `refs`
-    come from `constant_refs`.
+    The attributes of `ai.onnx.ml` operators become additional inputs of the node, which is not
+    valid then: `prepare` writes it with other operators. Constants of local functions stay, as
+    `inlined` brings them into the main graph. `refs` are the result of `constant_refs`.
     """
     moved = []
     for ref in refs:
@@ -137,12 +155,14 @@ def lift(model: ModelProto, refs: Collection[ConstantRef]) -> None:
             tensor.CopyFrom(ref.read())
             tensor.name = ref.name
             moved.append(ref)
-    take_out(model, moved)
-    own_results(model, {ref.name for ref in refs})
+    replace_by_initializers(model, moved)
+    copy_foreign_outputs(model, {ref.name for ref in refs})
 
 
-def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
-    """Replace constants, in place, by the initializers of the main graph that have their names.
+def replace_by_initializers(model: ModelProto, refs: Collection[ConstantRef]) -> None:
+    """Let nodes read initializers of the main graph in place of constants of the same names.
+
+    The constants are removed.
 
     An attribute of an `ai.onnx.ml` node becomes an additional input of the node.
     """
@@ -156,7 +176,7 @@ def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
             ref.take_away()
     removed = {id(ref.node) for ref in refs if not ref.operand}
     for graph in list(all_graphs(model.graph)):
-        for i in reversed(range(len(graph.node))):  # `remove` would compare with all before
+        for i in reversed(range(len(graph.node))):  # `remove` would compare all nodes before
             if id(graph.node[i]) in removed:
                 del graph.node[i]
 
@@ -164,7 +184,7 @@ def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
 def is_setting(value: ir.Value) -> bool:
     """Return whether `value` is only used for settings, such as the scales of a Resize."""
     moved = [value]
-    for v in moved:  # which is appended to
+    for v in moved:  # the loop appends to `moved`
         uses = list(v.uses())
         for node, index in uses:
             operator = operator_of(node)
@@ -182,7 +202,7 @@ _ValueKey = tuple[int, str]  # the id of the graph that defines a value, and its
 
 
 def _setting_values(model: ModelProto) -> set[_ValueKey]:
-    """Return the values that are only used for settings, in subgraphs and local functions too.
+    """Return the values of a model that are only used for settings, also in local functions.
 
     This includes values that settings are computed from: exporters concatenate the scales of
     several axes, and multiply lengths by them.
@@ -199,7 +219,7 @@ def _add_settings(
     settings: set[_ValueKey],
     others: set[_ValueKey],
 ) -> None:
-    """Add the settings of `graph` to `settings`, and the values that have other uses to `others`.
+    """Add the settings of `graph` to `settings`, and values with other uses to `others`.
 
     `outer` has the values of the enclosing graphs by name.
     """
@@ -221,9 +241,9 @@ def _add_settings(
 
 
 def _computed_names(graph: GraphProto) -> set[str]:
-    """Return the names of all values that are not constants, in subgraphs too."""
+    """Return the names of all values of a graph and its subgraphs that are no constants."""
     computed: set[str] = set()
-    for inner, node in walk(graph):
+    for inner, node in walk_graphs(graph):
         if node is None:
             assert isinstance(inner, GraphProto)
             computed.update({x.name for x in inner.input} - {t.name for t in inner.initializer})

@@ -1,4 +1,4 @@
-"""Writing of models to files, with external data beside them where they are large."""
+"""Write models to files; the elements of large models go to files of external data beside them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.model import external
-from onnxgrad.model.files import locked, remove_leftovers, replacing, target_of
+from onnxgrad.model.files import lock_path, remove_leftovers, replacing, target_of
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:
@@ -60,7 +60,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
     proto = read(model)
     files, target = external.files_of(proto), target_of(path)
     if isinstance(model, (str, os.PathLike)):
-        files |= data_files(model)
+        files |= external_data_files(model)
     if target.exists() and any(file.exists() and file.samefile(target) for file in files):
         raise ValueError(f"{target} is external data of the model: save to another path")
     save_filled(proto, {}, path)
@@ -69,7 +69,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
 def save_filled(
     proto: ModelProto, arrays: Mapping[str, np.ndarray], path: str | os.PathLike
 ) -> None:
-    """Write a model as `save`, with the elements from `arrays` that `emptied` left out."""
+    """Write a model as `save`; elements that `without_large_weights` left out are in `arrays`."""
     target = target_of(path)
     remove_leftovers(target, r"\.\d+\.data")
     home = target.parent
@@ -82,25 +82,31 @@ def save_filled(
             data = _reserve_file(_numbered_files(target, ".data"), undo, locks)
             with replacing(data, locks) as temporary:  # until a model refers to them
                 place = temporary, data
-                proto = external.written_out(
-                    proto, lambda t: place if external.holds(t, external.SMALL) else None, arrays
+                proto = external.write_initializers(
+                    proto,
+                    lambda t: place if external.holds_inline(t, external.SMALL) else None,
+                    arrays,
                 )
-        copies = {file: _copy_beside(file, home, undo, locks) for file in external.files_of(proto)}
+        copies = {
+            file: _copy_into_folder(file, home, undo, locks) for file in external.files_of(proto)
+        }
         if copies:
-            proto = external.relocated(proto, lambda file: copies[file].relative_to(home))
+            proto = external.move_data_locations(proto, lambda file: copies[file].relative_to(home))
         formats = onnx.serialization.registry
         kind = formats.get_format_from_file_extension(Path(path).suffix) or "protobuf"
         with replacing(path) as temporary:
             if kind == "protobuf":
                 external.write_filled(proto, temporary, arrays)
             else:
-                text = formats.get(kind).serialize_proto(filled(proto, arrays))
+                text = formats.get(kind).serialize_proto(fill_weights(proto, arrays))
                 temporary.write_bytes(text)
-            before = _numbered_data(target).difference(copies.values()) and data_files(target)
+            before = _numbered_data(target).difference(copies.values()) and external_data_files(
+                target
+            )
         undo.pop_all()
     for file in _numbered_data(target).difference(copies.values()):
         with ExitStack() as stack, suppress(FileNotFoundError):  # others may save there, too
-            size, free = file.stat().st_size, locked(file, stack)
+            size, free = file.stat().st_size, lock_path(file, stack)
             if _is_shared(file):
                 continue
             if file in before or (not size and free):
@@ -113,8 +119,8 @@ def save_filled(
                 )
 
 
-def data_files(path: str | os.PathLike) -> set[Path]:
-    """Return the files of external data of the model at `path`, none if it is no model."""
+def external_data_files(path: str | os.PathLike) -> set[Path]:
+    """Return the files of external data of the model at `path`; empty if it is no model."""
     if not Path(path).is_file():
         return set()
     try:
@@ -125,30 +131,34 @@ def data_files(path: str | os.PathLike) -> set[Path]:
 
 
 def _reserve_file(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
-    """Create an empty file under the first unused name; return it. `undo` removes the file."""
+    """Create an empty file under the first unused name of `names`, and return its path.
+
+    `undo` removes the file when it ends; `locks` ends its lock.
+    """
     file = next(file for file in names if _create_new(file, locks))
     undo.callback(file.unlink, missing_ok=True)
     return file
 
 
 def _create_new(file: Path, locks: ExitStack) -> bool:
-    """Create `file` and return True, or return False if it exists: other threads may save, too.
+    """Create an empty file and return True; return False if the file exists.
 
-    An empty file that nobody writes was left by a process that was killed.
+    Other threads may save at the same time. An existing empty file that is not locked was left by a
+    process that was killed, and is taken over.
     """
     try:
         file.touch(exist_ok=False)
     except FileExistsError:
         if file.is_symlink() or not file.is_file() or file.stat().st_size:
             return False
-        return bool(locked(file, locks))
-    return locked(file, locks) is not False  # another save may take it for one that was left
+        return bool(lock_path(file, locks))
+    return lock_path(file, locks) is not False  # another save may have taken the file over
 
 
-def _copy_beside(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
-    """Return the path of `file` in `home` or below, after copying it there if necessary.
+def _copy_into_folder(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
+    """Return the path of `file` in `home` or below; copy the file there if necessary.
 
-    It is not linked: neither onnx nor onnxruntime read external data through links.
+    The file is not linked: neither onnx nor onnxruntime read external data through links.
     """
     if (real := file.resolve()).is_relative_to(home):
         return real
@@ -164,18 +174,18 @@ def _copy_beside(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> P
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    """Return the size and the time of modification, which are equal for a copy."""
+    """Return the size of a file and the time of its modification, which a copy shares."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def _numbered_files(stem: Path, suffix: str) -> Iterator[Path]:
-    """Yield `<stem>.1<suffix>`, `<stem>.2<suffix>` and so on."""
+    """Yield the paths `<stem>.1<suffix>`, `<stem>.2<suffix>` and so on."""
     return (stem.with_name(f"{stem.name}.{i}{suffix}") for i in count(1))
 
 
 def _numbered_data(path: Path) -> set[Path]:
-    """Return the files of external data that have the names that `save` gives for `path`."""
+    """Return the files that have names which `save` gives to external data of the model `path`."""
     pattern = re.compile(rf"{re.escape(path.name)}\.\d+\.data")
     return {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
 
@@ -235,7 +245,7 @@ def _map_models(
     prefix: str = "",
     suffix: str = "",
 ) -> dict[str, Any]:
-    """Return the same dictionaries with `function(full name, model)` in place of the models."""
+    """Return nested dictionaries with `function(full name, model)` in place of each model."""
     return {
         name: _map_models(model, function, f"{prefix}{name}.", suffix)
         if isinstance(model, Mapping)
@@ -245,7 +255,7 @@ def _map_models(
 
 
 def _path_inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` in `folder`, or raise if it is outside of it."""
+    """Return the path of the file `name` in `folder`; raise `ValueError` if it is outside."""
     if not name.isprintable() or set(name) & set("/\\") or Path(name).name != name:
         raise ValueError(
             f"{name!r} is no plain name of a file: use names without '/', '\\' and line breaks"

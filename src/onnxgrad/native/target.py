@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import threads
+from onnxgrad.runtime.session import thread_count
 
 # -- groups of rewrites, in the order in which they run -------------------------------------------
 
@@ -55,4 +55,4 @@ class Target:
     @staticmethod
     def of(device: Any, work: float, rows: int) -> Target:
         """Return the target for a step of `work` multiply-adds on batches of `rows` rows."""
-        return Target(Device.of(device), threads(work), rows)
+        return Target(Device.of(device), thread_count(work), rows)

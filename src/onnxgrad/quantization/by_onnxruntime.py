@@ -20,9 +20,9 @@ from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model import external
 from onnxgrad.model.constants import opset_versions
-from onnxgrad.model.opsets import with_imports
+from onnxgrad.model.opsets import import_all_domains
 from onnxgrad.model.read import read
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.write import save
 from onnxgrad.quantization.masks import mask_values
@@ -39,7 +39,7 @@ def prepare_for_quantization(proto: ModelProto, folder: Path) -> ModelProto:
     part of the convolutions in front of them: nodes in between would be rounded, and then no kernel
     of integers would remain. Without BatchNormalization, the names of the file stay.
     """
-    proto = with_imports(proto)
+    proto = import_all_domains(proto)
     if opset_versions(proto.opset_import).get("", 0) < _PER_AXIS_OPSET:
         proto = raise_opset(proto)
     if not any(node.op_type == "BatchNormalization" for node in nodes_of(proto)):
@@ -196,7 +196,7 @@ def _name_unnamed_nodes(graph: onnx.GraphProto) -> None:
     taken = {node.name for node in graph.node}
     for node in graph.node:
         if not node.name:
-            node.name = unused(node.op_type, taken)
+            node.name = unused_name(node.op_type, taken)
 
 
 def _weight_quantizer_class() -> Any:

@@ -55,7 +55,7 @@ def _constant_ranges(graph: GraphProto) -> dict[str, Range]:
     readers = [node for node in graph.node if node.op_type in _SUMS | _SCALES]
     read = {name for node in readers for name in node.input}
     stored = {t.name: t for t in graph.initializer if t.name in read and t.data_type in _FLOATS}
-    arrays = {name: external.array(tensor) for name, tensor in stored.items()}
+    arrays = {name: external.tensor_to_array(tensor) for name, tensor in stored.items()}
     return {n: (float(np.min(a)), float(np.max(a))) for n, a in arrays.items() if a.size}
 
 

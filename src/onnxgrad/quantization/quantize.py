@@ -28,14 +28,14 @@ from onnxgrad.operators import operator_of
 from onnxgrad.quantization.by_onnxruntime import QuantizationJob, prepare_for_quantization
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import BATCH
-from onnxgrad.training.modes.stored_integers import as_floats, stored
+from onnxgrad.training.modes.stored_integers import store_floats, stored_weights
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters.choice import as_list
+from onnxgrad.training.parameters.choice import list_patterns
 
 _WEIGHTS = {"int8": "QInt8", "uint8": "QUInt8", "int4": "QInt4", "uint4": "QUInt4"}
 _ACTIVATIONS = {"uint8": "QUInt8", "int8": "QInt8", "uint16": "QUInt16", "int16": "QInt16"}
@@ -131,8 +131,8 @@ def quantize(
         block_size=block_size or 0,
         calibration=_CALIBRATIONS[calibration],
         reduce_range=reduce_range,
-        operators=None if operators is None else as_list(operators),
-        exclude=_nodes_to_exclude(proto, as_list(exclude)),
+        operators=None if operators is None else list_patterns(operators),
+        exclude=_nodes_to_exclude(proto, list_patterns(exclude)),
     )
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -140,13 +140,13 @@ def quantize(
         feeds = None if activations is None else calibration_feeds(origin, data, batch_size, rows)
         quantized = job.run(origin, folder, feeds)
         floats = {t.name: t for t in origin.graph.initializer if t.data_type in _FLOATS}
-        names = [entry.tensor.name for entry in stored(quantized)]
+        names = [entry.tensor.name for entry in stored_weights(quantized)]
         if not names:
             raise ModelError(
                 "onnxruntime found no weight to quantize: it quantizes constant operands of MatMul,"
                 " Gemm, Conv and others in the main graph, of known type"
             )
-        return _load_external_data(as_floats(quantized, names, floats), folder)
+        return _load_external_data(store_floats(quantized, names, floats), folder)
 
 
 def _check_block_size(size: int, activations: str | None) -> None:
@@ -193,7 +193,7 @@ def _load_external_data(proto: ModelProto, folder: Path) -> ModelProto:
     for _, tensor in external.external_tensors(proto):
         place = {entry.key: entry.value for entry in tensor.external_data}["location"]
         if Path(place).is_relative_to(folder.resolve()):
-            data = external.array(tensor).tobytes()
+            data = external.tensor_to_array(tensor).tobytes()
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
             tensor.raw_data = data
@@ -248,5 +248,5 @@ def integer_products_overflow(activations: str | None, weights: str) -> bool:
     sums = draft.op.MatMulInteger(*draft.graph.inputs)
     sums.dtype = ir.DataType.INT32
     model = draft.model({"sums": sums})
-    session = loaded(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
+    session = load_session(model, ort.SessionOptions(), providers=Device.of("cpu").providers)
     return bool(session.run(None, feed)[0].item() != exact)

@@ -18,8 +18,8 @@ from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.files import check_writable, replacing
 from onnxgrad.report.environment import environment
 from onnxgrad.training.callbacks.history import json_value
-from onnxgrad.training.callbacks.trackers import parameters_of
-from onnxgrad.training.diagnose import Kept, end_reason
+from onnxgrad.training.callbacks.trackers import logged_arguments
+from onnxgrad.training.diagnose import KeptWeights, end_reason
 
 CARD = "README.md"
 UNKNOWN, _UNKNOWN_SENTENCE = "unknown", "Unknown."
@@ -124,7 +124,7 @@ def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Ite
 def _training_facts(trainer: Any) -> dict[str, Any]:
     """Return the duration and the arguments of a training, and the names of some weights."""
     state, identity = trainer.state, trainer.state.identity or {}
-    kept, names = Kept.of(state), list(trainer.trained)
+    kept, names = KeptWeights.of(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
     return {
         "epochs": state.epoch,
@@ -136,7 +136,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
         "ended because": end_reason(trainer) or UNKNOWN,
         "trained weights": f"{len(names)}, of {count:,} elements",
         "their names": join_first(names, _SHOWN),
-        **json_value(parameters_of(trainer)),
+        **json_value(logged_arguments(trainer)),
     }
 
 

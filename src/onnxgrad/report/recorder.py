@@ -25,8 +25,8 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
-from onnxgrad.training.callbacks.trackers import parameters_of
-from onnxgrad.training.diagnose import Kept, end_reason, sample_step
+from onnxgrad.training.callbacks.trackers import logged_arguments
+from onnxgrad.training.diagnose import KeptWeights, end_reason, sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 MOST_NORMS = 256  # records of norms, above which every second one is removed
@@ -130,7 +130,7 @@ class Recorder(Callback):
                 "first_step": state.step,
                 "environments": [],
                 "about": self.about,
-                "parameters": json_value(parameters_of(trainer)),
+                "parameters": json_value(logged_arguments(trainer)),
                 "model": _model_summary(trainer._job.proto),
                 "weights": {n: describe_weight(w) for n, w in self._weights.items()},
                 "before": {n: histogram(w) for n, w in self._weights.items()},
@@ -170,7 +170,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the predictions of the trained model, and write the record into the file."""
-        kept = Kept.of(state)  # behind `EarlyStopping`, which restores weights
+        kept = KeptWeights.of(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": {n: histogram(w) for n, w in state.weights.items()},

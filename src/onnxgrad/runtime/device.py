@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from onnxgrad.errors import ProviderError, argument, unknown
 
-VALID = "a device is 'cpu', 'cuda' or 'cuda:1', a GPU by its number; 'gpu' means 'cuda'"
+VALID = "a device is 'cpu', 'cuda', or a GPU by its number as 'cuda:1'; 'gpu' means 'cuda'"
 _FORM = re.compile(r"(cpu|cuda|gpu)(?::([0-9]{1,4}))?", re.ASCII | re.IGNORECASE)
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _ON_CUDA = (_CUDA, "TensorrtExecutionProvider")  # providers whose tensors are in CUDA memory
@@ -27,7 +27,7 @@ class Device:
     Args:
         kind: "cpu" or "cuda".
         index: number of the GPU; 0 for the CPU.
-        written: how the caller wrote it, for messages.
+        written: how the caller wrote the device, for messages.
     """
 
     kind: str = "cpu"
@@ -39,7 +39,7 @@ class Device:
         """Return the device for "cpu", "cuda", "cuda:1", "gpu", a `torch.device` or a `Device`.
 
         Raises:
-            ProviderError: `device` has none of these forms.
+            ProviderError: `device` is neither such a text nor such an object.
         """
         if isinstance(device, Device):
             return device
@@ -62,7 +62,7 @@ class Device:
         """The execution providers of a session on this device, with their options.
 
         Raises:
-            ProviderError: the installed onnxruntime has none.
+            ProviderError: the installed onnxruntime has no provider for this device.
         """
         available = ort.get_available_providers()
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
@@ -76,7 +76,7 @@ class Device:
         return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]
 
     def check(self) -> Device:
-        """Return this device, or raise ProviderError if onnxruntime has no provider for it."""
+        """Return this device; raise `ProviderError` if onnxruntime has no provider for it."""
         assert self.providers
         return self
 
@@ -133,7 +133,7 @@ def read_providers(
     if len(numbers) > 1:
         raise ProviderError(
             f"providers, provider_options and device_index name several GPUs, {sorted(numbers)}: "
-            "give one"
+            "name one GPU"
         )
     number = max(numbers, default=0)
     for settings in on_gpu:
@@ -164,7 +164,7 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
     names = list(providers or [_CPU])
     if options is not None:
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("options are in `providers` already: leave out provider_options")
+            raise ValueError("providers has options already: leave out provider_options")
         if len(options) != len(names):
             raise ValueError(
                 f"provider_options: pass one for each of the providers {names}, not {len(options)}"

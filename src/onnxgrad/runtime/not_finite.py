@@ -1,4 +1,4 @@
-"""Which node of a model first computes NaN or infinity."""
+"""Find the node of a model that first computes NaN or infinity."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import onnxruntime as ort
 from onnx import ModelProto, NodeProto
 
 from onnxgrad.errors import escaping, printable
-from onnxgrad.model.external import array
+from onnxgrad.model.external import tensor_to_array
 from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import read
-from onnxgrad.model.rewrites import dense_inside
-from onnxgrad.model.traversal import reads, subgraphs
+from onnxgrad.model.rewrites import densify_inside
+from onnxgrad.model.traversal import names_read_by, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-PIECE_NODES = 256  # nodes of one piece of the model, at most
-_PIECE_BYTES = 1 << 28  # bytes of the outputs of these nodes, about
+PIECE_NODES = 256  # most nodes of a piece of the model
+_PIECE_BYTES = 1 << 28  # bytes of the outputs of the nodes of a piece, about
 _ALL_CORES = 1e8  # multiply-adds for which a session takes as many threads as there are cores
-_CONSTANT = ("Constant", "ConstantOfShape")  # operators: infinity in a mask is no fault of theirs
+_CONSTANT = ("Constant", "ConstantOfShape")  # operators that may write infinity into a mask
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 
 
@@ -34,7 +34,7 @@ def first_not_finite(
     not finite, either: the infinities of a mask in front of a Softmax are no fault. In the branch
     that an If takes, the first such node is named, too; in the body of a Loop or Scan, none is.
 
-    The model runs once, in pieces, on the CPU. Only those values are kept that later pieces read.
+    The model runs once, in pieces, on the CPU. Values are kept while later pieces read them.
 
     Args:
         model: model; never modified.
@@ -43,13 +43,13 @@ def first_not_finite(
         of: the text behind the list of rows, such as " of batch 3".
 
     Returns:
-        The end of a sentence, None if all outputs are finite, such as "Exp (node 'grow', output
-        'h') gives infinity; its input 'x' is between 1 and 100". It names an input or a constant
-        instead of a node if that is not finite already.
+        A clause such as "Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1
+        and 100"; None if all outputs are finite. The clause names an input or a constant of the
+        model instead of a node if the input or constant is not finite.
     """
-    search = _NotFiniteSearch(dense_inside(read(model)), feed, rows, of)
+    search = _NotFiniteSearch(densify_inside(read(model)), feed, rows, of)
     search.run()
-    return search.result()
+    return search.clause()
 
 
 class _NotFiniteSearch:
@@ -61,14 +61,15 @@ class _NotFiniteSearch:
         self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
         self.nodes = list(model.graph.node)
         self.initializers = {t.name: t for t in model.graph.initializer}
-        self.reads = [[x for x in dict.fromkeys(reads(node)) if x] for node in self.nodes]
+        self.reads = [[x for x in dict.fromkeys(names_read_by(node)) if x] for node in self.nodes]
         self.producers = {y: i for i, node in enumerate(self.nodes) for y in node.output if y}
-        self.last = {x: i for i, read in enumerate(self.reads) for x in read}  # reader by name
-        # each begins a piece: a Scan needs the shapes of its inputs
+        # the index of the last node that reads a value, by name
+        self.last = {x: i for i, read in enumerate(self.reads) for x in read}
+        # nodes with subgraphs begin a piece: a Scan needs the shapes of its inputs
         self.with_subgraphs = {i for i, node in enumerate(self.nodes) if any(subgraphs(node))}
-        self.ranges: dict[str, tuple[float, float]] = {}  # of the values that are floats
-        self.rows: dict[str, np.ndarray] = {}  # at fault, of values that are not finite
-        self.branches: dict[int, str] = {}  # messages on the branches that Ifs take, by index
+        self.ranges: dict[str, tuple[float, float]] = {}  # least and greatest element, of floats
+        self.rows: dict[str, np.ndarray] = {}  # indices of rows that are not finite, by value
+        self.branches: dict[int, str] = {}  # clauses on the branch of an If, by index of the node
 
     # -- running --------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class _NotFiniteSearch:
         results = session(model, CPU, _ALL_CORES).run_with_ort_values(outputs, feed)
         for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
-            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # numpy lacks it
+            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # not in numpy
                 tensor = value.numpy()
                 size += tensor.nbytes
                 self._note_range(name, tensor)
@@ -122,7 +123,9 @@ class _NotFiniteSearch:
         for name in outputs:
             model.graph.output.add(name=name)
         computed = {y for node in nodes for y in node.output}
-        for name in dict.fromkeys(x for node in nodes for x in reads(node) if x not in computed):
+        for name in dict.fromkeys(
+            x for node in nodes for x in names_read_by(node) if x not in computed
+        ):
             if name in self.values:
                 _declare_input(model, name, self.values[name])
             elif name in self.initializers:
@@ -136,7 +139,7 @@ class _NotFiniteSearch:
         try:
             name = node.input[0]
             fed = self.values.get(name)
-            condition = array(self.initializers[name]) if fed is None else fed.numpy()
+            condition = tensor_to_array(self.initializers[name]) if fed is None else fed.numpy()
             taken = "then_branch" if condition.item() else "else_branch"
             branch = next(a.g for a in node.attribute if a.name == taken)
             model = self._model_of_nodes(branch.node, [y.name for y in branch.output])
@@ -144,8 +147,8 @@ class _NotFiniteSearch:
             feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
             search = _NotFiniteSearch(model, feed, (), "")
             search.run()
-            return search.result() or ""
-        except Exception:  # the message names the If alone then
+            return search.clause() or ""
+        except Exception:  # without a clause, the message names the If only
             return ""
 
     def _note_range(self, name: str, value: np.ndarray) -> None:
@@ -164,18 +167,19 @@ class _NotFiniteSearch:
     def _value_state(self, name: str) -> str | None:
         """Return FINITE, INFINITE or NAN for a tensor of floats; None for any other value."""
         if name not in self.ranges and name in self.initializers:
-            self._note_range(name, array(self.initializers[name]))
+            self._note_range(name, tensor_to_array(self.initializers[name]))
         ends = self.ranges.get(name)
         if ends is None:
             return None
         return NAN if np.isnan(ends).any() else INFINITE if np.isinf(ends).any() else FINITE
 
     def _any_not_finite(self, names: Iterable[str]) -> bool:
+        """Return whether a tensor of floats among the values `names` is not finite."""
         return any(self._value_state(name) in (INFINITE, NAN) for name in names)
 
-    # -- the way back ---------------------------------------------------------------------------
+    # -- from the outputs back to the node at fault ---------------------------------------------
 
-    def result(self) -> str | None:
+    def clause(self) -> str | None:
         """Return the message of `first_not_finite`; call `run` before."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
@@ -202,8 +206,8 @@ class _NotFiniteSearch:
     def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
         """Return values that are not finite, lead to `bad`, and are computed from finite ones.
 
-        NaN is followed to NaN, and only where it comes from other numbers to infinity. The second
-        set holds the indices of the nodes that compute NaN from other numbers.
+        NaN is followed to NaN, or if no operand is NaN to infinity. The second set has the indices
+        of the nodes that compute NaN from other numbers.
         """
         sources, created = set[str](), set[int]()
         seen, stack = set(bad), list(bad)
@@ -272,7 +276,7 @@ def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
         kind, declared = kind[4:-1], declared.sequence_type.elem_type
     dtype = session_dtype(kind)
     if dtype is None:
-        raise ValueError(f"value {name!r} is a {kind}, which is no tensor")
+        raise ValueError(f"the value {name!r} is a {kind}, and only tensors can be searched")
     declared.tensor_type.elem_type = int(dtype)
     if value.is_tensor():
         declared.tensor_type.shape.SetInParent()

@@ -16,7 +16,7 @@ from onnxgrad.model.feeds import session_dtype
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import warn_once
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded, session
+from onnxgrad.runtime.session import load_session, session
 from onnxgrad.runtime.values import take_rows
 
 Arrays = dict[str, np.ndarray]
@@ -55,7 +55,7 @@ class Predictor:
         else:
             proto, device = read(model), Device.of(device).check()
             if work is None:
-                self.session = loaded(proto, providers=device.providers)
+                self.session = load_session(proto, providers=device.providers)
             else:
                 self.session = session(proto, device, work)
         self.inputs = {x.name: x for x in self.session.get_inputs()}

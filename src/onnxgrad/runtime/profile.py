@@ -39,7 +39,7 @@ def operator_times(
     in_order: bool = False,
     runs: int = 3,
 ) -> list[OperatorTime]:
-    """Return the time of each operator in a run of a model, the slowest first.
+    """Return the time of each operator in a run of a model, the slowest operator first.
 
     The times are means over `runs` runs, after a first run that does not count. The nodes are
     counted after onnxruntime's optimizations. `session` documents the other arguments.
@@ -56,7 +56,7 @@ def operator_times(
     totals: dict[str, list[float]] = {}
     for event in counted:
         about = event["args"]
-        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes inside are counted instead
+        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes of its subgraphs are counted instead
             continue
         entry = totals.setdefault(about["op_name"], [0.0, 0.0, 0.0])
         entry[0] += 1

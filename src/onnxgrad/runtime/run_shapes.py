@@ -18,7 +18,7 @@ from onnxgrad.runtime.session import session
 # the lengths of symbolic dimensions in a run: of first axes, and of other axes. A Squeeze without
 # axes removes axes of length one: a second run, in which all are one, shows such a rank
 _LENGTHS, _ONES = (3, 2), (1, 1)
-_KEPT = 64  # models whose run is remembered: a training prepares a model several times
+_KEPT = 64  # models whose shapes are remembered: a training prepares a model several times
 _runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
@@ -57,7 +57,10 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
 
 
 def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of inputs and outputs in a run; an empty dict if the model fails."""
+    """Return the shapes of inputs and outputs in a run on random data; {} if the model fails.
+
+    `lengths` has the length of symbolic first axes, and the length of other symbolic axes.
+    """
     key = content_digest(proto), lengths
     if key not in _runs:
         if len(_runs) == _KEPT:
@@ -69,7 +72,7 @@ def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tup
             feed = random_feed(running.get_inputs(), *lengths, random_state=0)
             arrays = feed | dict(zip(names, running.run(names, feed), strict=True))
             shapes = {name: array.shape for name, array in arrays.items()}
-        except Exception as e:  # of several types
+        except Exception as e:  # onnxruntime's errors have no common base
             logger.debug("shapes of outputs are taken as stated: %s", e)
         _runs[key] = shapes
     return _runs[key]

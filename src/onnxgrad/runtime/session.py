@@ -19,27 +19,27 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
 from onnxgrad.model import external
-from onnxgrad.model.rewrites import dense_inside
+from onnxgrad.model.rewrites import densify_inside
 from onnxgrad.model.traversal import graphs_of, nodes_of
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.shapes import UnknownShapeError, dims, static
 from onnxgrad.runtime.device import Device, Provider
 
-# multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
+# multiply-adds of a forward pass for which a further thread pays, measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
-# variables of torchrun, Open MPI and MPICH: how many processes share the cores of this machine
+# environment variables of torchrun, Open MPI and MPICH for the count of processes on this machine
 _PROCESS_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING_LIMIT = "optimization.constant_folding_max_output_size_in_bytes"
 _MOST_FOLDED = 1 << 18  # bytes of a constant
-_LARGE_MODEL = 1 << 24  # bytes of a model, from which copies of it matter
+_LARGE_MODEL = 1 << 24  # bytes from which copies of a model take much memory
 _SPINNING = "session.force_spinning_stop"
 
 
-def threads(work: float) -> int:
+def thread_count(work: float) -> int:
     """Return the count of threads for a step of `work` multiply-adds.
 
-    It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
+    This is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min((cores or 1) // process_count(*_PROCESS_COUNTS), int(work / WORK_PER_THREAD)))
@@ -69,16 +69,20 @@ def session(
     lengths: Mapping[str, int] | None = None,
     profile: str | None = None,
 ) -> ort.InferenceSession:
-    """Return a session for `model`, with threads for `work` multiply-adds per step.
+    """Return a new session for `model`.
 
-    With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
-    `lengths` has the symbolic dimensions of inputs whose length is always the same. `profile` is
-    the prefix of a file into which the session writes its profile.
+    Args:
+        model: any model.
+        device: where the session runs.
+        work: multiply-adds of a step, which decide the count of threads.
+        in_order: whether nodes run in the order of the model; if not, depth first from the outputs.
+        lengths: the lengths of symbolic dimensions of inputs that are always the same, by symbol.
+        profile: the prefix of a file into which the session writes its profile; None: no profile.
     """
     options, more = _session_options(work, in_order, lengths)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    return loaded(model, options, providers=device.providers, **more)
+    return load_session(model, options, providers=device.providers, **more)
 
 
 def ordered_session(
@@ -90,13 +94,14 @@ def ordered_session(
 ) -> ort.InferenceSession:
     """Return a `session` whose nodes run in the order of the list `order`.
 
-    `order` gets the graph that onnxruntime has optimized for these lengths, in which the operands
-    of every node and the sizes of its results are known; onnxruntime would put fused nodes last.
+    `order` sorts the nodes of a graph in place. It gets the graph that onnxruntime has optimized
+    for these lengths, in which the operands and the sizes of results of all nodes are known;
+    onnxruntime itself would put fused nodes last. See `session` for the other arguments.
     """
-    options, _ = _session_options(0.0, lengths=lengths)  # it only optimizes, on one thread
+    options, _ = _session_options(0.0, lengths=lengths)  # a session that only optimizes
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
-        loaded(model, options, providers=device.providers)
+        load_session(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
     _set_declared_shapes(optimized.graph, model, lengths)
     order(optimized.graph)
@@ -105,10 +110,10 @@ def ordered_session(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = ir.to_proto(optimized)
     del optimized
-    large = proto.ByteSize() > _LARGE_MODEL  # with the bodies of Scans
+    large = proto.ByteSize() > _LARGE_MODEL
     if large:
         _release_freed_memory()
-    running = loaded(proto, options, providers=device.providers, **more)
+    running = load_session(proto, options, providers=device.providers, **more)
     del proto
     if large:
         _release_freed_memory()
@@ -119,7 +124,7 @@ def _release_freed_memory() -> None:
     """Give memory that copies of a model have freed back to the system, unlike glibc."""
     gc.collect()  # graphs refer to themselves
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
         if trim is not None:
             trim(0)
 
@@ -127,7 +132,8 @@ def _release_freed_memory() -> None:
 def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
     """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
 
-    It infers none behind a Reshape to a computed shape, as a recomputed part begins with one.
+    onnxruntime infers no shapes behind a Reshape to a computed shape, with which a recomputed part
+    of a graph begins.
     """
     stated: dict[str, set[tuple[int | None, ...]]] = {}
     for own in graphs_of(model):
@@ -152,7 +158,7 @@ def _session_options(
     """Return the `SessionOptions` and the further arguments of an `InferenceSession`."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads(work)
+    options.intra_op_num_threads = thread_count(work)
     options.inter_op_num_threads = 1
     # threads that wait for the next node must not take the cores of another session
     options.add_session_config_entry(_SPINNING, "1")
@@ -160,12 +166,12 @@ def _session_options(
     options.add_session_config_entry(_FOLDING_LIMIT, str(_MOST_FOLDED))
     if in_order:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        # it moves the gradients of weights to the end, so that their operands stay alive
+        # this optimizer moves the gradients of weights to the end, and keeps their operands alive
         more["disabled_optimizers"] = ["MatmulTransposeFusion"]
     if work >= WORK_PER_THREAD:
         # a pattern allocates one block for a run, more than its values need at a time
         options.enable_mem_pattern = False
-        # it would keep the memory of a dead value until another value has the same shape
+        # reuse keeps the memory of a dead value until another value has the same shape
         options.enable_mem_reuse = False
     for symbol, length in (lengths or {}).items():
         options.add_free_dimension_override_by_name(symbol, length)
@@ -174,7 +180,7 @@ def _session_options(
 
 
 @escaping()
-def loaded(
+def load_session(
     model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
 ) -> ort.InferenceSession:
     """Return a session of onnxruntime for a model of any size; by default without a log.
@@ -182,7 +188,7 @@ def loaded(
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
     """
-    model = dense_inside(model)
+    model = densify_inside(model)
     if options is None:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # onnxruntime warns of constants that no node reads
@@ -190,12 +196,12 @@ def loaded(
         if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
-            model = external.written_out(
-                model, lambda t: (data, data) if external.holds(t, external.SMALL) else None
+            model = external.write_initializers(
+                model, lambda t: (data, data) if external.holds_inline(t, external.SMALL) else None
             )
         if files := {file: file.resolve() for file in external.files_of(model)}:
             home = os.path.commonpath([file.parent for file in files.values()])
-            model = external.relocated(model, lambda file: files[file].relative_to(home))
+            model = external.move_data_locations(model, lambda file: files[file].relative_to(home))
             options.add_session_config_entry(_DATA_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
@@ -215,7 +221,7 @@ def _session_of_bytes(
     try:
         return ort.InferenceSession(model, options, **more)
     except Exception as e:
-        # the optimizer named below changes the zero point of a QuantizeLinear that another one
+        # QDQS8ToU8Transformer changes the zero point of a QuantizeLinear that another optimizer
         # wrote, and not its dtype (onnxruntime 1.32)
         if "does not match y_zero_point" not in str(e):
             raise
@@ -239,7 +245,10 @@ def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> 
 
 
 def _require_providers(running: ort.InferenceSession, requested: Sequence[Provider]) -> None:
-    """Raise if the session lacks a provider: onnxruntime falls back to the CPU without an error."""
+    """Raise `ProviderError` if a session runs without a requested provider.
+
+    onnxruntime falls back to the CPU without an error.
+    """
     available = running.get_providers()
     if missing := [name for name, _ in requested if name not in available]:
         raise ProviderError(
@@ -249,7 +258,7 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
         )
 
 
-def work(graph: ir.Graph) -> float:
+def count_multiply_adds(graph: ir.Graph) -> float:
     """Return the multiply-adds of the products and convolutions of a graph, for one row.
 
     Lengths that are not static count as one, and nodes of unknown shapes do not count.

@@ -1,6 +1,6 @@
-"""Arrays and OrtValues, and sessions whose inputs are bound to them.
+"""Arrays and OrtValues: conversions, and sessions whose inputs and outputs are bound to them.
 
-Inputs are bound again only if their memory has changed.
+Inputs of a session are bound again only if their memory has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
 Value: TypeAlias = ort.OrtValue | np.ndarray
-FLOATS = {  # by the names of onnxruntime
+FLOATS = {  # dtypes by onnxruntime's names of types
     "tensor(float16)": ir.DataType.FLOAT16,
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
     "tensor(float)": ir.DataType.FLOAT,
@@ -31,21 +31,21 @@ _NUMPY_FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _CACHED_PART = 1 << 16  # elements of an array that stay in the cache of the processor
 
 
-def wrapped(value: Any) -> Any:
+def wrap_ortvalue(value: Any) -> Any:
     """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; others unchanged."""
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
 def to_numpy(value: Any) -> np.ndarray:
     """Return an OrtValue, a tensor of torch or an array-like as an array."""
-    value = wrapped(value)
+    value = wrap_ortvalue(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
     if not hasattr(value, "detach"):
         return np.asarray(value)
     try:
         return value.numpy(force=True)
-    except TypeError:  # numpy lacks its dtype, as bfloat16
+    except TypeError:  # numpy lacks the dtype of the tensor, such as bfloat16
         if "sparse" in str(value.layout):
             raise ValueError("a sparse tensor is not supported: pass its .to_dense()") from None
         return value.float().numpy(force=True)
@@ -58,11 +58,11 @@ def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
     return device.ortvalue(np.asarray(value, order="C"))
 
 
-def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
+def copy_to_ortvalue(array: np.ndarray, device: Device) -> ort.OrtValue:
     """Return an OrtValue with a copy of an array.
 
-    An OrtValue of `ortvalue_from_numpy` shares the memory of the array, and the result of its
-    `numpy()` does not keep this memory alive.
+    An OrtValue of `ortvalue_from_numpy` shares the memory of the array, which the result of the
+    method `numpy` does not keep alive.
     """
     value = device.empty(array.shape, array.dtype)
     value.update_inplace(np.asarray(array, order="C"))
@@ -121,12 +121,13 @@ def take_rows(
     return taken
 
 
-def fit(
+def fit_shape_and_dtype(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
     """Return `value` in this shape and dtype; an OrtValue that has both is not copied.
 
-    `array` is the value as an array, if the caller has it.
+    An OrtValue that has both is returned itself. `array` is the value as an array, if the caller
+    has it.
     """
     if isinstance(value, ort.OrtValue) and shape_of(value) == shape:
         kind = FLOATS.get(value.data_type())
@@ -179,7 +180,7 @@ class Binding:
             key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != key:
                 self._binding.bind_ortvalue_input(name, value)
-        elif self._device != CPU:  # copied to the device in every call
+        elif self._device != CPU:  # the array is copied to the device in every call
             self._binding.bind_cpu_input(name, value)
             key = ()
         else:

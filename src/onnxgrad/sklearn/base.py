@@ -30,7 +30,7 @@ from onnxgrad.sklearn.network import Network, RowPredictor
 from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
-from onnxgrad.training.equality import same
+from onnxgrad.training.equality import are_surely_equal
 
 _PROBED_ROWS = 256  # rows on which a model runs before it trains
 _MODELS = (ModelProto, bytes, os.PathLike)
@@ -220,7 +220,7 @@ class OnnxEstimator(BaseEstimator):
         Only the learning rate can change without a new optimizer.
         """
         new, old = self._trainer_arguments(self._network.head), self._network.arguments
-        changed = {name for name in new if not same(new[name], old[name])}
+        changed = {name for name in new if not are_surely_equal(new[name], old[name])}
         if changed == {"learning_rate"}:
             old["learning_rate"] = self.learning_rate
             self._network.trainer._change_rate(self.learning_rate)

@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.losses.objectives import training_loss
-from onnxgrad.model.class_labels import LabelNodes, own_labels
+from onnxgrad.model.class_labels import LabelNodes, labels_in_attributes
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.surgery import select_model_inputs_outputs
 
@@ -125,10 +125,10 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     outputs = (y for y in proto.graph.output if not non_tensor(y))
     label = next((y for y in outputs if y.type.tensor_type.elem_type in _LABELS), None)
     node = None if label is None else known.computing(label.name)
-    labels = own_labels(node) or known.selected(node)
+    labels = labels_in_attributes(node) or known.selected(node)
     if labels is None:
         zipped = (n for n in proto.graph.node if n.op_type == "ZipMap" and target in n.input)
-        labels = next((found for n in zipped if (found := own_labels(n))), None)
+        labels = next((found for n in zipped if (found := labels_in_attributes(n))), None)
     if labels is None and head.shape and node is not None and node.op_type == "ArgMax":
         labels = list(range(max(head.width, 2)))
     if labels is not None:
@@ -184,7 +184,7 @@ def _refuse_one_vs_one(node: NodeProto | None) -> None:
     """Raise `ValueError` if `node` is an SVMClassifier with a score per pair of classes."""
     if node is None or node.op_type != "SVMClassifier":
         return
-    labels = own_labels(node) or []
+    labels = labels_in_attributes(node) or []
     if len(labels) > 2 and "prob_a" not in {a.name for a in node.attribute}:
         raise ValueError(
             f"{node.output[1]!r} has a score for each pair of the {len(labels)} classes: export "

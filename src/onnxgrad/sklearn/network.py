@@ -16,7 +16,7 @@ from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.predictor import MANY_ROWS, Predictor
-from onnxgrad.runtime.session import work, work_of_calls
+from onnxgrad.runtime.session import count_multiply_adds, work_of_calls
 from onnxgrad.sklearn.frozen_part import FrozenPart, is_by_input, raw_array
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
@@ -110,7 +110,7 @@ class RowPredictor:
         self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
-        self._device, self._work = device, work(model.graph)
+        self._device, self._work = device, count_multiply_adds(model.graph)
         self._predictors = dict[float, Predictor]()  # by their multiply-adds
         self._proto = proto
         if work_of_calls(self._work, 1, 1):  # the only session: large weights are not kept twice

@@ -140,7 +140,7 @@ class Task:
         """Return a trainer of `model` whose batches have `batch_size` rows by default."""
         trainer = og.Trainer(model, **arguments)
         if self.batch_size is not None:
-            trainer._usual_batch_size = self.batch_size
+            trainer._change_job(usual_batch_size=self.batch_size)
         return trainer
 
     def advise(self, history: Sequence[Mapping[str, Any]]) -> str:

@@ -26,7 +26,7 @@ from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.notes import CLASSES, HEAD, read_note
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.predictor import ROWS, Predictor
 from onnxgrad.tasks.base import Task, model_of, row_count, with_classes, with_fields
@@ -41,7 +41,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import evaluate
 from onnxgrad.training.job import Job
 from onnxgrad.training.model_loss import loss_output
-from onnxgrad.training.modes.inference_form import exported
+from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import select_metrics
 from onnxgrad.training.recipe import Recipe, build_objective
@@ -217,7 +217,7 @@ class RowsTask(Task):
             return model
         known = {ref.name for ref in constant_refs(self.model)}
         values = {ref.name: ref.array() for ref in constant_refs(model) if ref.name in known}
-        return filled(exported(self.model, values, self.names), values)
+        return fill_weights(export_model(self.model, values, self.names), values)
 
     # -- evaluation ------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.operators import RANDOM
 from onnxgrad.operators.shapes import constant, is_real
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded, work
+from onnxgrad.runtime.session import count_multiply_adds, load_session
 
 V = TypeVar("V")
 _NAMES = "FLOAT DOUBLE FLOAT16 BFLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL"
@@ -60,7 +60,7 @@ class Session:
         ort_device = Device.of(device)
         providers = ort_device.providers
         try:
-            session = loaded(proto, options, providers=providers)
+            session = load_session(proto, options, providers=providers)
         except Exception as e:  # onnxruntime's errors have no common base
             raise RuntimeError(
                 f"onnxruntime cannot run the graph on {device}: {printable_lines(e)}"
@@ -137,7 +137,7 @@ class GraphFunction:
         kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
         self.outputs = len(kinds)
         self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
-        self._work = work(ir.from_proto(proto).graph)
+        self._work = count_multiply_adds(ir.from_proto(proto).graph)
         self._forward_sessions: dict[int, Session] = {}
         self._session_pairs: dict[tuple[tuple[bool, ...], int], _SessionPair] = {}
         self._gradient_functions: dict[tuple[str, ...], GraphFunction] = {}

@@ -36,7 +36,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.torch.function import DTYPES, GraphFunction
 from onnxgrad.torch.tensor_specs import GraphVariant, TensorSpec
-from onnxgrad.training.parameters.choice import default_weights, expand
+from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
 _BATCH_SYMBOL = "batch"  # the dimension of any number of rows
@@ -324,8 +324,8 @@ def _trainable_names(
     if trainable is None:
         names = default_weights(proto, announce=True, needed=False)
     else:
-        names = expand(proto, trainable, "weight or pattern")
-    frozen = set(expand(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
+        names = expand_patterns(proto, trainable, "weight or pattern")
+    frozen = set(expand_patterns(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
     return [name for name in names if name not in frozen]
 
 

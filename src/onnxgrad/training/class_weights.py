@@ -17,9 +17,9 @@ from onnxgrad.training.batches import BatchSource
 
 
 def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
-    """Return the outputs whose classes are balanced, empty for all that have classes.
+    """Return the names of the outputs whose classes are balanced.
 
-    None if no classes are balanced: labels are not needed.
+    The list is empty if the classes of all outputs are balanced, and None if no classes are.
 
     Args:
         weight: the argument `class_weight` of a trainer.
@@ -44,9 +44,12 @@ def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
 
 
 def all_class_weights(weight: Any, loss: Any, balanced: dict[str, Any] | None) -> Any:
-    """Return `class_weight` of a trainer by numbers, with the weights that `balance` returned.
+    """Return `class_weight` of a trainer with numbers in place of "balanced".
 
-    They are by output if losses are.
+    Args:
+        weight: the argument `class_weight`.
+        loss: the argument `loss`; if it is by output, the result is, too.
+        balanced: the weights that `balanced_class_weights` returned.
     """
     if balanced_outputs(weight, loss) is None:
         return weight
@@ -56,10 +59,10 @@ def all_class_weights(weight: Any, loss: Any, balanced: dict[str, Any] | None) -
     return {name: v for name, v in given.items() if not isinstance(v, str)} | (balanced or {})
 
 
-def balance(
+def balanced_class_weights(
     source: BatchSource, labels: Mapping[str, LossInfo], outputs: Sequence[str]
 ) -> dict[str, dict[int, float]]:
-    """Return weights that are inversely proportional to the frequencies of classes.
+    """Return class weights that are inversely proportional to the frequencies of classes.
 
     The weight of a class is n / (k n_c) for n labels of k classes, n_c of them of class c, as
     scikit-learn's `class_weight="balanced"`. Labels that are ignored or NaN do not count.
@@ -83,16 +86,22 @@ def balance(
         and (not outputs or info.prediction in outputs)
     }
     if not infos or len(infos) < len(outputs):
-        raise ValueError(f"{given} needs labels that are numbers of classes: pass the weights")
+        raise ValueError(
+            f"{given} needs labels that are class indices, which the loss does not have: pass the "
+            f"weights of classes, or leave out {named('class_weight')}"
+        )
     counts: dict[str, Counter[int]] = {name: Counter() for name in infos}
     for piece in source.label_batches():
         for name, info in infos.items():
             array = np.asarray(piece[name])
             counted = array[(array != info.ignore_index) & (array == array)]  # NaN is no label
-            values, numbers = np.unique(counted, return_counts=True)
+            values, repeats = np.unique(counted, return_counts=True)
             if labels_outside(values).any():
-                raise ValueError(f"{given} needs class indices in {name!r}: pass the weights")
-            counts[name].update(dict(zip(map(int, values.tolist()), numbers.tolist(), strict=True)))
+                raise ValueError(
+                    f"{given} needs class indices in the label {name!r}, whole numbers from 0: "
+                    "pass the weights of classes"
+                )
+            counts[name].update(dict(zip(map(int, values.tolist()), repeats.tolist(), strict=True)))
     return {
         str(infos[name].prediction): {
             c: own.total() / (len(own) * n) for c, n in sorted(own.items())

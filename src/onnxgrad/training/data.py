@@ -200,9 +200,11 @@ class Dataset:
             in_memory = self.reader is None and isinstance(self.X, (list, tuple))
             return ReaderSource(reader, fields, batch_size, 0 if in_memory else prefetch)
         arrays = row_axes.rows_first(fields.arrays(*self.by_name))
-        source = ArraySource(arrays, row_axes.without_rows(arrays), row_axes, batch_size)
+        source = ArraySource(arrays, row_axes.names_without_rows(arrays), row_axes, batch_size)
         if source.batch_size < source.rows:
-            row_axes.without_rows(arrays, cut=True)  # raises where rows may be on another axis
+            row_axes.names_without_rows(
+                arrays, cut=True
+            )  # raises where rows may be on another axis
         if fields.weight in source.arrays and not source.arrays[fields.weight].any():
             raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
         fields.check_batch(source.batch_size)

@@ -1,6 +1,7 @@
 """Why a training ended: rows and node of a number that is not finite, and labels that do not fit.
 
-The steps that this needs alone are here, too: the one that gave NaN or infinity, and a sample.
+Functions that rebuild one step of a training are here, too: the step that gave NaN or infinity,
+and a sample of the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.progress import shown
+from onnxgrad.training.progress import number_text
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import RATE, Batch, Call
@@ -38,7 +39,7 @@ from onnxgrad.training.step.weight_groups import numpy_dtype
 Arrays = Mapping[str, np.ndarray]
 _NO_TERM = "no label counts: all are ignored, or have the weight zero"
 _NOT_THE_RATE = "This is no matter of the learning rate: with the weights of the file"
-_LARGE = 100.0  # in size: numbers that nobody has standardized
+_LARGE = 100.0  # numbers of this size and above are not standardized
 _ENDS = {  # by `state.stop_reason`
     "max_iter": "all epochs were trained",
     "callback": "a callback ended it",
@@ -51,13 +52,13 @@ _ENDS = {  # by `state.stop_reason`
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptWeights:
     """Where in a training the weights of its state are from.
 
-    - `step`: the number of steps behind them.
+    - `step`: the count of steps that led to the weights.
     - `epoch`: the number of the epoch of the last step, from 1; 0 without any step.
-    - `whole`: whether they are the weights at the end of that epoch.
-    - `record`: the entry of the history that has their losses and metrics; {} without.
+    - `whole`: whether the weights are from the end of that epoch.
+    - `record`: the entry of the history that has their losses and metrics; {} if there is none.
     """
 
     step: int
@@ -66,8 +67,11 @@ class Kept:
     record: dict[str, Any]
 
     @classmethod
-    def of(cls, state: TrainState) -> Kept:
-        """Return it for the state of one model: the last step, or the one that was restored."""
+    def of(cls, state: TrainState) -> KeptWeights:
+        """Return where the weights of the state of one model are from.
+
+        This is the last step, or the step whose weights a callback restored.
+        """
         restored = [entry.get("restored") for entry in state.callbacks.values()]
         step = next((s for s in restored[::-1] if s is not None), state.step)
         found = [entry for entry in state.history if entry["step"] == step]
@@ -80,7 +84,7 @@ class Kept:
         if self.whole:
             return f"the weights of epoch {self.epoch}"
         if not self.step:
-            return "the weights as they were: no step was finished"
+            return "the weights with which training began: no step was finished"
         return f"the weights of epoch {self.epoch} in part, after {self.step} steps"
 
 
@@ -94,7 +98,7 @@ def end_reason(trainer: Any) -> str:
 
 
 def warn_of_no_label(loss: Any, epoch: int) -> None:
-    """Warn if the loss of an epoch, all of whose steps were finite, is NaN."""
+    """Warn if the loss of an epoch is NaN because no label counts; all steps were finite."""
     if np.isnan(loss).all():
         message = f"the loss of epoch {epoch} is nan: {_NO_TERM}"
         warnings.warn(message, stacklevel=frames_inside() + 1)
@@ -105,12 +109,12 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
 
     Args:
         loop: the loop, which runs.
-        what: the number, such as "the validation loss".
+        what: the noun for the number, such as "the validation loss".
         epoch: the number of the epoch, from 1.
-        kept: which state is kept, as a clause, where no callback restores the best weights.
+        kept: a clause that says which state is kept, unless a callback restores the best weights.
     """
     state = loop.state
-    recent = ", ".join(shown(v, ".6g") for v in state.losses[-5:]) or "none"
+    recent = ", ".join(number_text(v, ".6g") for v in state.losses[-5:]) or "none"
     callbacks = loop.call.callbacks
     watched = callbacks.on_not_finite(loop.call.trainer, state, loop.control)
     restoring = (c.key for c in callbacks.all if getattr(c, "restore", False))
@@ -120,7 +124,7 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
         what += " of all members"
     return ConvergenceError(
         f"{what} became NaN or infinite in epoch {epoch} at learning rate "
-        f"{shown(state.learning_rate, 'g')} (losses of the epochs before: {recent}); {kept}. "
+        f"{number_text(state.learning_rate, 'g')} (losses of the epochs before: {recent}); {kept}. "
         f"{cause_in_fit(loop)}{'. ' if watched else ''}{watched}"
     )
 
@@ -129,7 +133,7 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
 
 
 def cause_in_fit(loop: Any) -> str:
-    """Return sentences that say why a `Loop` ended, in a step or a validation, and a remedy."""
+    """Return sentences that say why a number of a `Loop` was not finite, and a remedy."""
     call, evaluator, in_place = loop.call, loop.call.evaluator, loop.runner.in_place
     outputs = call.recipe.loss.outputs(call.job.proto)
     batches = [] if evaluator.failed is None else [evaluator.failed]
@@ -139,9 +143,9 @@ def cause_in_fit(loop: Any) -> str:
     weight = evaluator.fields.weight
     texts = (largest_number(arrays, call.names.columns, weight) for arrays in seen)
     data, rate = next(filter(None, texts), None), loop.state.learning_rate
-    remedy = "ower the learning rate" + ("" if rate is None else f", {shown(rate, 'g')}")
+    remedy = "ower the learning rate" + ("" if rate is None else f", {number_text(rate, 'g')}")
     remedy = f"L{remedy}" if data is None else f"{_as_sentence(data)}: scale the data, or l{remedy}"
-    if loop.failed is None and evaluator.failed is None and loop.runner.of_several:
+    if loop.failed is None and evaluator.failed is None and loop.runner.has_other_processes:
         return f"Another process has the rows at fault, and names them. {remedy}"
     watched = any(isinstance(c, NanWatch) for c in call.callbacks.all)
     if loop.failed is not None and in_place and not watched:
@@ -152,17 +156,20 @@ def cause_in_fit(loop: Any) -> str:
                 return f"{_NOT_THE_RATE}, {text}. Leave these rows out, or change that node"
         if loop.failed is None:
             values = call.job.values_to_evaluate(loop.state)
-            if call.job.members is not None:  # none has a finite loss: any one tells
+            if call.job.members is not None:  # no member has a finite loss: any member tells why
                 values = {name: array[0] for name, array in values.items()}
             return _with_remedy(evaluator.cause(values), remedy)
-        # of large weights, memory may not hold another copy
+        # where weights are large, memory may not hold another copy
         return remedy if in_place else cause_in_step(find_failed_step(call), remedy, data) or remedy
     except Exception as e:
         return f"{remedy} (looking for the node at fault failed: {first_line(e)})"
 
 
 def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str | None:
-    """Return which node of a file computes NaN or infinity for a batch, None if none does."""
+    """Return a clause that names the node of a file that computes NaN or infinity for a batch.
+
+    None if no node does. `outputs` are the tensors of the model that the loss reads.
+    """
     if {y.name for y in file.graph.output} != set(outputs):
         file = select_model_inputs_outputs(file, outputs, infer_shapes=False)
     feed = {x.name: batch.arrays[x.name] for x in file.graph.input if x.name in batch.arrays}
@@ -170,7 +177,7 @@ def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str
 
 
 def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str | None:
-    """Return which node of a step computes NaN or infinity, and a remedy; None if none does.
+    """Return sentences on the node of a step that computes NaN or infinity; None if no node does.
 
     Args:
         step: the step, None if it is not known.
@@ -200,7 +207,7 @@ def cause_in_step(step: FailedStep | None, remedy: str, data: str | None) -> str
     half = any(dtype.itemsize == 2 and dtype.kind in "fV" for dtype in states)
     half |= any(n.op_type == "Cast" and n.attribute[0].i in HALVES for n in losses.graph.node)
     given = argument("precision", "float32")
-    more = f". It computes in 16 bits: {given} does not" if half else ""
+    more = f". The step computes in 16 bits: {given} computes in 32 bits" if half else ""
     more += f". {_as_sentence(data)}" if data is not None else ""
     where = _as_sentence(where)
     return f"{_NOT_THE_RATE} and a rate of zero, it is the same. {where}, {text}{more}"
@@ -219,8 +226,8 @@ def cause_in_evaluation(
         file: the model with the weights that were evaluated.
         outputs: the tensors of the model that the loss reads.
         losses: returns the model of the losses, whose weights are inputs.
-        values: the weights.
-        batch: the first one whose loss is not finite; None if no label counts.
+        values: the weights by name.
+        batch: the first batch whose loss is not finite; None if no label counts.
     """
     if batch is None:
         return _NO_TERM
@@ -236,12 +243,12 @@ def cause_in_evaluation(
 def largest_number(
     arrays: Arrays, columns: Mapping[str, Sequence[str]], weight: str | None
 ) -> str | None:
-    """Return a clause that names the largest number of the data, None if it is not large.
+    """Return a clause that names the largest number of the data; None if no number is large.
 
     Args:
         arrays: the data, by input.
         columns: the names of columns, by input.
-        weight: the input of sample weights, of which only differences count.
+        weight: the input of sample weights, which are large compared with their median.
     """
     found: list[tuple[float, str]] = []
     for name, array in arrays.items():
@@ -273,12 +280,13 @@ def label_misfit(
     shapes: Mapping[str, tuple[int, ...]],
     arrays: Arrays,
 ) -> str | None:
-    """Return which label does not fit a prediction whose shape the model computes, and the remedy.
+    """Return a text that names a label that does not fit its prediction, and a remedy.
 
-    A node of the loss fails then, and onnxruntime names neither. None if all labels fit.
+    None if all labels fit. It is for predictions whose shapes the model computes: a node of the
+    loss fails for a wrong label, and onnxruntime names neither label nor prediction.
 
     Args:
-        inputs: the inputs of data, of a graph with the loss.
+        inputs: the data inputs of a graph with the loss.
         infos: the facts of the losses, by label.
         fields: the checks of the inputs of data.
         shapes: the shapes of the predictions of a batch, by output.
@@ -293,22 +301,22 @@ def label_misfit(
         classes = None if info.classes is None else shape[1 if info.axis is None else info.axis]
         declared = replace(field, shape=label_shape(shape), classes=classes)
         try:
-            declared.check(arrays[field.name], fields.row_axes.stated(field.name) or 0)
+            declared.check(arrays[field.name], fields.row_axes.declared_axis(field.name) or 0)
         except ValueError as e:
             return (
                 f"{e}. The model computes {info.prediction!r} of shape {shape} for this batch: "
-                "pass labels that fit it, or train another output"
+                f"pass labels that fit {info.prediction!r}, or train another output"
             )
     return None
 
 
 def _with_remedy(clause: str, remedy: str) -> str:
-    """Return a clause as a sentence, with the remedy where the rate matters."""
+    """Return a clause as a sentence, followed by `remedy` except where no label counts."""
     return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
 
 
 def _as_sentence(clause: str) -> str:
-    """Return a clause with a capital at its beginning."""
+    """Return a clause with a capital letter at its beginning."""
     return clause[0].upper() + clause[1:]
 
 
@@ -317,10 +325,13 @@ def _as_sentence(clause: str) -> str:
 
 @dataclass(frozen=True)
 class FailedStep:
-    """The model of a step that was not finite, its inputs, its batch, and names of its losses.
+    """A step of training that gave NaN or infinity.
 
-    `at_start` are the inputs with the weights of the file, first slots and a learning rate of zero;
-    None if the weights of the file are not in memory.
+    - `model`: the model of the step, and `inputs` its inputs by name.
+    - `batch`: the batch of the step.
+    - `losses`: the names of the outputs that report the loss.
+    - `at_start`: the inputs with the weights of the file, initial slots and a learning rate of
+      zero; None if the weights of the file are not in memory.
     """
 
     model: ModelProto
@@ -331,10 +342,10 @@ class FailedStep:
 
 
 def find_failed_step(call: Any) -> FailedStep | None:
-    """Return the step in which the loop of a `Fit` failed; None if none did.
+    """Return the step in which the loop of a `Fit` failed; None if no step failed.
 
-    Where processes share the step, each one returns the step with its rows; None if it does not
-    have all slots, if its statistics are over all rows, or if that step is finite.
+    Where processes share the step, each process returns the step with its own rows; None if the
+    process does not have all slots, if statistics are over all rows, or if that step is finite.
     """
     recipe, loop = call.recipe, call.loop
     if loop.failed is None or _is_shared(call):
@@ -344,8 +355,8 @@ def find_failed_step(call: Any) -> FailedStep | None:
     model = to_proto(step.model)
     running = session(model, recipe.job.device, step.work, step.recomputes)
     states, fed = _states_and_feeds(step, loop.runner, loop.failed)
-    for number, batch in enumerate(loop.failed.each()):
-        inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}
+    for index, batch in enumerate(loop.failed.each()):
+        inputs = states | {name: np.asarray(stack[index]) for name, stack in fed.items()}
         results = running.run(None, inputs)
         if not all(np.isfinite(y).all() for y in results):
             losses = [y.name for y in model.graph.output[len(states) :]]
@@ -356,13 +367,12 @@ def find_failed_step(call: Any) -> FailedStep | None:
 
 
 def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bool] | None:
-    """Return the step of a `Fit`, while its loop runs.
+    """Return the model of the step of a `Fit` with inputs, while its loop runs.
 
-    It is the model of the step, its inputs, with the states and a full batch of the loop, and two
-    arguments of `session`: its multiply-adds, and whether its nodes run in order.
-
-    It is one graph in the native form, also where the training runs it in parts. None without a
-    step, and where processes share it.
+    The results are the model, its inputs, with the states and a full batch of the loop, and two
+    arguments of `session`: the multiply-adds, and whether nodes run in order. The model is one
+    graph in the native form of sessions, also where the training runs the step in parts. None
+    before the first step, and where processes share the step.
     """
     recipe, loop = call.recipe, call.loop
     if loop is None or loop.sample is None or _is_shared(call):
@@ -378,21 +388,24 @@ def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bo
 
 
 def _is_shared(call: Any) -> bool:
-    """Return whether this process lacks slots, or statistics of all rows."""
-    return bool(call.loop.runner.step.owners) or call.recipe.across is not None
+    """Return whether the step of a `Fit` cannot be rebuilt in this process alone.
+
+    This is so if the process lacks slots, or if statistics are over the rows of all processes.
+    """
+    return bool(call.loop.runner.step.owners) or call.recipe.statistics_part is not None
 
 
 def _states_and_feeds(
     step: Step, runner: Any, call: Call
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
+    """Return the states of a runner, and the data and feeds of a call, by input of `step`."""
     states = map(to_numpy, runner.state_values(call.piece).values())
     names = [str(v.name) for v in step.carried]
     return dict(zip(names, states, strict=True)), step.fed(runner.next_call(call))
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
-    """Return states of the weights of a file, and a learning rate of zero."""
+    """Return inputs of `step`: weights of a file, initial slots, and a learning rate of zero."""
     trained = {*step.weights}
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
     weights = {ref.name: ref.array() for ref in refs}

@@ -1,4 +1,8 @@
-"""When two arguments are equal: in a cache, in a checkpoint of another process, in an estimator."""
+"""Whether two arguments are equal: in a cache, in a checkpoint of another process, in an estimator.
+
+Arguments are compared by descriptions or fingerprints, since models, functions and arrays have no
+useful `==`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,18 @@ from onnx import ModelProto
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
 from onnxgrad.model.read import names_model
-from onnxgrad.model.without_elements import emptied, is_empty
+from onnxgrad.model.without_elements import is_empty, without_large_weights
 
 T = TypeVar("T")
 
 
 def describe(value: Any, here: bool = False) -> Any:
-    """Return a value for JSON that is equal in another process for an equal argument.
+    """Return a description of `value` for JSON, equal for equal values, also of other processes.
 
     Models and arrays are described by a digest, functions by their name, code and captured values,
-    and other objects by class and attributes. With `here`, the value is compared in this process
-    only: functions and classes stand for themselves, and an object without a description equals
-    nothing.
+    and other objects by class and attributes. With `here`, descriptions are compared in this
+    process only: functions and classes describe themselves, and an object without a description is
+    equal to no other.
     """
     if isinstance(value, Path) or names_model(value):
         return _digest_of_file(Path(value))
@@ -65,24 +69,24 @@ def describe(value: Any, here: bool = False) -> Any:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a key that is equal for equal arguments; without a description it equals nothing."""
+    """Return a key of `value` to compare in this process, equal for equal values."""
     return describe(value, here=True)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Return whether two arguments are surely equal."""
+def are_surely_equal(a: Any, b: Any) -> bool:
+    """Return whether two arguments are equal; False where that cannot be told."""
     if a is b or fingerprint(a) == fingerprint(b):
         return True
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(are_surely_equal(a[key], b[key]) for key in a)
     try:
         return bool(a == b)
-    except ValueError:  # of arrays
+    except ValueError:  # arrays compare element by element
         return False
 
 
 def model_fingerprint(model: Any) -> Any:
-    """Return the fingerprint of a `ModelLike`; of a path, its files with their times and sizes."""
+    """Return the fingerprint of a `ModelLike`; for a path, with times and sizes of the files."""
     if not isinstance(model, (str, os.PathLike)):
         files = external.files_of(model) if isinstance(model, ModelProto) else ()
         return fingerprint(model), _file_stamps(files)
@@ -95,7 +99,7 @@ def model_fingerprint(model: Any) -> Any:
 
 
 def options_of(value: Any) -> Any:
-    """Return the class of a callback or metric, with the arguments if it is of this package."""
+    """Return the name of the class of a callback or metric, of this package with its arguments."""
     kind = type(value)
     if not kind.__module__.startswith("onnxgrad."):
         return kind.__qualname__
@@ -116,23 +120,26 @@ class BuildCache:
         old, found = self._described
         if len(items) != len(old) or not all(map(operator.is_, items, old)):
             found = fingerprint(values)
-            self._described = (items, found) if all(map(_is_settled, items)) else ([], None)
+            self._described = (items, found) if all(map(_is_immutable, items)) else ([], None)
         return found
 
     def get(self, name: str, read_key: Callable[[], Any], build: Callable[[], T]) -> T:
-        """Return the result that `build` returned under an equal key, or call it."""
+        """Return the cached result called `name`, or build it if the key has changed.
+
+        `read_key` returns the key on which the result of `build` depends.
+        """
         key = read_key()
         entry = self._entries.get(name)
         if entry is not None and entry[0] == key:
             return entry[1]
         new = build()
-        if read_key() == key:  # else another thread changed a parameter meanwhile
+        if read_key() == key:  # otherwise, another thread changed a parameter meanwhile
             self._entries[name] = key, new
         return new
 
 
 def _contained_items(values: Mapping[str, Any]) -> list[Any]:
-    """Return the values and the elements of lists and dicts among them, in one list."""
+    """Return one list of the values of a mapping, with the elements of lists and dicts in it."""
     items: list[Any] = []
     for value in values.values():
         if isinstance(value, dict):
@@ -142,24 +149,27 @@ def _contained_items(values: Mapping[str, Any]) -> list[Any]:
     return items
 
 
-def _is_settled(value: Any) -> bool:
-    """Return whether nothing in a value can change."""
+def _is_immutable(value: Any) -> bool:
+    """Return whether a value, and all that it contains, cannot change."""
     kind = type(value)
     if value is None or value is dict or value is list:
         return True
     if kind in (bool, int, float, str, bytes):
         return not names_model(value)
     if kind in (tuple, frozenset):
-        return all(map(_is_settled, value))
+        return all(map(_is_immutable, value))
     if isinstance(value, types.FunctionType):
         return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
     frozen = is_dataclass(value) and kind.__module__.startswith("onnxgrad.")
     frozen = frozen and kind.__dataclass_params__.frozen
-    return frozen and all(_is_settled(getattr(value, f.name)) for f in fields(value))
+    return frozen and all(_is_immutable(getattr(value, f.name)) for f in fields(value))
 
 
 def _describe_function(function: Any, here: bool) -> Any:
-    """Return the name and code of a function, or itself if `here`, with the values it captures."""
+    """Return the description of a function: its name and code, and the values that it captures.
+
+    With `here`, the function itself stands for name and code.
+    """
     text = f"{function.__qualname__} {digest_bytes(_code_text(function.__code__).encode())}"
     cells = [_cell_value(cell) for cell in function.__closure__ or ()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -168,7 +178,7 @@ def _describe_function(function: Any, here: bool) -> Any:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Return bytecode, names and constants as text, with the functions that the body defines."""
+    """Return the bytecode, names and constants of a function as text, with inner functions."""
     # the order of a set differs between processes
     ordered = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in code.co_consts]
     constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in ordered]
@@ -184,12 +194,12 @@ def _cell_value(cell: Any) -> Any:
 
 
 def _describe_object(value: Any, here: bool) -> Any:
-    """Return the class and the attributes of an object, or else its text."""
+    """Return the description of an object: its class and attributes, or else its `repr`."""
     kind, own = type(value), getattr(value, "__dict__", {})
     ours = kind.__module__.startswith("onnxgrad.")
     if isinstance(value, BaseEstimator):
         own = {name: v for name, v in own.items() if name != "_sessions"}
-    elif is_dataclass(value):  # a class derived from one of the package may have more than fields
+    elif is_dataclass(value):  # a user's subclass may have more attributes than fields
         own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
     elif here and not ours:
         return object()  # it may have more state than its attributes
@@ -204,7 +214,7 @@ def digest_bytes(data: bytes) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    """Return the digest of a file, of a model with its external data; without a file, the path."""
+    """Return the digest of a file, with the external data of a model; the path if it is none."""
     if not path.is_file():
         return str(path)
     try:
@@ -216,7 +226,7 @@ def _digest_of_file(path: Path) -> str:
 
 def _digest_of_model(model: ModelProto) -> str:
     """Return the digest of a model; large weights are read one by one."""
-    small = emptied(model)
+    small = without_large_weights(model)
     if small is model:
         return digest_bytes(model.SerializeToString(deterministic=True))
     initializers = {t.name: t for t in model.graph.initializer}
@@ -226,7 +236,7 @@ def _digest_of_model(model: ModelProto) -> str:
 
 
 def _file_stamps(files: Any) -> tuple[Any, ...]:
-    """Return the sorted files, each with its stamp."""
+    """Return pairs of path and stamp of some files, sorted by path."""
     return tuple((os.fspath(file), _file_stamp(Path(file))) for file in sorted(files))
 
 
@@ -238,6 +248,6 @@ def _file_stamp(file: Path) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
-    """Return the files of external data of the model at `path`."""
+    """Return the files of external data of the model at `path`; `stamp` is its `_file_stamp`."""
     model = onnx.load_model_from_string(path.read_bytes())
     return tuple(path.parent / file for file in sorted(external.files_of(model)))

@@ -24,7 +24,7 @@ from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.process_groups import Group
 from onnxgrad.runtime.predictor import MANY_ROWS, ROWS, Predictor, join_rows
-from onnxgrad.runtime.session import session, work, work_of_calls
+from onnxgrad.runtime.session import count_multiply_adds, session, work_of_calls
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.class_weights import balanced_outputs
 from onnxgrad.training.data import Dataset
@@ -36,7 +36,7 @@ from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of
 from onnxgrad.training.progress import Totals
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.inputs import Batch, Slice
-from onnxgrad.training.step.members import evaluated_members
+from onnxgrad.training.step.members import objective_of_stack
 
 Arrays = Mapping[str, np.ndarray]
 # a model computes little for a row if it has at most so many multiply-adds, and the inputs and
@@ -82,7 +82,7 @@ class Evaluator:
     def objective(self) -> Objective:
         """Return the model with its loss; in a stack, of all members in one graph."""
         one = build_objective(self.recipe, training=False)
-        return one if self.members is None else evaluated_members(one, self.members)
+        return one if self.members is None else objective_of_stack(one, self.members)
 
     @cached_property
     def described(self) -> Objective:
@@ -120,7 +120,7 @@ class Evaluator:
     @cached_property
     def _work_per_row(self) -> float:
         """The multiply-adds for a row, of all members of a stack."""
-        return work(self.described.model.graph) * (self.members or 1)
+        return count_multiply_adds(self.described.model.graph) * (self.members or 1)
 
     def _predictor_for(self, name: str, rows: int) -> Predictor:
         """Return the predictor of "predictions", "losses", or "all" for batches of `rows` rows.
@@ -407,7 +407,7 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
         return Evaluator(recipe.for_model(proto, read))
 
     key = "labeled" if recipe.labels else "unlabeled"
-    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
+    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.step_key, changing), build)
     return kept.with_names(names)
 
 

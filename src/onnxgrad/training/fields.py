@@ -78,7 +78,12 @@ class Fields:
         called = objective.model.graph.meta.get(marks.ROW_SYMBOLS, ())
         self.row_axes = RowAxes(shapes, self.features, self.label, axes, called)
         weight, label = self.weight, self.label
-        if weight and label and self._weight_axes > 1 and (axis := self.row_axes.stated(label)):
+        if (
+            weight
+            and label
+            and self._weight_axes > 1
+            and (axis := self.row_axes.declared_axis(label))
+        ):
             self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
         self.fixed_rows = self.row_axes.fixed
 
@@ -203,7 +208,7 @@ class Fields:
         if self.weight in numbers:
             numbers[self.weight] = self._spread_weights(numbers[self.weight], numbers)
         if whole:
-            axes = {n: self.row_axes.stated(n) for n in self.fields}
+            axes = {n: self.row_axes.declared_axis(n) for n in self.fields}
         else:
             axes = self.row_axes.axes_of({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}

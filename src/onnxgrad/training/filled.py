@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.model.feeds import caches
+from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.operators.microsoft import result_shapes
 from onnxgrad.operators.shapes import Dim, dims, rank
 
@@ -22,18 +22,20 @@ MASK, POSITIONS, BRANCH = "attention_mask", "position_ids", "use_cache_branch"
 _PAST = {4: 2, 5: 3}  # the axis of the past by rank: (rows, heads, past, size), or (2, ...) of both
 
 
-def fillable(proto: ModelProto, language: bool = False) -> frozenset[str]:
-    """Return the names of the inputs that follow from the tokens; none if there are no tokens.
+def computable_inputs(proto: ModelProto, language: bool = False) -> frozenset[str]:
+    """Return the names of the inputs that nodes can compute from the tokens.
 
-    Caches have a past of symbolic length. Masks and positions count in a model with caches, or in
-    one that is known to be a `language` model.
+    They are caches with a past of symbolic length, and masks and positions in a model with caches,
+    or in a model that is known to be a `language` model. Empty if no input has tokens.
     """
     inputs = {x.name: x for x in proto.graph.input}
     if not inputs.keys() & {*_TOKENS}:
         return frozenset()
     axes = {name: list(x.type.tensor_type.shape.dim) for name, x in inputs.items()}
     pasts = {
-        name: axes[name][past] for name in caches(proto) if (past := _PAST.get(len(axes[name])))
+        name: axes[name][past]
+        for name in caches_with_next_values(proto)
+        if (past := _PAST.get(len(axes[name])))
     }
     grow = {name for name, past in pasts.items() if not past.HasField("dim_value")}
     if not grow and not language:
@@ -43,15 +45,15 @@ def fillable(proto: ModelProto, language: bool = False) -> frozenset[str]:
 
 
 def is_cache(name: str) -> bool:
-    """Return whether an input of `fillable` is a cache."""
+    """Return whether `name`, an input of `computable_inputs`, is a cache."""
     return name not in (MASK, POSITIONS, BRANCH)
 
 
-def fill(model: ir.Model, names: Collection[str]) -> None:
-    """Compute the inputs `names` of `fillable` in the graph, in place.
+def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
+    """Replace the inputs `names`, of `computable_inputs`, by nodes that compute them, in place.
 
-    The types and shapes of the graph are inferred before. A cache that is read stays an input if no
-    shape tells its size.
+    The types and shapes of the graph must be inferred before. A cache that a node reads stays an
+    input if no shape tells its size.
     """
     graph = model.graph
     inputs = {str(x.name): x for x in graph.inputs}
@@ -64,31 +66,33 @@ def fill(model: ir.Model, names: Collection[str]) -> None:
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
             x = inputs[name]
-            y = _from_tokens(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
+            y = _compute_input(op, x, tokens, inputs.get(MASK) if MASK not in names else None)
             if y is not None:
                 ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
             if not x.uses() and not x.is_graph_output():
                 graph.inputs.remove(x)
     mask = inputs.get(MASK)
-    if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # no past
+    if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # without a past
         mask.shape = ir.Shape((dims(tokens) or ())[:2])  # type: ignore[union-attr]
 
 
 def grow_caches(graph: ir.Graph) -> bool:
-    """Let attention in a window keep all rows in its cache, in place; return whether any changed.
+    """Let attention in a window keep all rows in its cache, in place; return whether nodes changed.
 
-    It attends to the same rows. A cache of the last rows alone has a fixed length, and is never
-    empty.
+    The attention reads the same rows. A cache of the last rows only would have a fixed length, and
+    could not be empty.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type == "GroupQueryAttention"]
     removed = [node.attributes.pop("sliding_window_cache", None) for node in nodes]
     return any(attribute is not None for attribute in removed)
 
 
-def _from_tokens(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None) -> ir.Value | None:
-    """Return the value of an input for the tokens; None for a cache of unknown size.
+def _compute_input(
+    op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None
+) -> ir.Value | None:
+    """Return the value that nodes compute for the input `x` from `tokens`.
 
-    `mask` is the attention mask if it is in the data, else None.
+    None for a cache of unknown size. `mask` is the attention mask if the data have it, else None.
     """
     assert x.dtype is not None
     rows, length = op.dim(tokens, 0), op.dim(tokens, 1)
@@ -118,9 +122,10 @@ def _from_tokens(op: Emit, x: ir.Value, tokens: ir.Value, mask: ir.Value | None)
 
 
 def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
-    """Return the number of heads and the size of a cache, also from the shapes around it.
+    """Return the count of heads and the length of a key of the cache `x`.
 
-    None for a number that no shape tells: of the cache, its readers, and tensors joined with it.
+    They are read from the shapes of the cache, of the nodes that read it, and of tensors joined
+    with it; None where no shape tells the number.
     """
     found: list[list[Dim]] = [[*(dims(x) or ())]]
     casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]  # see `widen`

@@ -23,7 +23,7 @@ from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.class_weights import balance, balanced_outputs
+from onnxgrad.training.class_weights import balanced_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
@@ -37,32 +37,30 @@ from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.gradients import INITIAL
 from onnxgrad.training.step.inputs import Batch
 
-SIZE = 32  # rows of a step
-
 
 class Fit:
     """One call of `fit` or `partial_fit`; it lets go of the data when it ends.
 
     Args:
-        trainer: what callbacks see.
-        recipe: its job and its state, and facts of the data.
-        names: of the columns of tables in earlier calls.
+        trainer: the trainer that callbacks get.
+        recipe: the job and the state of the trainer, and facts of the data.
+        names: the names of columns and classes in earlier calls.
         data: the rows to train on.
-        batch_size: rows of a step; None: the rows of a static batch of several, if
-            the model has one, else 32; 1 where a state is carried from row to row.
-        held_out: validation data, or the share of the rows that are held out; None for none.
-        further: whether it goes on where the call before ended, as `partial_fit`.
+        batch_size: rows of a step; None: the rows of a static batch of several rows, if the model
+            has one, else 32; 1 where a state is carried from row to row.
+        held_out: validation data, or the share of the rows that is held out; None: no validation.
+        further: whether the call goes on where the call before ended, as `partial_fit`.
 
     Attributes:
         recipe: the job, and facts of the data.
-        state: the state before the call, and from `begin` on the state that it trains.
-        file: the model with its own weights; None if only their trained values are in memory.
-        names: of the columns of tables.
-        labels: the classes and limits of each label.
+        state: the state before the call, and from `begin` on the state that the call trains.
+        file: the model with the weights of the file; None if only trained values are in memory.
+        names: the names of columns and classes.
+        labels: the facts of the loss, such as the count of classes, by label input.
         shuffle: whether the rows are ordered anew for every epoch.
-        loop: the epochs.
-        source: the batches to train on; None in the end.
-        validated: the batches of validation data; None without, and in the end.
+        loop: the loop over epochs; None before `begin`.
+        source: the batches to train on; None after the call.
+        validated: the batches of validation data; None without validation, and after the call.
     """
 
     source: BatchSource
@@ -87,45 +85,47 @@ class Fit:
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         self.names = names.copy()
         self.labels: dict[str, LossInfo] = {}
-        self.buffers: dict[str, np.ndarray] = {}  # their initial values
+        self.buffers: dict[str, np.ndarray] = {}  # initial values of buffers
         self.loop: Loop | None = None
         self.validated: BatchSource | None = None
 
-    def balance(self) -> None:
-        """Let the recipe have the weights that balance the classes of the rows to train on."""
+    def balance_classes(self) -> None:
+        """Set `recipe.balanced`, the weights that balance the classes of the rows to train on."""
         outputs = balanced_outputs(self.job.class_weight, self.job.loss)
         if outputs is None or self.further:
             return
         plain = replace(self.recipe, balanced=None)
         described = evaluator_of(plain, self.names)
-        source = self._source_of(self.data, described.fields)
+        source = self._batch_source(self.data, described.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
             unit = described.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
-        weights = balance(source, described.described.labels, outputs)
+        weights = balanced_class_weights(source, described.described.labels, outputs)
         self.recipe = replace(self.recipe, balanced=weights)
-        vars(self).pop("evaluator", None)  # which has other weights
+        vars(self).pop("evaluator", None)  # an evaluator of the recipe before has other weights
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Evaluates the model in its inference form."""
+        """The evaluator of the model in its inference form."""
         return evaluator_of(self.recipe, self.names, self.buffers)
 
     def begin(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None = None) -> Loop:
-        """Build all that the training needs, and return its loop; the state is on the device."""
+        """Build all that the training needs, copy the state to the device, and return the loop."""
         job, shared = self.job, self.sharing
         if shared is not None:
             shared.check_call(self, epochs, shuffle, resume is not None)
-        self.balance()
-        compiled = job.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
+        self.balance_classes()
+        compiled = job.built.get(
+            "step", lambda: self.recipe.step_key, lambda: Compiled(self.recipe)
+        )
         objective = compiled.objective
         axis = [] if job.members is None else [job.members]
-        starts = objective.initial | (INITIAL if objective.scales else {})
+        starts = objective.initial_buffers | (INITIAL if objective.scales else {})
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
         self.labels, fields = objective.labels, self._training_fields(objective)
-        source, held_out = self._all_sources(fields, shuffle)
+        source, held_out = self._training_and_validation_sources(fields, shuffle)
         self._check_batches(source, fields)
         if held_out is not None and job.every_metric:
             values = self.buffers | job.values_to_evaluate(self.state)
@@ -134,19 +134,20 @@ class Fit:
         state = self.state
         if not self.further:
             begun = partial(self._begin_or_resume, identity(), resume)
-            state = begun() if shared is None or resume is None else shared.from_first(begun)
-        self.recipe.state = state  # the weights of the state before may be let go of
+            state = begun() if shared is None or resume is None else shared.load_in_first(begun)
+        self.recipe.state = state  # so that memory of the weights before can be freed
         self._check_frozen(state)
         first = state.epoch if self.further else 0
         if shared is not None:
-            shared.check(job, state, identity(), source, held_out)
-            source, self.callbacks = shared.source(source), shared.callbacks(self.callbacks)
+            shared.check_beginning(job, state, identity(), source, held_out)
+            source = shared.own_source(source)
+            self.callbacks = shared.own_callbacks(self.callbacks)
             if held_out is not None:
-                held_out = shared.source(held_out)
+                held_out = shared.own_source(held_out)
         self.state, self.source, self.validated, self.shuffle = state, source, held_out, shuffle
         self.runner = runner = self._build_runner(compiled, source, fields)
         if not self.further:
-            _say_batch(objective, fields, compiled.adds_losses)
+            _log_fixed_batch(objective, fields, compiled.adds_losses)
         self.rates = self._training_rates(None if self.further else source.batches, epochs)
         runner.step.warn()
         if runner.step.rounding:
@@ -159,9 +160,9 @@ class Fit:
         return self.loop
 
     def _check_frozen(self, state: TrainState) -> None:
-        """Warn of the members that were stopped and do not train; raise if these are all."""
+        """Warn of frozen members of a stack, which do not train; raise if all are frozen."""
         stops = any(isinstance(c, EarlyStopping) for c in self.job.callbacks.callbacks)
-        if not state.frozen or (stops and not self.further):  # which then tells of them itself
+        if not state.frozen or (stops and not self.further):  # `EarlyStopping` tells of them
             return
         remedy = f"call fit, without {argument('resume')}, to begin another training"
         if len(state.frozen) == self.job.members:
@@ -170,19 +171,19 @@ class Fit:
         warnings.warn(text, stacklevel=frames_inside() + 1)
 
     def end(self) -> None:
-        """Let go of the data, and of the trainer, which may refer to this call."""
+        """Drop the references to the data, and to the trainer, which may refer to this call."""
         self.data = Dataset(None)
         vars(self).update(trainer=None, held_out=None, source=None, validated=None)
 
     def label_misfit(self, batch: Batch) -> str | None:
-        """Return which label of a batch does not fit its prediction; None if all fit."""
+        """Return a text that names a label of a batch that does not fit; None if all labels fit."""
         if not self.evaluator.has_computed_labels:  # data are checked against declared shapes
             return None
         values = self.buffers | self.job.values_to_evaluate(self.state)
         return self.evaluator.label_misfit({**values, **batch.arrays})
 
     def validation_results(self) -> dict[str, Any]:
-        """Return the entries of the history for validation data, none if it is not due."""
+        """Return the entries of the history for validation data, such as `validation_loss`."""
         assert self.validated is not None
         shared = None if self.sharing is None else self.sharing.group
         values = self.job.values_to_evaluate(self.state)
@@ -190,7 +191,7 @@ class Fit:
         return {f"validation_{name}": value for name, value in results.items()}
 
     def _training_fields(self, objective: Objective) -> Fields:
-        """Return the inputs that check the data to train on."""
+        """Return the `Fields` that check the data to train on, and add notes for the file."""
         job, fields = self.job, Fields(objective, self.job.batch_axes)
         fields.accumulates = not job.carry
         features = (fields.fields[name] for name in fields.features)
@@ -201,15 +202,18 @@ class Fit:
 
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the runner of the step for the batches of `source`."""
-        usual = self.batch_size or self.trainer._usual_batch_size
+        usual = self.batch_size or self.job.usual_batch_size
         fixed = not self.further or source.batch_size == usual
         return compiled.runner(self.recipe, source, fields, fixed)
 
-    def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
-        """Return the batches to train on, and the batches that are held out."""
-        source, job = self._source_of(self.data, fields), self.job
+    def _training_and_validation_sources(
+        self, fields: Fields, shuffle: bool
+    ) -> tuple[BatchSource, BatchSource | None]:
+        """Return the sources of the batches to train on and of validation batches, or None."""
+        source, job = self._batch_source(self.data, fields), self.job
         X, y, weight = self.data.first
-        if X is not None and self.data.stream is not None:  # or validation data would name columns
+        # before validation data, whose columns would otherwise name the inputs
+        if X is not None and self.data.stream is not None:
             try:
                 fields.by_input(X, y, weight)
             except ValueError as e:
@@ -220,21 +224,26 @@ class Fit:
                 f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
-            return source, self._source_of(self.held_out, self.evaluator.fields)
+            return source, self._batch_source(self.held_out, self.evaluator.fields)
         if self.held_out is None:
             return source, None
         if job.carry:
-            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        every = self._source_of(self.data, self.evaluator.fields) if fields.fixed_rows else source
+            raise ValueError(
+                "carry needs the rows in their order, and a share of the rows for validation is "
+                f"drawn at random: pass data as {named('validation')}"
+            )
+        every = (
+            self._batch_source(self.data, self.evaluator.fields) if fields.fixed_rows else source
+        )
         both = hold_out(source, every, self.held_out, job.seed, fields.fixed_rows or 1)
         for part in both:
             fields.check_rows(part.rows or 0)
         return both
 
     def _check_batches(self, source: BatchSource, fields: Fields) -> None:
-        """Raise `ValueError` for a batch, known before training, that has too few rows.
+        """Raise `ValueError` if a batch of known size has too few rows, before training.
 
-        Rows of a part of a batch are mixed with each other, and statistics are computed of them.
+        `mix` needs two rows in each part of a batch, and statistics of a batch more than one value.
         """
         rows = min(source.batch_size, source.rows or source.batch_size)
         if self.job.mix is not None and rows < 2 * self._count_parts(rows):
@@ -252,38 +261,41 @@ class Fit:
                 fields.check_batch(rows)
         elif source.in_memory:
             for _ in source.epoch(None, 0, lambda batch: 1):
-                pass  # which checks each of the batches
+                pass  # reading a batch checks it
 
     def _count_parts(self, rows: int, statistics: bool = False) -> int:
-        """Return in how many parts a batch of so many rows is computed."""
+        """Return the count of parts in which a batch of `rows` rows is computed."""
         shared = self.sharing
-        processes = 1 if shared is None or (statistics and shared.normalized) else shared.part.size
+        processes = (
+            1 if shared is None or (statistics and shared.statistics_part) else shared.part.size
+        )
         own = max(rows // processes, 1)
         return processes * micro_batches(own, self.job.accumulate, statistics)
 
-    def _source_of(self, data: Dataset, fields: Fields) -> BatchSource:
-        """Return the source of batches; one batch for all rows, if they are fewer than its size."""
+    def _batch_source(self, data: Dataset, fields: Fields) -> BatchSource:
+        """Return the source of the batches of `data`, of `batch_size` or the usual size."""
         fields.names, size = self.names, self.batch_size
-        if not size:  # as in the file, unless that takes one row and keeps no state
+        if not size:  # the fixed batch of the file, unless that is one row without a state
             own = fields.fixed_rows or self.evaluator.described.freed
-            usual: int = self.trainer._usual_batch_size
-            size = usual if own in (0, 1) and not (own and self.job.carry) else own
+            takes_any = own in (0, 1) and not (own and self.job.carry)
+            size = self.job.usual_batch_size if takes_any else own
         return data.source(fields, size)
 
     def _training_rates(self, batches: int | None, epochs: int) -> Rates:
-        """Return the learning rates of the steps; of a stack, of all its members.
+        """Return the learning rates of the steps, in a stack of all members.
 
         Raises:
-            ValueError: a rate that depends on validation data without any, or that would jump.
+            ValueError: a rate depends on validation data, and there is none; or would jump.
         """
         job, state, rates = self.job, self.state, list[Rates]()
         steps = None if batches is None else batches * epochs
         for k, rate in enumerate(job.learning_rates):
-            unseen = [m for m in rate.monitors if m.startswith("validation_")]
-            if unseen and self.held_out is None:
-                given = f"pass {argument('validation')} data"
-                remedy = "partial_fit has none, call fit" if self.further else given
-                raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
+            monitored = [m for m in rate.monitors if m.startswith("validation_")]
+            if monitored and self.held_out is None:
+                remedy = f"pass {argument('validation')} data"
+                if self.further:
+                    remedy = "partial_fit evaluates no validation data, call fit"
+                raise ValueError(f"the learning rate depends on {monitored}: {remedy}")
             if batches is not None:
                 _check_length(rate, state, batches, epochs)
             rates.append(rate.rates_of_training(state, steps, None if job.members is None else k))
@@ -294,8 +306,8 @@ class Fit:
         """Return a new state with the current weights, or the state of a checkpoint.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: it is of another training.
+            FileNotFoundError: the folder `resume` holds no checkpoint.
+            ValueError: the checkpoint is of another training.
         """
         old, balanced = self.state, self.recipe.balanced
         found = None if resume is None else newest(resume, TrainState.load)
@@ -304,7 +316,7 @@ class Fit:
             require_equal(state.identity, identity, path)
             if has_random_sampler(self.data.X):
                 warnings.warn(
-                    "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
+                    "the DataLoader draws the order of rows, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
                     f"dataset, or {argument('shuffle', False)}",
                     stacklevel=frames_inside() + 1,
@@ -328,13 +340,13 @@ class Fit:
 
 
 def _check_length(rate: Any, state: TrainState, batches: int, epochs: int) -> None:
-    """Refuse another length of a resumed training; warn of a warm-up that does not end in it.
+    """Raise if a resumed training has another length; warn if its warm-up does not end.
 
     Args:
         rate: the learning rate of the job.
-        state: that with which training begins, of a checkpoint if it resumes.
-        batches: the batches of an epoch.
-        epochs: the epochs of the whole training.
+        state: the state with which training begins, of a checkpoint if it resumes.
+        batches: the count of batches of an epoch.
+        epochs: the count of epochs of the whole training.
 
     Raises:
         ValueError: the rates would jump, as they depend on the length of the training.
@@ -355,14 +367,14 @@ def _check_length(rate: Any, state: TrainState, batches: int, epochs: int) -> No
         warnings.warn(
             f"the warm-up of {warmup} steps does not end in this training, which has {steps} "
             f"steps ({epochs} epochs of {batches} batches): the learning rate rises to "
-            f"{schedule(steps - 1):.3g} only. Pass a shorter one, such as a tenth of all steps: "
-            f"{argument('warmup', 0.1)}",
+            f"{schedule(steps - 1):.3g} only. Pass a shorter warm-up, such as a tenth of all "
+            f"steps: {argument('warmup', 0.1)}",
             stacklevel=frames_inside() + 1,
         )
 
 
-def _say_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
-    """Say once how a model whose file takes a fixed batch trains on larger ones."""
+def _log_fixed_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
+    """Log how a model whose file takes a fixed batch trains on larger batches."""
     if objective.freed:
         taken = "one row" if objective.freed == 1 else f"{objective.freed} rows"
         logger.warning(
@@ -371,6 +383,7 @@ def _say_batch(objective: Objective, fields: Fields, adds_losses: bool) -> None:
         )
     elif fields.fixed_rows and fields.accumulates:
         logger.warning(
-            f"the file has a fixed batch of {fields.fixed_rows}: of a larger batch, it runs one "
-            f"after another, and the loss is the {'sum' if adds_losses else 'mean'} of theirs"
+            f"the file has a fixed batch of {fields.fixed_rows} rows: a larger batch is cut into "
+            "micro-batches of this size, and its loss is the "
+            f"{'sum' if adds_losses else 'mean'} of their losses"
         )

@@ -1,4 +1,4 @@
-"""The identity of a training, by which a checkpoint of another training is refused."""
+"""The identity of a training: the description with which a checkpoint must agree to be resumed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ _SHOWN = 200  # characters of a value in a message
 
 
 class Identity(UserDict[str, Any]):
-    """The description of some values and of a model, whose digest is computed when it is read.
+    """The description of a training; the digest of its model is computed when it is first read.
 
-    Most trainings write no checkpoint, and the digest takes longer than to load the model. A known
-    digest stands for the model.
+    Most trainings write no checkpoint, and computing the digest takes longer than loading the
+    model.
+
+    Args:
+        model: the model, or its digest if that is known.
+        values: the other values to describe, by name.
     """
 
     def __init__(self, model: ModelProto | str, values: Mapping[str, Any]) -> None:
@@ -48,7 +52,7 @@ def identity_of(
     shuffle: bool,
     sharing: Sharing | None = None,
 ) -> Identity:
-    """Return the description that two trainings share if one goes on with the other.
+    """Return the description of a training, with which a checkpoint must agree to be resumed.
 
     It holds the arguments that `ARGUMENTS` does not declare free, the data, the arguments on which
     the entries of callbacks in a checkpoint depend, and the metrics that are monitored.
@@ -57,7 +61,7 @@ def identity_of(
     monitored += [getattr(callback, "monitor", None) or "" for callback in job.callbacks.all]
     return Identity(
         job.digest or job.proto,
-        job.compared
+        job.compared_fields
         | {
             "batch_size": source.batch_size,
             "shuffle": shuffle,
@@ -81,9 +85,14 @@ def identity_of(
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
     """Raise `ValueError` for a checkpoint of another training, naming the values that differ.
 
-    A callback of only one of both is not compared: it has kept nothing, or goes on by itself.
+    A callback that only one of the two trainings has is not compared.
+
+    Args:
+        saved: the identity in the checkpoint.
+        now: the identity of this training.
+        path: the folder of the checkpoint.
     """
-    now = json.loads(json.dumps(dict(now)))  # as a checkpoint holds it
+    now = json.loads(json.dumps(dict(now)))  # tuples become lists, as in a checkpoint
     both = saved.get("callbacks", {}).keys() & now["callbacks"].keys()
     lines = [
         f"{key}: {_short_repr(old)} in the checkpoint, {_short_repr(new)} now"
@@ -98,13 +107,13 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
 
 
 def _short_repr(value: Any) -> str:
-    """Return the first characters of the `repr` of a value."""
+    """Return the `repr` of a value, cut to `_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _find_differences(saved: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the pairs of values that differ, by the path of their keys."""
+    """Return pairs of different values of two nested mappings, by the path of keys "a.b.c"."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         different: dict[str, tuple[Any, Any]] = {}
         for name in dict.fromkeys([*saved, *now]):

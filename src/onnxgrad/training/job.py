@@ -27,7 +27,7 @@ from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import read
-from onnxgrad.model.without_elements import emptied
+from onnxgrad.model.without_elements import without_large_weights
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer, sgd
 from onnxgrad.parallel.process_groups import DataParallel
@@ -36,34 +36,33 @@ from onnxgrad.schedules.base import LearningRate, constant, select as select_sch
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import BuildCache, describe
 from onnxgrad.training.mixing import Mix, check_mix
-from onnxgrad.training.modes.ranges import with_ranges
-from onnxgrad.training.modes.stored_integers import pairs
+from onnxgrad.training.modes.ranges import with_trained_scales
+from onnxgrad.training.modes.stored_integers import rounded_float_weights
 from onnxgrad.training.output_metrics import ByOutput, select_metrics
-from onnxgrad.training.parameters.choice import as_list, separated_choice
+from onnxgrad.training.parameters.choice import choose_and_separate, list_patterns
 from onnxgrad.training.precision import (
     PRECISIONS,
     Dtypes,
-    for_file,
-    resolved,
-    rounded,
-    rounding,
-    widened,
+    cast_halves_to_float32,
+    cast_to_dtypes,
+    cast_within_range,
+    rounding_errors,
+    training_precision,
 )
 from onnxgrad.training.state import Arrays, TrainState
-from onnxgrad.training.step.update import evaluated
+from onnxgrad.training.step.update import weights_to_evaluate
 
+USUAL_BATCH_SIZE = 32  # rows of a step of `fit` without `batch_size`
 Check = Callable[[str, Any], Any]  # name, value -> the value that a `Job` holds
 
 
-def _accept_any(name: str, value: Any) -> Any:
-    return value
-
-
-def _copied_dict(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+def _copy_mapping(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of a mapping; None stands for an empty one."""
     return dict(value or {})
 
 
-def _one_of(*choices: str) -> Check:
+def _check_one_of(*choices: str) -> Check:
+    """Return a check that accepts the texts `choices` only."""
     return lambda name, value: check_choice(name, value, choices)
 
 
@@ -72,17 +71,18 @@ class Argument:
     """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and its effects.
 
     Attributes:
-        fields: the fields of a `Job` that follow from it. None where it belongs to the call of
-            `fit`, or `identity_of` reads it by other means.
+        fields: the names of the fields of a `Job` that follow from the argument, separated by
+            spaces. Empty where the argument belongs to the call of `fit`, or where `identity_of`
+            reads it by other means.
         check: (name, value) -> the value that a `Job` holds. It raises a `ValueError` that names
-            the argument.
-        in_step: whether the compiled step or evaluation depends on it.
-        free: why a resumed training may have another value; empty: it must have an equal one, and
-            so must all processes of a group.
+            the argument. By default, any value is accepted.
+        in_step: whether the compiled step or evaluation depends on the argument.
+        free: why a resumed training may have another value of the argument; empty: the value must
+            be equal in a resumed training, and in all processes of a group.
     """
 
     fields: str = ""
-    check: Check = _accept_any
+    check: Check = lambda name, value: value
     in_step: bool = False
     free: str = ""
 
@@ -108,13 +108,13 @@ ARGUMENTS: Mapping[str, Argument] = {
         in_step=True,
     ),
     "accumulate": Argument("accumulate", check_count, in_step=True),
-    "batch_norm": Argument("batch_norm", _one_of("frozen", "train"), in_step=True),
-    "dropout": Argument("dropout", _copied_dict, in_step=True),
+    "batch_norm": Argument("batch_norm", _check_one_of("frozen", "train"), in_step=True),
+    "dropout": Argument("dropout", _copy_mapping, in_step=True),
     "mix": Argument("mix", lambda _, value: check_mix(value), in_step=True),
-    "batch_axes": Argument("batch_axes", _copied_dict, in_step=True),
-    "carry": Argument("carry", _copied_dict, in_step=True),
-    "recompute": Argument("recompute", _one_of(*RECOMPUTE), in_step=True),
-    "precision": Argument("precision", _one_of(*PRECISIONS), in_step=True),
+    "batch_axes": Argument("batch_axes", _copy_mapping, in_step=True),
+    "carry": Argument("carry", _copy_mapping, in_step=True),
+    "recompute": Argument("recompute", _check_one_of(*RECOMPUTE), in_step=True),
+    "precision": Argument("precision", _check_one_of(*PRECISIONS), in_step=True),
     "seed": Argument("seed", lambda name, seed: check_count(name, seed, 0), in_step=True),
     "members": Argument("members", in_step=True),
     "weights": Argument(free=_BEGINNING),
@@ -146,7 +146,7 @@ ARGUMENTS: Mapping[str, Argument] = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked values of the arguments among `given`, by name.
+    """Return the checked values of the arguments of a trainer or of `fit` in `given`, by name.
 
     Raises:
         ValueError: a value that an argument does not take.
@@ -154,23 +154,24 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {n: ARGUMENTS[n].check(n, value) for n, value in given.items() if n in ARGUMENTS}
 
 
-def _fields_of(arguments: Iterable[Argument]) -> list[str]:
-    """Return the fields of a `Job` that follow from some arguments."""
-    return list(dict.fromkeys(name for one in arguments for name in one.fields.split()))
+def _job_fields(arguments: Iterable[Argument]) -> list[str]:
+    """Return the names of the fields of a `Job` that follow from `arguments`, each once."""
+    names = (name for argument in arguments for name in argument.fields.split())
+    return list(dict.fromkeys(names))
 
 
-_IN_STEP = _fields_of(argument for argument in ARGUMENTS.values() if argument.in_step)
-_COMPARED = _fields_of(argument for argument in ARGUMENTS.values() if not argument.free)
-_OF_MEMBERS = ("members", "optimizers", "learning_rates")
+_STEP_FIELDS = _job_fields(argument for argument in ARGUMENTS.values() if argument.in_step)
+_COMPARED_FIELDS = _job_fields(argument for argument in ARGUMENTS.values() if not argument.free)
+_STACK_FIELDS = ("members", "optimizers", "learning_rates")
 
 
 def usual_rate(optimizer: Optimizer) -> float:
-    """Return the learning rate of a training without the argument `learning_rate`."""
+    """Return the learning rate that an optimizer has without the argument `learning_rate`."""
     return 1e-3 if optimizer.usual_rate is None else optimizer.usual_rate
 
 
 def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
-    """Return a learning rate as an object: a number is constant, None the optimizer's usual one."""
+    """Return the argument `learning_rate` as a schedule; None is the usual rate of `optimizer`."""
     rate = usual_rate(optimizer) if rate is None else rate
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)
 
@@ -178,7 +179,7 @@ def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MEANT = {
+_REMEDIES = {  # by the names that other libraries give to arguments
     "criterion": f"pass {named('loss')}",
     "lr": f"pass {named('learning_rate')}",
     "weight_decay": "it is an argument of an optimizer, as adamw",
@@ -186,21 +187,24 @@ _MEANT = {
 }
 
 
-def require_known(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise `TypeError` for an unknown argument, with our name for one of other libraries."""
+def require_known_arguments(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise `TypeError` for an argument that is not `known`.
+
+    For names of other libraries, such as `lr`, the message says which argument to pass instead.
+    """
     for name in (name for name in given if name not in known):
-        if name in _MEANT:
-            raise TypeError(f"unknown argument {name!r}: {_MEANT[name]}")
+        if name in _REMEDIES:
+            raise TypeError(f"unknown argument {name!r}: {_REMEDIES[name]}")
         raise TypeError(str(unknown("argument", name, known)))
 
 
 def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that raises the error of `require_known` for unknown arguments."""
+    """Return `function` with the errors of `require_known_arguments` for unknown arguments."""
     known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*values: P.args, **named_values: P.kwargs) -> R:
-        require_known(named_values, known)
+        require_known_arguments(named_values, known)
         return function(*values, **named_values)
 
     return checked
@@ -208,22 +212,25 @@ def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A model, the weights of it that train, and the checked arguments of the training.
+    """A model, the names of the weights that train, and the checked arguments of the training.
 
-    With the defaults, a model is evaluated with the weights of its file: none is an input, and the
-    model needs no trainable weight.
+    With the defaults, a model is evaluated with the weights of its file: no weight is an input of
+    the graph, and the model needs no trainable weight.
 
     Attributes:
-        proto: the model, without the large weights that train: `digest` describes the whole one.
+        proto: the model, without the elements of the weights that train if these are large.
         trained: names of the weights that train.
         straight_through: whether gradients pass through the rounding of quantized layers.
-        optimizers: one, or one for each member of a stack.
-        learning_rates: one, or one for each member of a stack.
-        metrics: by output.
-        classes: the names of the classes, given or of the file.
-        members: of a stack, the number of its models; None for one model.
-        digest: of the whole model, if `proto` lacks large weights.
-        built: sessions and graphs of this job, until a loss or another argument is modified.
+        optimizers: a list of one optimizer; of a stack, the optimizer of each member.
+        learning_rates: a list of one schedule; of a stack, the schedule of each member.
+        metrics: the metrics by output.
+        classes: the names of the classes: the argument `classes`, or else the names in the file.
+        members: the count of members of a stack, the copies of the model that it trains; None for
+            one model.
+        digest: the digest of the whole model, if `proto` lacks large weights; otherwise None.
+        built: sessions and graphs of this job, kept until a loss or another argument is modified.
+        usual_batch_size: rows of a step of `fit` without `batch_size`; a task may state another.
+        shows_progress: whether `fit` shows a progress bar, if a person watches the terminal.
     """
 
     proto: ModelProto
@@ -253,41 +260,41 @@ class Job:
     members: int | None = None
     digest: str | None = None
     built: BuildCache = field(default_factory=BuildCache)
+    usual_batch_size: int = USUAL_BATCH_SIZE
+    shows_progress: bool = True
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; in a stack, of the first member."""
+        """The optimizer; of a stack, the optimizer of the first member."""
         return self.optimizers[0]
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The learning rate; in a stack, of the first member."""
+        """The schedule of the learning rate; of a stack, the schedule of the first member."""
         return self.learning_rates[0]
 
     @property
-    def constants(self) -> dict[str, ir.DataType]:
+    def constant_dtypes(self) -> dict[str, ir.DataType]:
         """The dtypes of the constants of the model, by name."""
-        return self.built.get("constants", lambda: id(self.proto), self._read_constants)
 
-    def _read_constants(self) -> dict[str, ir.DataType]:
-        refs = constants.constant_refs(self.proto)
-        return {ref.name: ir.DataType(ref.read().data_type) for ref in refs}
+        def read() -> dict[str, ir.DataType]:
+            refs = constants.constant_refs(self.proto)
+            return {ref.name: ir.DataType(ref.read().data_type) for ref in refs}
 
-    @property
-    def narrow(self) -> Dtypes:
-        """The dtypes of the constants that have 16 bits in the file."""
-        return self.built.get("narrow", lambda: id(self.proto), self._read_narrow)
-
-    def _read_narrow(self) -> Dtypes:
-        return {name: kind.numpy() for name, kind in self.constants.items() if kind in HALVES}
+        return self.built.get("constant_dtypes", lambda: id(self.proto), read)
 
     @property
-    def moved(self) -> set[str]:
-        """The inputs whose rows are not on their first axis."""
+    def half_dtypes(self) -> Dtypes:
+        """The dtypes of the constants that are float16 or bfloat16 in the file, by name."""
+        return {name: d.numpy() for name, d in self.constant_dtypes.items() if d in HALVES}
+
+    @property
+    def moved_inputs(self) -> set[str]:
+        """The names of the inputs whose rows are not on their first axis, by `batch_axes`."""
         return {name for name, axis in self.batch_axes.items() if axis != 0}
 
     @property
-    def averages(self) -> bool:
+    def averages_weights(self) -> bool:
         """Whether an optimizer averages weights."""
         return any(optimizer.averages for optimizer in self.optimizers)
 
@@ -298,7 +305,7 @@ class Job:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments that a reader of the training may see, by name."""
+        """The arguments of the trainer that trackers and reports show, by name."""
         values = {name: getattr(self, name) for name in ARGUMENTS if hasattr(self, name)}
         values["metrics"] = self.every_metric
         if self.members is not None:
@@ -306,25 +313,29 @@ class Job:
         return values
 
     @property
-    def compared(self) -> dict[str, Any]:
-        """The arguments that must be equal in a resumed training, and in all processes, by name."""
-        names = [n for n in _COMPARED if self.members is not None or n not in _OF_MEMBERS]
+    def compared_fields(self) -> dict[str, Any]:
+        """The fields that must be equal in a resumed training and in all processes, by name."""
+        of_stack = self.members is not None
+        names = [n for n in _COMPARED_FIELDS if of_stack or n not in _STACK_FIELDS]
         return {name: getattr(self, name) for name in names}
 
     @property
     def step_key(self) -> Any:
         """The cache key of the compiled step: equal as long as the step stays the same."""
-        values = {name: getattr(self, name) for name in _IN_STEP}
+        values = {name: getattr(self, name) for name in _STEP_FIELDS}
         return id(self.proto), self.built.fingerprint(values)
 
-    def anew(self) -> Job:
-        """Return an equal job with nothing built."""
+    def copy_without_cache(self) -> Job:
+        """Return an equal job with an empty cache of sessions and graphs."""
         return replace(self, built=BuildCache())
 
     # -- the values of a state --------------------------------------------------------------
 
     def weights_to_begin(self, state: TrainState) -> Arrays:
-        """Return the weights with which a new training begins: averages, but not rounded."""
+        """Return the weights with which another `fit` begins: averages, if an optimizer has them.
+
+        They are not rounded to the 16 bits of a file.
+        """
         values = self._values_in_training(state)
         return {name: values[name] for name in state.weights}
 
@@ -332,48 +343,49 @@ class Job:
         """Return the weights and statistics that are evaluated and exported, by name.
 
         The weights are from the last step, or averages if the optimizer averages weights. Arrays
-        of a stack have an axis of members first. Where the file has 16 bits, values are rounded to
-        these.
+        of a stack have the axis of members first. Values of constants that have 16 bits in the file
+        are rounded to 16 bits.
         """
-        values, narrow = self._values_in_training(state), self.narrow
-        if not narrow:
+        values, dtypes = self._values_in_training(state), self.half_dtypes
+        if not dtypes:
             return values
-        values = rounded(values, narrow)
-        return {n: self.in_training(a) if n in narrow else a for n, a in values.items()}
+        values = cast_to_dtypes(values, dtypes)
+        return {n: self.cast_for_training(a) if n in dtypes else a for n, a in values.items()}
 
     def values_for_file(self, state: TrainState) -> Arrays:
         """Return the weights and statistics to export, in the dtypes of the file.
 
         Raises:
-            ValueError: a number beyond the range of its dtype.
+            ValueError: an element beyond the range of the dtype.
         """
-        return for_file(self._values_in_training(state), self.narrow)
+        return cast_within_range(self._values_in_training(state), self.half_dtypes)
 
-    def rounding(self, state: TrainState) -> dict[str, float]:
-        """Return the largest and the mean difference to the weights of a file of 16 bits."""
+    def rounding_errors(self, state: TrainState) -> dict[str, float]:
+        """Return the largest and the mean error of rounding weights to the 16 bits of a file."""
         if self.precision == "file":
             return {}
-        return rounding(self._values_in_training(state), self.narrow)
+        return rounding_errors(self._values_in_training(state), self.half_dtypes)
 
-    def in_training(self, array: np.ndarray) -> np.ndarray:
-        """Return a constant in the dtype in which it trains and is evaluated."""
-        return array if self.precision == "file" else widened(array)
+    def cast_for_training(self, array: np.ndarray) -> np.ndarray:
+        """Return the elements of a constant in the dtype in which it trains and is evaluated."""
+        return array if self.precision == "file" else cast_halves_to_float32(array)
 
     def _values_in_training(self, state: TrainState) -> Arrays:
-        """Return weights and statistics as `values_to_evaluate`, before they are rounded."""
+        """Return the values of `values_to_evaluate` before they are rounded."""
         values = state.values
-        buffers = {n: a for n, a in values.buffers.items() if n in self.constants}
-        if not self.averages:
+        buffers = {n: a for n, a in values.buffers.items() if n in self.constant_dtypes}
+        if not self.averages_weights:
             return values.weights | buffers
         members = [values] if self.members is None else map(values.__getitem__, range(self.members))
         pairs = zip(self.optimizers, members, strict=True)
-        every = [evaluated(o, own.weights, own.slots, own.steps) for o, own in pairs]
+        every = [weights_to_evaluate(o, own.weights, own.slots, own.steps) for o, own in pairs]
         if self.members is None:
             return every[0] | buffers
         return {n: np.stack([own[n] for own in every]) for n in values.weights} | buffers
 
 
-_PREPARED = "model train freeze train_ranges classes optimizer learning_rate".split()
+# arguments that are no fields of a `Job`
+_DERIVED_FROM = "model train freeze train_ranges classes optimizer learning_rate".split()
 
 
 def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
@@ -387,28 +399,28 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
         ModelError: the model cannot be read.
     """
     checked = check_arguments(given)
-    proto, train, freeze, train_ranges, classes, optimizer, rate = map(checked.pop, _PREPARED)
+    proto, train, freeze, train_ranges, classes, optimizer, rate = map(checked.pop, _DERIVED_FROM)
     statistics = checked["batch_norm"] == "train"
-    proto, trained = separated_choice(read(proto), train, freeze, statistics)
+    proto, trained = choose_and_separate(read(proto), train, freeze, statistics)
     # a user who names weights of a quantized model knows that its stored integers stay
     tuned = read_note(proto, ADAPTERS) or read_note(proto, HEAD)
-    rounded_weights = {pair.weight for pair in pairs(proto)}
-    named = train is not None or train_ranges or bool(tuned)
+    rounded_weights = {pair.weight for pair in rounded_float_weights(proto)}
+    is_chosen = train is not None or train_ranges or bool(tuned)
     checked |= {
-        "precision": resolved(checked["precision"], proto, checked["device"]),
+        "precision": training_precision(checked["precision"], proto, checked["device"]),
         "dropout": adapter_dropout(proto) | checked["dropout"],
-        "straight_through": named or not rounded_weights.isdisjoint(trained),
+        "straight_through": is_chosen or not rounded_weights.isdisjoint(trained),
     }
     names = read_names(proto)
     names.classes = list(classes) or names.classes
     checked["class_weight"] = weights_by_number(checked["class_weight"], names.classes)
     if train_ranges:
-        proto, changes = with_ranges(proto, as_list(freeze))
+        proto, changes = with_trained_scales(proto, list_patterns(freeze))
         trained = [*trained, *changes]
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
-    small, digest = emptied(proto, trained), None
+    small, digest = without_large_weights(proto, trained), None
     if small is not proto:
-        gc.collect()  # graphs, which are cyclic, refer to the whole model
+        gc.collect()  # frees the whole model, to which cyclic graphs refer
         digest = describe(proto)
     job = Job(
         small,
@@ -419,4 +431,4 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
         digest=digest,
         **checked,
     )
-    return job, names, {name: job.in_training(refs[name].array()) for name in trained}
+    return job, names, {name: job.cast_for_training(refs[name].array()) for name in trained}

@@ -17,7 +17,7 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
-from onnxgrad.training.progress import FitProgress, Totals, over_members
+from onnxgrad.training.progress import FitProgress, Totals, mean_over_members
 from onnxgrad.training.run.runner import Losses, Runner
 from onnxgrad.training.run.stages import Asked
 from onnxgrad.training.state import TrainState
@@ -34,14 +34,13 @@ class Loop:
 
     Args:
         call: the `Fit`, with its state, runner, source, rates and callbacks; until training ends.
-        first_epoch: the number of finished epochs from which progress counts, 0 of a training that
-            is resumed.
-        last_epoch: the number at which training ends.
+        first_epoch: the index of the epoch from which progress counts; 0 in a resumed training.
+        last_epoch: the count of finished epochs at which training ends.
 
     Attributes:
         progress: the `FitProgress`.
-        sample: a call of the runtime with full batches, while it trains.
-        failed: the call of the runtime that gave NaN or infinity; None without.
+        sample: a call of the runtime with full batches, while the loop runs.
+        failed: the call of the runtime that gave NaN or infinity; None: no call did.
     """
 
     def __init__(self, call: Any, first_epoch: int, last_epoch: int) -> None:
@@ -54,25 +53,26 @@ class Loop:
         self._began = self.runner.now.steps
         self._totals = self._resumed_totals()
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
-        self._asked = False  # whether the next step tells the requests of all processes
-        self._before: Callable[[], None] | None = None  # sets back to the end of that step
+        self._asked = False  # whether the next step exchanges the requests of all processes
+        # sets the state back to the end of the step before the requests are exchanged
+        self._restore_before: Callable[[], None] | None = None
         last = self.state.validation_losses[-1:]
-        self._validated = over_members(last[0]) if last else None
+        self._validated = mean_over_members(last[0]) if last else None
         self.progress = self._progress_after(0.0)
 
     def _resumed_totals(self) -> Totals:
-        """Return the sums of the unfinished epoch, which are zeros before its first step."""
+        """Return the sums of the losses of the unfinished epoch, zeros before its first step."""
         state = self.state
         return Totals.of(self.runner.step.factors, state.running, state.members)
 
     @property
     def _learning_rate(self) -> Any:
-        """The rate of the last step; of a stack (members,)."""
+        """The learning rate of the last step; in a stack, an array (members,)."""
         rate = self.state.learning_rate
         return rate if self.state.members is None else np.array(rate)
 
     def _progress_after(self, seconds: float) -> FitProgress:
-        """Return the progress of training after so many seconds of this epoch."""
+        """Return the progress of training after `seconds` seconds of the present epoch."""
         state, totals, source = self.state, self._totals, self.call.source
         steps = None
         if isinstance(source.batches, int):
@@ -82,7 +82,7 @@ class Loop:
             self.last_epoch - self.first_epoch,
             totals.rows,
             source.rows,
-            over_members(totals.mean),
+            mean_over_members(totals.mean),
             self._validated,
             totals.rows / max(seconds, 1e-9),
             state.step,
@@ -91,8 +91,8 @@ class Loop:
         )
 
     @property
-    def moved(self) -> bool:
-        """Return whether a slice of batches was finished."""
+    def has_trained(self) -> bool:
+        """Whether a slice of batches was finished in this loop."""
         return self.runner.now.steps != self._began
 
     def run(self) -> None:
@@ -107,22 +107,23 @@ class Loop:
                 with call.callbacks.training(call.trainer, state, self.control, held):
                     self._run_epochs()
             finally:
-                # they hold data and states, and the call refers to this loop, so that both would
-                # stay in memory until the garbage is collected
-                self.sample = self._before = None
+                # `sample` and `call` hold data and states, and `call` refers to this loop: without
+                # these lines, they would stay in memory until the garbage is collected
+                self.sample = self._restore_before = None
                 del self.call
                 with held():
                     state.end()
 
     def _run_epochs(self) -> None:
+        """Run the epochs, and set `state.stop_reason`."""
         state = self.state
         try:
-            with self._whole_or_nothing():
+            with self._restoring_after_errors():
                 self._share_requests()
                 self._obey_requests()
             while state.epoch < self.last_epoch and not self.control.stop:
-                if (count := self.unseen_epochs()) > 1:
-                    self._epochs_at_once(count)
+                if (count := self.epochs_per_call()) > 1:
+                    self._run_epochs_at_once(count)
                 else:
                     self._run_epoch()
             self.runner.collect()
@@ -134,10 +135,10 @@ class Loop:
             raise
 
     @contextmanager
-    def _whole_or_nothing(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
-        """Set the state back if the block breaks off, so that a resumed training runs all of it.
+    def _restoring_after_errors(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
+        """Set the state back if the block raises, so that a resumed training runs all of the block.
 
-        `restore`: sets it back to an earlier state than the one before the block.
+        `restore` sets the state back to an earlier one; None: to the state before the block.
         """
         restore = restore or self.state.memento()
         try:
@@ -148,30 +149,31 @@ class Loop:
             restore()
             raise
 
-    def unseen_epochs(self) -> int:
-        """Return how many epochs the next call of the runtime may run, as nothing looks in between.
+    def epochs_per_call(self) -> int:
+        """Return how many epochs the next call of the runtime may run.
 
-        Up to 1: none of them, or a part of one, as any other call. Small models take longer to be
-        called than to be trained: for a step of 30 microseconds, an epoch of 50 of them takes
-        1.5 ms, and the Python around its call half a millisecond.
+        Several, if neither callbacks nor evaluations look at the state between the epochs. With 1
+        or less, calls run slices of an epoch. Small models take longer to be called than to be
+        trained: for a step of 30 microseconds, an epoch of 50 steps takes 1.5 ms, and the Python
+        around its call half a millisecond.
         """
         state, call, runner = self.state, self.call, self.runner
         source, step = call.source, runner.step
         if call.callbacks.all or call.validated is not None or not isinstance(source, ArraySource):
             return 1
-        if runner.member_shape or not runner.compute.joins_batches:  # else the runner looks
+        if runner.member_shape or not runner.compute.joins_batches:  # the runner looks at each step
             return 1
         begun = state.position or state.pending
-        if begun or step.scaled or FIRST.name in step.feeds or not call.rates.steady:
+        if begun or step.has_loss_scale or FIRST.name in step.feeds or not call.rates.steady:
             return 1
         most = min(source.joins, runner.budget() // source.batches)
         return min(most, self.last_epoch - state.epoch)
 
-    def _epochs_at_once(self, count: int) -> None:
-        """Run epochs between which nothing looks at the state, in one call of the runtime."""
+    def _run_epochs_at_once(self, count: int) -> None:
+        """Run `count` epochs in one call of the runtime."""
         state, source, start = self.state, self.call.source, time.perf_counter()
         assert isinstance(source, ArraySource)
-        with self.interrupts.held(), self._whole_or_nothing():
+        with self.interrupts.held(), self._restoring_after_errors():
             first, orders = state.epoch, []
             for state.epoch in range(first, first + count):
                 orders.append(state.row_order() if self.call.shuffle else None)
@@ -181,7 +183,7 @@ class Loop:
             for i in range(0, count * batches, batches):
                 own = call.part_of(i, batches)
                 self._totals = self._resumed_totals()
-                if losses is None:  # one of these epochs has the step that is not finite
+                if losses is None:  # run each epoch, to find the step that is not finite
                     self._run_slice(own.piece)
                 else:
                     sums, counts = losses
@@ -195,10 +197,10 @@ class Loop:
             watcher.on_epoch_end(self.call.trainer, state, self.control)
 
     def _run_epoch(self) -> None:
-        """Run one epoch, or the rest of it; end early if a callback says so."""
+        """Run one epoch, or the rest of a resumed epoch; end early if a callback asks for it."""
         state, start = self.state, time.perf_counter()
         self._totals, self._seconds = self._resumed_totals(), [0.0, 0.0]
-        with self._whole_or_nothing():
+        with self._restoring_after_errors():
             self._call_event("on_epoch_begin")
             self._obey_requests()
         if self.control.stop:
@@ -209,10 +211,10 @@ class Loop:
             if restore is None and self.control.stop and not self._asked:
                 return
         source = self.call.source
-        with closing(self._timed_slices()) as slices:  # which ends a thread that reads ahead
+        with closing(self._timed_slices()) as slices:  # closing ends a thread that reads ahead
             for piece in slices:
-                if not self._run_whole_slice(piece):  # a process has asked for something before
-                    with self._whole_or_nothing(self._before):
+                if not self._run_whole_slice(piece):  # a process had requests in the step before
+                    with self._restoring_after_errors(self._restore_before):
                         self._obey_requests()
                     if self.control.stop:
                         return
@@ -221,30 +223,33 @@ class Loop:
                 restore = self._end_step()
                 if restore is None and self.control.stop and not self._asked:
                     known = source.rows is not None or source.batches is not None
-                    if known or next(slices, None) is not None:  # else the epoch has ended, too
+                    if known or next(slices, None) is not None:  # otherwise the epoch has ended
                         return
-        if self._asked:  # and no step has followed
+        if self._asked:  # no step has followed that exchanges the requests
             self._share_requests()
-        with self._whole_or_nothing(restore):
+        with self._restoring_after_errors(restore):
             self._finish_epoch()
 
     def _run_whole_slice(self, piece: Slice) -> bool:
-        """Run the steps of a slice; False: none, as a process has requests of the step before."""
+        """Run the steps of a slice of batches; return whether they ran.
+
+        They do not run if a process had requests of callbacks after the step before.
+        """
         try:
-            with self.interrupts.held(), self._whole_or_nothing():
+            with self.interrupts.held(), self._restoring_after_errors():
                 self._run_slice(piece)
         except Asked as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
             return False
         finally:
             self._asked = False
-        self._before = None  # it holds a state
+        self._restore_before = None  # the function holds a state in memory
         return True
 
     def _end_step(self) -> Callable[[], None] | None:
-        """Call the events of a step; return what undoes them, if the end of the epoch follows."""
+        """Call the events of a step; at the end of an epoch, return a function that undoes them."""
         restore = self.state.memento()
-        with self._whole_or_nothing(restore):
+        with self._restoring_after_errors(restore):
             self.state.pending = False
             self._call_event("on_step_end", shares=False)
             control, source = self.control, self.call.source
@@ -254,14 +259,14 @@ class Loop:
             requests = [control.stop, control.save, control.evaluate]
             self._asked = not control.freeze and self.runner.ask(requests)
             if self._asked:
-                self._before = restore
+                self._restore_before = restore
             else:
                 self._share_requests()
                 self._obey_requests()
         return None
 
     def _timed_slices(self) -> Generator[Slice, None, None]:
-        """Yield the slices of the epoch, and measure the time until each is there."""
+        """Yield the slices of the epoch, and measure the time that reading each slice takes."""
         state, call = self.state, self.call
         done = state.step - state.position  # in earlier epochs
 
@@ -283,12 +288,16 @@ class Loop:
             slices.close()
 
     def _next_call(self, piece: Slice) -> Call:
-        """Return the steps of a slice at their learning rates."""
+        """Return the next call of the runtime: the steps of a slice at their learning rates."""
         state = self.state
         return Call(piece, self.call.rates.at(state.step, piece.batches), state.position)
 
     def _run_slice(self, piece: Slice) -> None:
-        """Run the steps of a slice, and count them."""
+        """Run the steps of a slice, and count them in the state.
+
+        Raises:
+            ConvergenceError: the loss or a weight is not finite.
+        """
         start, call = time.perf_counter(), self._next_call(piece)
         if self.sample is None or piece.rows >= self.sample.piece.rows:  # not a short last batch
             self.sample = call
@@ -301,7 +310,7 @@ class Loop:
         self._count_steps(call, losses)
 
     def _run_call(self, call: Call) -> Losses | None:
-        """Return the losses of the steps of a call; None if one is not finite.
+        """Return the losses of the steps of a call; None if a loss or weight is not finite.
 
         Raises:
             ValueError: onnxruntime fails, as a label does not fit its prediction.
@@ -317,7 +326,7 @@ class Loop:
             raise
 
     def _count_steps(self, call: Call, losses: Losses) -> None:
-        """Count the steps of a call in the state, and add their losses up."""
+        """Count the steps of a call in the state, and add up their losses."""
         state, piece = self.state, call.piece
         state.learning_rate = call.rates[-1].tolist()
         state.position, state.pending = state.position + piece.batches, True
@@ -325,7 +334,7 @@ class Loop:
         state.running = self._totals.to_json()
 
     def _finish_epoch(self) -> None:
-        """Record a finished epoch, and evaluate."""
+        """Record a finished epoch in the history, and evaluate the validation data."""
         self.runner.collect()
         self._record_epoch()
         entry = self.state.history[-1]
@@ -336,7 +345,10 @@ class Loop:
         self._obey_requests()
 
     def _record_epoch(self, further: int = 0) -> None:
-        """Count the epoch, and add it to the history; `further` steps after it are done."""
+        """Count a finished epoch, and add its entry to the history.
+
+        `further`: the count of steps of later epochs that are done already.
+        """
         state, loss = self.state, self._totals.mean
         entry: dict[str, Any] = {
             "step": state.step - further,
@@ -344,7 +356,7 @@ class Loop:
             "loss": loss,
         }
         entry["learning_rate"] = self._learning_rate
-        if self.runner.step.scaled:
+        if self.runner.step.has_loss_scale:
             buffers = [state.buffers[name] for name in (SCALE, SKIPPED)]
             entry["loss_scale"], entry["skipped_steps"] = (
                 a.tolist() if state.members is None else a.copy() for a in buffers
@@ -355,7 +367,7 @@ class Loop:
         warn_of_no_label(loss, state.epoch)
 
     def _evaluate_into(self, entry: dict[str, Any]) -> None:
-        """Evaluate, and add the results to an entry, which becomes the last one of the history."""
+        """Evaluate the validation data, and add the results to `entry`, the last of the history."""
         self.runner.collect()  # an average of weights may be among the slots
         results, history = self.call.validation_results(), self.state.history
         if not results:
@@ -369,31 +381,32 @@ class Loop:
         entry.update(results)
         if not history or history[-1] is not entry:
             history.append(entry)
-        self._validated = over_members(results["validation_loss"])
+        self._validated = mean_over_members(results["validation_loss"])
         self.progress.validation_loss = self._validated
         self.control.evaluate = False
         self._call_event("on_evaluate")
 
     def _call_event(self, event: str, shares: bool = True) -> None:
-        """Call the methods `event` of callbacks; processes share the requests if `shares`."""
+        """Call the method `event` of each callback; if `shares`, processes exchange requests."""
         self.call.callbacks.call(event, self.call.trainer, self.state, self.control)
         if shares:
             self._share_requests()
 
     def _share_requests(self) -> None:
-        """Let all processes that share the training have the requests of each."""
+        """Let each process of a group have the requests of all processes."""
         control = self.control
         requests = self.runner.agree([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
 
     def _obey_requests(self) -> None:
-        """Freeze members, evaluate and save, if a callback asked for it."""
+        """Freeze members of a stack, evaluate and save, as callbacks asked for in `control`."""
         control = self.control
         if control.freeze:
             members, asked = self.state.members, sorted(control.freeze)
             if members is not None and (unknown := [k for k in asked if k not in range(members)]):
                 raise ValueError(
-                    f"control.freeze has {unknown}, and the members are 0 to {members - 1}"
+                    f"control.freeze names the members {unknown} of the stack, which has the "
+                    f"members 0 to {members - 1}: a callback must add indices of these"
                 )
             self.runner.freeze(asked)
             control.freeze = set()
@@ -409,7 +422,7 @@ class Loop:
             self._call_event("on_save")
 
     def _extra_evaluation(self) -> None:
-        """Evaluate within an epoch, or after one that is not evaluated otherwise."""
+        """Evaluate the validation data for a callback, unless it was done after this step."""
         state = self.state
         last = state.history[-1] if state.history else {}
         if last.get("step") == state.step and "validation_loss" in last:
@@ -424,12 +437,12 @@ class Loop:
 
 
 class Interrupts:
-    """Holds signals back inside of `with interrupts.held():`, and raises them after it.
+    """Holds signals back inside of `with interrupts.held():`, and raises them after the block.
 
-    Elsewhere they are raised at once: Ctrl-C as `KeyboardInterrupt`, SIGTERM as `SystemExit`. After
-    one was raised, further signals wait for the end of the next such block, so that they do not
-    interrupt saving the state. Only the main thread gets signals; handlers that the program has set
-    stay.
+    Elsewhere, signals are raised at once: Ctrl-C as `KeyboardInterrupt`, SIGTERM as `SystemExit`.
+    After a signal was raised, further signals wait for the end of the next block, so that they do
+    not interrupt saving the state. Only the main thread gets signals; handlers that the program has
+    set stay.
     """
 
     def __init__(self) -> None:
@@ -438,7 +451,7 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals inside of the block."""
+        """Install the handlers of signals for the block."""
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             own: dict[int, Any] = {
@@ -456,7 +469,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back inside of the block, which may be nested; raise one at the end."""
+        """Hold signals back inside of the block, which may be nested; raise a signal at its end."""
         self._held, self._depth = True, self._depth + 1
         try:
             yield
@@ -468,7 +481,7 @@ class Interrupts:
             self._raise_signal(number)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Keep the first signal inside of `held`, and raise it elsewhere."""
+        """Keep the first signal that comes inside of `held`; raise any signal elsewhere."""
         if self._held:
             self._waiting = self._waiting or number
         else:

@@ -1,7 +1,7 @@
 """Mixup and CutMix: the rows of a batch are mixed with each other, in the graph of a step.
 
-The random numbers of a batch are a function of the seed and the number of the draw, and an input
-of the step, so that a resumed training mixes the same rows by the same shares.
+The random numbers of a batch are a function of the seed and the number of the draw, and inputs of
+the step, so that a resumed training mixes the same rows by the same shares.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from onnxgrad.training.model_loss import ComputedLoss
 from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 
 _DOUBLE = ir.DataType.DOUBLE
-_STREAM = 3  # of random numbers; other streams of a trainer begin with the seed and 1, or 2
+# the stream of random numbers [seed, 3, draw]; other streams of a trainer are [seed, 1], [seed, 2]
+_STREAM = 3
 _MOST_CHANNELS = 4  # of an image with the channels last
 
 
 @dataclass(frozen=True)
 class Mixup:
-    """See `mixup`."""
+    """The argument `mix` of a trainer that blends each row with another row: see `mixup`."""
 
     alpha: float
     inputs: tuple[str, ...] | None = None
@@ -38,31 +39,35 @@ class Mixup:
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
 
-    def numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the share of each row itself."""
+    def random_numbers(self, rng: np.random.Generator) -> list[float]:
+        """Draw the share of the own row in the mixed row."""
         return [rng.beta(self.alpha, self.alpha)]
 
-    def names(self, features: Sequence[str]) -> Sequence[str]:
-        """Return the inputs that are mixed."""
-        return _only_name(features, "mixup(inputs=[...])") if self.inputs is None else self.inputs
+    def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
+        """Return the names of the inputs that are mixed; `features` are the inputs of the model."""
+        return (
+            _require_one_name(features, "mixup(inputs=[...])")
+            if self.inputs is None
+            else self.inputs
+        )
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
     ) -> tuple[list[ir.Value], MixedRows]:
-        """Write share x_i + (1 - share) x_partners[i]."""
+        """Return the inputs share x_i + (1 - share) x_partners[i], and how rows are mixed."""
         mixed = MixedRows(partners, op.Reshape(numbers, []))
         for x in inputs:
             if x.dtype is None or not x.dtype.is_floating_point():
                 raise ValueError(
-                    f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name others by "
-                    "mixup(inputs=[...]), or use cutmix"
+                    f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name inputs of "
+                    "floats by mixup(inputs=[...]), or use cutmix"
                 )
         return [mixed.blend(op, x, mixed.take_partners(op, x)) for x in inputs], mixed
 
 
 @dataclass(frozen=True)
 class CutMix:
-    """See `cutmix`."""
+    """The argument `mix` of a trainer that pastes a box of another row: see `cutmix`."""
 
     alpha: float
     input: str | None = None
@@ -71,19 +76,24 @@ class CutMix:
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
 
-    def numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the share of the image itself, and numbers from 0 to 1 for the center of the box."""
+    def random_numbers(self, rng: np.random.Generator) -> list[float]:
+        """Draw the share of the own image, and numbers from 0 to 1 for the center of the box."""
         centers = rng.random(8)  # as many as an input may have axes
         return [rng.beta(self.alpha, self.alpha), *centers]
 
-    def names(self, features: Sequence[str]) -> Sequence[str]:
-        """Return the input that is mixed."""
-        return _only_name(features, "cutmix(input=...)") if self.input is None else [self.input]
+    def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
+        """Return the name of the input that is mixed; `features` are the inputs of the model."""
+        return (
+            _require_one_name(features, "cutmix(input=...)") if self.input is None else [self.input]
+        )
 
     def write(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
     ) -> tuple[list[ir.Value], MixedRows]:
-        """Write images with a box of the partner's; the share is the area outside of the box."""
+        """Return the images with a box of the partner's image, and how rows are mixed.
+
+        The share of the own image is the area outside of the box.
+        """
         [x] = inputs
         axes, n = self._box_axes(x), rank(x) or 0
         drawn = op.Gather(numbers, [0], axis=0)
@@ -111,7 +121,7 @@ class CutMix:
         """Return the axes of the box, counted from the first axis.
 
         Raises:
-            ValueError: the input has no such axes, or needs their names.
+            ValueError: the input lacks an axis of `axes`, or `axes` must be given.
         """
         n, shape = rank(x), dims(x) or ()
         if n is None:
@@ -120,8 +130,8 @@ class CutMix:
             axes = tuple(axis % n if -n <= axis < n else -1 for axis in self.axes)
             if not axes or len(set(axes)) < len(axes) or any(axis < 1 for axis in axes):
                 raise ValueError(
-                    f"cutmix: axes={self.axes} are no axes of the input {x.name!r} but the first, "
-                    f"of the shape {list(shape)}"
+                    f"cutmix: axes={self.axes} do not fit the input {x.name!r} of the shape "
+                    f"{list(shape)}: name different axes from 1 to {n - 1}, as axis 0 has the rows"
                 )
             return axes
         few = [isinstance(d, int) and d <= _MOST_CHANNELS for d in shape]
@@ -141,11 +151,11 @@ def check_mix(mix: Any) -> Mix | None:
     """Return the argument `mix` of a trainer.
 
     Raises:
-        ValueError: it is no `Mix`, and not None.
+        ValueError: `mix` is neither a `Mix` nor None.
     """
     if mix is None or isinstance(mix, Mix):
         return mix
-    raise ValueError(f"mix is mixup(...) or cutmix(...), not {mix!r}")
+    raise ValueError(f"mix must be mixup(...) or cutmix(...), not {mix!r}")
 
 
 def mixup(alpha: float = 0.2, inputs: Iterable[str] | None = None) -> Mixup:
@@ -232,18 +242,18 @@ def cutmix(
 def mix_rows(
     op: Emit, job: Any, loss: Any, data: Sequence[ir.Value], rows: Any
 ) -> MixedRows | None:
-    """Mix inputs by the argument `mix` of a `Job`; return how rows are mixed, None without it.
+    """Mix inputs by the argument `mix` of a `Job`; return how rows are mixed, None without `mix`.
 
-    The nodes of the graph read the mixed values. The graph gets the inputs `partners`, the row that
-    each row is mixed with, int64 (N,), and `mix_numbers`, which `mix` draws for a batch, float64
-    (numbers,).
+    The nodes of the graph read the mixed values. The graph gets the inputs `partners`, the index of
+    the row that each row is mixed with, int64 (N,), and `mix_numbers`, the random numbers that
+    `mix` draws for a batch, float64 (numbers,).
 
     Args:
         op: writes into the graph.
         job: the arguments of a trainer.
-        loss: what writes the loss.
+        loss: the object that writes the loss.
         data: the inputs of a batch, without labels.
-        rows: the symbol of their rows.
+        rows: the symbol of the axis of rows.
 
     Raises:
         ValueError: inputs that cannot be mixed, or another argument that does not fit.
@@ -256,7 +266,7 @@ def mix_rows(
         raise ValueError(
             f"mix takes a loss of onnxgrad.losses.LOSSES, not a loss that is {kind}: leave out mix"
         )
-    for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved))):
+    for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved_inputs))):
         if given:
             raise ValueError(
                 f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
@@ -264,19 +274,19 @@ def mix_rows(
             )
     mix, seed, inputs = job.mix, job.seed, {str(x.name): x for x in data}
     chosen = []
-    for name in mix.names(list(inputs)):
+    for name in mix.mixed_inputs(list(inputs)):
         if name not in inputs:
             raise unknown("input of mix", name, inputs)
         chosen.append(inputs[name])
     length = _common_row_dim(chosen, rows)
     uses = {x: list(x.uses()) for x in chosen}
-    count = len(mix.numbers(np.random.default_rng(0)))
+    count = len(mix.random_numbers(np.random.default_rng(0)))
 
     @lru_cache(maxsize=1)  # both inputs of a call are drawn together
     def draw_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the partners and the numbers of batches, by the numbers of their draws."""
         generators = [np.random.default_rng([seed, _STREAM, draw]) for draw in draws]
-        numbers = np.array([mix.numbers(rng) for rng in generators])
+        numbers = np.array([mix.random_numbers(rng) for rng in generators])
         return np.array([rng.permutation(rows) for rng in generators]), numbers
 
     def drawn_values(call: Call, index: int) -> np.ndarray:
@@ -298,7 +308,7 @@ def mix_rows(
 
 
 def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
-    """Return the length of the first axis of the inputs, a number or the symbol of the rows.
+    """Return the length of the first axis of all inputs, a number or the symbol of the rows.
 
     Raises:
         ValueError: lengths that differ, a single row, or rows that are not on the first axis.
@@ -306,14 +316,19 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
     lengths = [(dims(x) or (None,))[0] for x in inputs]
     for x, length in zip(inputs, lengths, strict=True):
         if length == 1:
-            raise ValueError(f"mix needs batches of several rows, and {x.name!r} has one row")
+            raise ValueError(
+                f"mix needs batches of several rows, and the input {x.name!r} takes one row: leave "
+                "mix out"
+            )
         if length != lengths[0] or (not isinstance(length, int) and length != rows):
             raise ValueError(f"mix needs the rows of {x.name!r} on its first axis: leave mix out")
     return lengths[0]
 
 
-def _only_name(features: Sequence[str], remedy: str) -> Sequence[str]:
-    """Return the names of the inputs, of which there is one; raise `ValueError` for several."""
+def _require_one_name(features: Sequence[str], remedy: str) -> Sequence[str]:
+    """Return `features`, which has one name; raise `ValueError` for several names."""
     if len(features) == 1:
         return features
-    raise ValueError(f"the model has the inputs {list(features)}: say which by {remedy}")
+    raise ValueError(
+        f"mix: the model has the inputs {list(features)}: name the inputs to mix by {remedy}"
+    )

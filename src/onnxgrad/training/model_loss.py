@@ -46,7 +46,10 @@ def loss_output(proto: ModelProto) -> str:
 
 
 def outputs_beside(proto: ModelProto, loss: str) -> list[str]:
-    """Return the names of the outputs that are predictions beside the output `loss`."""
+    """Return the names of the outputs that are predictions: all outputs but the loss.
+
+    If the metadata name the prediction, it is the only one.
+    """
     noted = loss_info(proto).prediction
     names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
     return [noted] if noted is not None and noted in names else names
@@ -54,11 +57,11 @@ def outputs_beside(proto: ModelProto, loss: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ComputedLoss:
-    """The loss that a model computes: its output of this name.
+    """The loss that a model computes itself, as one of its outputs.
 
-    - `output`: the name.
-    - `row_weight`: the input of sample weights.
-    - `reduction`: "mean" or "sum", of rows, if `add_loss_output` noted nothing.
+    - `output`: the name of the output.
+    - `row_weight`: the name of the input of sample weights.
+    - `reduction`: "mean" or "sum" over rows, if the metadata of the model do not say it.
     """
 
     output: str
@@ -86,13 +89,25 @@ def write_model_loss(
 ) -> WrittenLoss:
     """Return the loss that the model computes, as the mean of a batch.
 
-    One that `add_loss_output` noted to be a sum is divided by the number of rows.
+    A loss that is a sum over rows by the metadata of `add_loss_output` is divided by their count.
+
+    Args:
+        op: writes into the graph.
+        proto: the model.
+        computed: the name and the reduction of the loss.
+        loss: the value of the loss in the graph.
+        data: the inputs of a batch.
+
+    Raises:
+        ValueError: the loss is no single number.
     """
     info, inputs = loss_info(proto), {str(x.name): x for x in data}
     noted = loss.shape is None and info.reduction is not None and loss.name != info.prediction
     if not noted and shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
         raise ValueError(
-            f"the loss {loss.name!r} must hold one number; its shape is {printable(loss.shape)}"
+            f"the output {loss.name!r}, which is the loss, must hold one number, and has the shape "
+            f"{printable(loss.shape)}: reduce it to the mean of the batch in the model, or pass "
+            f"{argument('loss', 'cross_entropy')} or another loss"
         )
     kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = op.Cast(_as_scalar(op, loss), to=kind)
@@ -109,7 +124,10 @@ def write_model_loss(
 
 
 def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
-    """Return a loss of one element as a scalar; a reduction over all axes drops these."""
+    """Return a loss of one element as a scalar.
+
+    A reduction over all axes that computes the loss is written without keeping the axes.
+    """
     node = loss.producer()
     if node is not None and node.op_type.startswith("Reduce") and not node.domain:
         x, *axes = node.inputs
@@ -122,7 +140,10 @@ def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
 
 
 def count_rows(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
-    """Return the number of rows of a batch, a scalar: the length of its symbol, or of the label."""
+    """Return the count of rows of a batch, a scalar.
+
+    It is the length of an axis with the symbol `BATCH`, or else of the first axis of the label.
+    """
     for x in (label, *data):
         if BATCH in (axes := list(shapes.dims(x) or ())):
             axis = axes.index(BATCH)

@@ -23,10 +23,10 @@ _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
 
 
 class TrainingLoss(Protocol):
-    """Writes a loss: what `training_loss` returns, `LossModel`, `distillation`, `OutputLoss`."""
+    """An object that writes a loss, such as the results of `training_loss` and `LossModel`."""
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the tensors of the model that it reads."""
+        """Return the names of the tensors of the model that the loss reads."""
 
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
@@ -42,12 +42,12 @@ class Objective:
         job: the model and the arguments that the graph was written for.
         model: the prepared model; `data` and `weights` are inputs of its graph.
         data: the inputs of a batch: features, labels, sample weights.
-        weights: those with respect to which the gradient is computed.
+        weights: the weights w.r.t. which the gradient is computed.
         written: the loss.
-        predictions: the values that the loss reads, by the name of the output, and values that are
-            asked for beside them.
-        tables: those into which data inputs contain indices.
-        buffers: inputs and their new values after a batch.
+        predictions: the values that the loss reads, by the name of the output, and further values
+            that a caller asked for.
+        tables: the tables of embeddings of which a data input has row indices, by the input.
+        buffers: inputs with states that do not train, and their new values after a batch.
         states: the values that inputs get in the next batch, by the input.
         stop_gradient: values through which no gradient flows.
         freed: the number of rows that the file takes, if the graph takes any number; otherwise 0.
@@ -67,13 +67,13 @@ class Objective:
 
     @cached_property
     def names(self) -> Names:
-        """The names of the columns in an earlier training."""
+        """The names of columns and classes that an earlier training wrote into the file."""
         return read_names(self.job.proto)
 
     @property
-    def stored(self) -> dict[str, np.ndarray]:
-        """The masks of the stored elements of sparse weights: only these are trained."""
-        return constants.stored(self.job.proto, self.job.trained)
+    def sparse_masks(self) -> dict[str, np.ndarray]:
+        """The masks of the stored elements of sparse weights, which alone train, by name."""
+        return constants.masks_of_sparse(self.job.proto, self.job.trained)
 
     @property
     def scales(self) -> bool:
@@ -87,48 +87,50 @@ class Objective:
 
     @property
     def labels(self) -> dict[str, LossInfo]:
-        """What is known of each label input."""
+        """The facts of the loss, such as the count of classes, by label input."""
         return self.written.infos
 
     @property
-    def initial(self) -> dict[str, np.ndarray]:
-        """The initial values of the buffers that have one, by name."""
+    def initial_buffers(self) -> dict[str, np.ndarray]:
+        """The initial values of buffers, by name; buffers that begin with data have none."""
         known = ((str(b.name), b.const_value) for b in self.buffers)
         return {name: tensor.numpy() for name, tensor in known if tensor is not None}
 
     @property
-    def carried(self) -> dict[str, str]:
+    def carried_inputs(self) -> dict[str, str]:
         """The input whose data are the first value of a buffer, by the name of the buffer."""
         begun_by_data = (str(b.name) for b in self.buffers if b.const_value is None)
         return dict(zip(begun_by_data, self.job.carry, strict=True))
 
     def require_labels(self) -> Self:
-        """Let the graph itself refuse the labels that a trainer refuses; return this objective."""
+        """Add nodes that fail for labels that a trainer would refuse; return this objective."""
         inputs = {str(x.name): x for x in self.data}
         for name, info in self.labels.items():
             require_labels(Emit(self.model.graph), inputs[name], info)
         return self
 
     def cotangents(self, op: Emit, scale: ir.Value | None = None) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents that the sweep starts with, for the loss times `scale`."""
-        return self.scaled(op, [inverse(op, n, scale) for n in self.written.counts])
+        """Return the cotangents with which the sweep begins, for the loss times `scale`."""
+        return self.seed_cotangents(op, [inverse_count(op, n, scale) for n in self.written.counts])
 
-    def scaled(self, op: Emit, inverse_counts: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents of the sweep, for the inverse of each count."""
+    def seed_cotangents(
+        self, op: Emit, inverse_counts: Sequence[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        """Return the cotangents with which the sweep begins, for given inverses of the counts."""
         pairs = zip(inverse_counts, self.written.factors, strict=True)
         with op:
             scales = [n if factor == 1 else factor * n for n, factor in pairs]
         return self.written.seeds(op, scales)
 
     @property
-    def referred(self) -> set[ir.Value]:
-        """The values of the graph that this object refers to."""
+    def named_values(self) -> set[ir.Value]:
+        """The values of the graph that attributes of this objective refer to."""
         named = *self.predictions.values(), *self.states.values()
         return {*named, *self.buffers.values(), *self.reported, *self.stop_gradient}
 
     @property
     def reported(self) -> list[ir.Value]:
-        """What a step returns for every batch: the sums, then the counts."""
+        """The values of the loss that a step returns for every batch: the sums, then the counts."""
         return [*self.written.sums, *self.written.counts]
 
     def mean(self, op: Emit, reported: Sequence[ir.Value]) -> ir.Value:
@@ -137,14 +139,14 @@ class Objective:
         parts = zip(reported[:half], reported[half:], self.written.factors, strict=True)
         with op:
             for total, count, factor in parts:
-                mean = total * inverse(op, count)
+                mean = total * inverse_count(op, count)
                 mean = mean if factor == 1 else factor * mean
                 terms.append(op.Cast(op.Reshape(mean, []), to=reported[0].dtype))
             return op.total(terms)
 
 
-def inverse(op: Emit, count: ir.Value, scale: ir.Value | None = None) -> ir.Value:
-    """Return scale / count; for a batch without any term, a number whose product with 0 is 0."""
+def inverse_count(op: Emit, count: ir.Value, scale: ir.Value | None = None) -> ir.Value:
+    """Return scale / count, or 1 / count without `scale`; a finite number if the count is 0."""
     assert count.dtype is not None
     result = op.Reciprocal(op.Max(count, op.const(_TINY[count.dtype], count.dtype)))
     if scale is not None:

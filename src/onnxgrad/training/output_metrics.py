@@ -20,7 +20,7 @@ ByOutput = dict[str | None, list[Metric]]  # None: the only output that has labe
 
 
 def select_metrics(metrics: Any) -> ByOutput:
-    """Return the metrics that a user means: a list, or `{output: list}`.
+    """Return the argument `metrics`, a list or `{output: list}`, as metrics by output.
 
     Raises:
         ValueError: an unknown metric, or an object that is there twice.
@@ -31,31 +31,33 @@ def select_metrics(metrics: Any) -> ByOutput:
     selected = {output: [select(m) for m in listed] for output, listed in by_output.items()}
     every = [m for listed in selected.values() for m in listed]
     if len({id(m) for m in every}) < len(every):
-        raise ValueError("a metric is there twice: create one for each output")
+        raise ValueError(
+            "metrics has the same metric object twice: create one object for each output"
+        )
     return selected
 
 
 @dataclass
 class OutputMetrics:
-    """The metrics of one output; `prefix` begins their names.
+    """The metrics of one output in an evaluation; their names begin with `prefix`.
 
-    `axis` is the axis of the rows in an output of the model; labels and weights have rows first, as
-    metrics need them.
+    `axis` is the axis of the rows in the output of the model. Labels and sample weights have their
+    rows on the first axis, as metrics need them.
     """
 
-    metrics: Sequence[Metric]  # of this evaluation only
+    metrics: Sequence[Metric]  # copies for this evaluation
     label: str
     info: LossInfo
     prefix: str
     axis: int
     begun: bool = False
-    undefined: bool = False  # as predictions are not finite
+    undefined: bool = False  # whether a metric refused predictions that are not finite
 
     def begin(self, prediction: np.ndarray) -> None:
-        """Tell the metrics once about predictions, with the rows first.
+        """Tell the metrics once about the predictions, whose rows are on the first axis.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the predictions do not fit a metric.
         """
         if not self.begun:
             info = prediction_info(self.info, prediction, self.axis)
@@ -66,15 +68,16 @@ class OutputMetrics:
     def update(
         self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None, finite: bool
     ) -> None:
-        """Take a batch: the predictions by output, and the data by input, with the rows first.
+        """Update the metrics with a batch: predictions by output, and data by input.
 
-        If the loss is not `finite`, metrics that refuse the predictions are NaN.
+        `weight` are the sample weights. If the loss is not `finite`, metrics that refuse the
+        predictions become NaN; otherwise, they raise an error.
         """
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
         shown = np.moveaxis(shown, self.axis, 0) if self.axis else shown
         self.begin(shown)
-        if weight is not None and weight.ndim > 1:  # one for each row, or for each label
+        if weight is not None and weight.ndim > 1:  # a weight for each row, or for each label
             of_rows = weight.size == len(weight)
             weight = weight.ravel() if of_rows else np.broadcast_to(weight, labels.shape)
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
@@ -89,7 +92,7 @@ class OutputMetrics:
                 self.undefined = True
 
     def results(self) -> dict[str, Any]:
-        """Return the metrics by name; NaN where they are undefined for these rows."""
+        """Return the values of the metrics by name; NaN where a metric is undefined."""
         results: dict[str, Any] = {}
         for metric in self.metrics:
             name = f"{self.prefix}{metric.name}"
@@ -106,18 +109,18 @@ def metrics_of_outputs(
     metrics: ByOutput,
     row_axis: Callable[[str, str], int],
 ) -> list[OutputMetrics]:
-    """Return the metrics of the outputs that have some, for one evaluation.
+    """Return an `OutputMetrics` for each output that has metrics, for one evaluation.
 
-    They have copies of the metrics, since evaluations may run at the same time.
+    It has copies of the metrics, since evaluations may run at the same time.
 
     Args:
         labels: the facts of the loss, by label input.
-        metrics: by output; with the name of an output, metrics are called as "box_mae".
-        row_axis: returns the axis of the rows of an output with these labels.
+        metrics: metrics by output. The name of an output becomes a prefix, as in "box_mae".
+        row_axis: (output, label input) -> the axis of the rows in the output.
 
     Raises:
-        ValueError: metrics without labels, of an unknown output, or of one of several outputs that
-            is not named; a metric that cannot be copied.
+        ValueError: metrics for a loss without labels or for an unknown output; a list of metrics
+            where the loss reads several outputs; a metric that cannot be copied.
     """
     by_output = {info.prediction: (label, info) for label, info in labels.items()}
     chosen = {output: listed for output, listed in metrics.items() if listed}
@@ -139,7 +142,7 @@ def metrics_of_outputs(
 
 
 def _copy_metric(metric: Metric) -> Metric:
-    """Return a copy of a metric for one evaluation; raise `ValueError` if there can be none."""
+    """Return a copy of a metric; raise `ValueError` if it cannot be copied."""
     try:
         return copy.deepcopy(metric)
     except Exception as e:
@@ -152,7 +155,10 @@ def _copy_metric(metric: Metric) -> Metric:
 def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
     """Return the facts of a prediction that metrics need.
 
-    The prediction has the rows first, and the output of the model has them on its axis `rows`.
+    Args:
+        info: the facts of the loss.
+        prediction: an array with the rows on the first axis.
+        rows: the axis of the rows in the output of the model.
     """
     axis = 1 if info.axis is None else info.axis
     if rows and axis % prediction.ndim < rows % prediction.ndim:

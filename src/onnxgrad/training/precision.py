@@ -19,11 +19,11 @@ Arrays = dict[str, np.ndarray]
 Dtypes = dict[str, np.dtype]
 
 
-def resolved(precision: str, proto: ModelProto, device: Device) -> str:
+def training_precision(precision: str, proto: ModelProto, device: Device) -> str:
     """Return the precision in which a model trains: "float32", "mixed" or "file".
 
-    `precision` is one of `PRECISIONS`. "file" is also the result for a model without floats of 16
-    bits.
+    `precision` is the argument of a trainer, one of `PRECISIONS`. The result is "file" for a model
+    without floats of 16 bits.
 
     Raises:
         ValueError: "mixed" for a model without floats of 16 bits; bfloat16 on the CPU in another
@@ -50,7 +50,7 @@ def resolved(precision: str, proto: ModelProto, device: Device) -> str:
 
 
 def _tensor_dtypes(proto: ModelProto) -> Iterator[int]:
-    """Yield the types of the tensors that a model states, and to which its nodes cast."""
+    """Yield the data types that the tensors of a model declare, and to which its nodes cast."""
     for graph in graphs_of(proto):
         yield from (t.data_type for t in graph.initializer)
         yield from (t.values.data_type for t in graph.sparse_initializer)
@@ -69,25 +69,25 @@ def _element_type(proto: TypeProto) -> int:
     return proto.tensor_type.elem_type if kind == "tensor_type" else 0
 
 
-def widened(array: np.ndarray) -> np.ndarray:
-    """Return floats of 16 bits in float32, other arrays unchanged."""
+def cast_halves_to_float32(array: np.ndarray) -> np.ndarray:
+    """Return a float16 or bfloat16 array in float32, another array unchanged."""
     half = array.dtype in (np.float16, ml_dtypes.bfloat16)
     return array.astype(np.float32) if half else array
 
 
-def rounded(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
-    """Return arrays in the dtypes of the file; numbers beyond their range become infinite."""
+def cast_to_dtypes(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
+    """Return arrays cast to `dtypes`, by name; elements beyond the range become infinite."""
     with np.errstate(over="ignore"):
         return {n: a.astype(dtypes[n]) if n in dtypes else a for n, a in arrays.items()}
 
 
-def for_file(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
-    """Return arrays in the dtypes of the file.
+def cast_within_range(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
+    """Return arrays cast to `dtypes`, the dtypes of the file, by name.
 
     Raises:
-        ValueError: a number is beyond the range of the dtype.
+        ValueError: an element is beyond the range of the dtype.
     """
-    result = rounded(arrays, dtypes)
+    result = cast_to_dtypes(arrays, dtypes)
     for name in dtypes.keys() & result.keys():
         if lost := np.count_nonzero(np.isinf(result[name]) & np.isfinite(arrays[name])):
             dtype = dtypes[name]
@@ -100,8 +100,8 @@ def for_file(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
     return result
 
 
-def rounding(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> dict[str, float]:
-    """Return the largest and the mean difference that rounding to the dtypes of a file makes."""
+def rounding_errors(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> dict[str, float]:
+    """Return the `largest` and the `mean` error of rounding arrays to the dtypes of a file."""
     largest, total, count = 0.0, 0.0, 0
     for name in dtypes.keys() & arrays.keys():
         exact = arrays[name]
@@ -112,11 +112,11 @@ def rounding(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> dict[str, floa
     return {"largest": largest, "mean": total / count} if count else {}
 
 
-def rounding_text(found: Mapping[str, float]) -> str:
-    """Return the result of `rounding` as a sentence; empty if nothing is rounded."""
-    if not found:
+def rounding_text(errors: Mapping[str, float]) -> str:
+    """Return the result of `rounding_errors` as a sentence; empty if nothing is rounded."""
+    if not errors:
         return ""
     return (
-        f"weights are rounded to the 16 bits of the file, by {found['largest']:.2g} at most and "
-        f"{found['mean']:.2g} on average; evaluations use the rounded weights"
+        f"weights are rounded to the 16 bits of the file, by {errors['largest']:.2g} at most and "
+        f"{errors['mean']:.2g} on average; evaluations use the rounded weights"
     )

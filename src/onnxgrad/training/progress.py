@@ -51,8 +51,8 @@ class FitProgress:
 class Totals:
     """Sums over the batches of an epoch, from which its mean loss is computed.
 
-    `factors` multiply the means of the parts of the loss. Sums and counts are float64 (parts,), and
-    of a stack (parts, members).
+    `factors` multiply the means of the parts of the loss, a part for each output. Sums and counts
+    are float64 (parts,), and in a stack (parts, members).
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -64,20 +64,23 @@ class Totals:
     def of(
         cls, factors: tuple[float, ...], saved: dict[str, Any], members: int | None = None
     ) -> Totals:
-        """Return the totals that `to_json` saved, or zeros."""
+        """Return the totals that `to_json` saved; zeros where `saved` is empty."""
         zeros = np.zeros((len(factors), *([] if members is None else [members])))
         sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))
         return cls(factors, sums, counts, saved.get("rows", 0))
 
     def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
-        """Add batches, [batches, parts, ...]; the sum is the same however calls cut them."""
+        """Add the sums and counts of batches, each [batches, parts, ...].
+
+        The result does not depend on how many batches a call adds.
+        """
         self.sums = np.add.accumulate(np.concatenate((self.sums[None], sums)))[-1]
         self.counts = np.add.accumulate(np.concatenate((self.counts[None], counts)))[-1]
         self.rows += rows
 
     @property
     def mean(self) -> Any:
-        """The mean loss so far, a float, or (members,); NaN without any term."""
+        """The mean loss so far, a float, in a stack an array (members,); NaN without any term."""
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = (self.sums / self.counts).T @ np.array(self.factors)
         return mean if mean.ndim else float(mean)
@@ -87,24 +90,27 @@ class Totals:
         return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "rows": self.rows}
 
 
-def over_members(value: Any) -> Any:
-    """Return a number, or the mean of an array (members,), without members whose value is NaN."""
+def mean_over_members(value: Any) -> Any:
+    """Return the mean of an array (members,) without NaN; a number is returned unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     known = value[~np.isnan(value)]
     return float(known.mean()) if known.size else float("nan")
 
 
-def shown(value: Any, digits: str = ".4g") -> str:
-    """Return a number as text, or the lowest and the highest of the numbers of members."""
+def number_text(value: Any, digits: str = ".4g") -> str:
+    """Return a number as text, of an array (members,) its lowest and highest number."""
     known = np.ravel(value)
     known = known[~np.isnan(known)] if np.isfinite(known).any() else known[:1]
     ends = dict.fromkeys(format(v, digits) for v in (known.min(), known.max()))
     return " to ".join(ends)
 
 
-def by_member(record: dict[str, Any], state: Any) -> dict[str, Any]:
-    """Return a record, in which the arrays (members, ...) of a stack are numbers, as "loss/0"."""
+def split_by_member(record: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Return an entry of the history in which arrays (members, ...) become an item a member.
+
+    The loss of member 0 is "loss/0".
+    """
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, np.ndarray) and state.members is not None:

@@ -24,8 +24,8 @@ class RangeTest:
     Attributes:
         rates: the learning rates of the steps, float64 (steps,), in increasing order.
         losses: the loss of the batch before each step.
-        smoothed: their exponentially weighted mean, which counts the rows of each batch.
-        diverged: whether it ended early, because the loss diverged.
+        smoothed: the exponentially weighted mean of the losses, weighted by the rows of batches.
+        diverged: whether the test ended early, because the loss diverged.
 
     Examples:
         >>> import numpy as np
@@ -78,8 +78,8 @@ class RangeTest:
         return ax
 
 
-class _Watch(Callback):
-    """Notes the loss of each step; ends training after the last step, or where it diverges."""
+class _LossRecorder(Callback):
+    """Records the loss of each step; ends training after the last step, or where it diverges."""
 
     every_steps = 1
 
@@ -101,7 +101,7 @@ class _Watch(Callback):
         self._before = (0.0, 0.0, 0)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Note the loss of a step: the increase of the sums of the epoch."""
+        """Record the loss of a step, from the increase of the sums of the epoch."""
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)
@@ -170,13 +170,16 @@ def lr_range_test(
     """
     if check_positive("end", end) <= check_positive("start", start):
         raise ValueError(f"end must be above start={start!r}, not {end!r}")
-    watch = _Watch(steps, smoothing, diverges)
+    watch = _LossRecorder(steps, smoothing, diverges)
     rates = exponential(start, end / start, every=steps - 1)
     if trainer._job.members is not None:
-        raise ValueError("lr_range_test takes a Trainer, not a stack: its members compare rates")
+        raise ValueError(
+            "lr_range_test takes a Trainer, not a TrainerStack: the members of a stack compare "
+            "learning rates themselves"
+        )
     tested = copy.copy(trainer)
-    tested._is_watched = False
-    tested._change_job(callbacks=Callbacks([watch]), learning_rates=[rates])
+    callbacks = Callbacks([watch])
+    tested._change_job(callbacks=callbacks, learning_rates=[rates], shows_progress=False)
     try:
         tested.fit(X, y, sample_weight=sample_weight, epochs=steps, batch_size=batch_size)
     except ConvergenceError:

@@ -15,13 +15,13 @@ from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.indices import indexed_tables
-from onnxgrad.errors import named, unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
 from onnxgrad.losses.causal import is_causal
-from onnxgrad.losses.objectives import LABEL, TrainingLoss as OfOutputs, training_loss
+from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
-from onnxgrad.model.notes import detached
+from onnxgrad.model.notes import stopped_values
 from onnxgrad.model.read import names_model
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.without_elements import read_elsewhere
@@ -31,7 +31,7 @@ from onnxgrad.optimizers.scaling import clip_by_global_norm
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset, array_shape, names_in
-from onnxgrad.training.filled import fill, fillable, is_cache
+from onnxgrad.training.filled import computable_inputs, compute_inputs, is_cache
 from onnxgrad.training.job import Job
 from onnxgrad.training.mixing import mix_rows
 from onnxgrad.training.model_loss import (
@@ -41,7 +41,7 @@ from onnxgrad.training.model_loss import (
     outputs_beside,
     write_model_loss,
 )
-from onnxgrad.training.modes.dropouts import walk
+from onnxgrad.training.modes.dropouts import walk_with_outer_nodes
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.modes.training_form import fold_normalizations, training_form
 from onnxgrad.training.objective import Objective, TrainingLoss
@@ -60,14 +60,14 @@ class Recipe:
 
     Attributes:
         job: the arguments of a trainer.
-        state: with weights of the shapes that train.
+        state: the state, whose weights have the shapes of the weights that train.
         labels: the shapes of labels that are known before batches are read; None: the data have no
-            labels, of which only losses that may do without are told.
-        weight_axes: how many axes sample weights may have, 0 for none.
-        balanced: the weights that balance the classes of `fit` by output, if they are asked for
-            and known.
-        filled: the inputs that nodes compute, as the data lack them: see `fillable`.
-        sharing: how processes share the training; None: this one trains alone.
+            labels, and the loss is computed without labels.
+        weight_axes: the count of axes that sample weights may have; 0: no sample weights.
+        balanced: the weights that balance the classes of `fit` by output; None: the classes are not
+            balanced, or the weights are not known yet.
+        filled: the inputs that nodes compute, as the data lack them: see `computable_inputs`.
+        sharing: how processes share the training; None: this process trains alone.
     """
 
     job: Job
@@ -87,72 +87,79 @@ class Recipe:
         held_out: Any = None,
         sharing: Sharing | None = None,
     ) -> Self:
-        """Return the recipe for data to train on or to evaluate, and for validation data.
+        """Return the recipe for `data`, to train on or to evaluate, and for validation data.
 
-        `state` has the weights of balanced classes.
+        `state` has the weights of balanced classes. `held_out` is the validation data, if it is a
+        `Dataset`.
         """
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
-        axes = 2 if axes and job.moved else axes
+        axes = 2 if axes and job.moved_inputs else axes
         balances = balanced_outputs(job.class_weight, job.loss) is not None
         weights = state.balanced if balances else None
         labels: dict[str, tuple[int, ...]] | None = label_shapes(data, job.proto)
-        # other losses do not ask: it may read a batch, and so draw from a seed
+        # of a causal loss only: `given` may read a batch, and so draw from a random generator
         if is_causal(job.loss) and not any(d.given is None or LABEL in d.given for d in both):
             labels = None
         return cls(job, state, labels, axes, weights, _filled_inputs(job, both), sharing)
 
     def for_model(self, proto: ModelProto, weights: Sequence[str], **changes: Any) -> Self:
-        """Return the recipe for these weights of another form of the model, for no step.
+        """Return the recipe for another form of the model, to evaluate it or differentiate it.
 
-        It has no state, and no processes share it. `changes` are other arguments of the job.
+        The recipe has no state, and no processes share it.
+
+        Args:
+            proto: the other form of the model.
+            weights: the names of the weights that are inputs of the graph.
+            **changes: other fields of the job.
         """
-        written = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))  # by the loss
-        changes |= {"proto": proto, "trained": weights, "loss": self.loss, **written}
+        # `self.loss` has these arguments already
+        unset = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))
+        changes |= {"proto": proto, "trained": weights, "loss": self.loss, **unset}
         job = replace(self.job, **changes)
         return replace(self, job=job, state=TrainState(), sharing=None)
 
     @property
-    def norms(self) -> bool:
-        """Whether a callback asks for the norms of gradients."""
+    def returns_norms(self) -> bool:
+        """Whether the step returns the norms of gradients, as a callback asks for them."""
         return self.job.callbacks.gradient_norms
 
     @property
-    def across(self) -> Part | None:
+    def statistics_part(self) -> Part | None:
         """The part of this process, if BatchNormalization uses the rows of all processes."""
-        return None if self.sharing is None else self.sharing.normalized
+        return None if self.sharing is None else self.sharing.statistics_part
 
     @property
-    def key(self) -> Any:
-        """The cache key of the compiled step of recipes of one job: equal if it stays the same."""
+    def step_key(self) -> Any:
+        """The cache key of the compiled step, equal for recipes that have the same step."""
         shapes = None
-        if self.labels is not None:  # of the number of rows only matters whether it is 1
+        if self.labels is not None:  # a step depends on whether there is one row, not on the count
             shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in self.labels.items()}
-        of_data = shapes, self.weight_axes, self.balanced, self.filled
-        shared = None if self.sharing is None else self.sharing.key
-        return self.job.step_key, of_data, self.norms, shared
+        facts = shapes, self.weight_axes, self.balanced, self.filled
+        shared = None if self.sharing is None else self.sharing.step_key
+        return self.job.step_key, facts, self.returns_norms, shared
 
     @cached_property
     def loss(self) -> TrainingLoss | ComputedLoss:
-        """What writes the loss, or the output of the model that is the loss.
+        """The object that writes the loss, or names the output of the model that is the loss.
 
         Raises:
             ValueError: arguments that do not fit each other.
         """
         job, loss = self.job, self.job.loss
-        written = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
-        of_model = names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
+        is_object = isinstance(loss, ComputedLoss) or hasattr(loss, "write")
+        is_model = names_model(loss) or isinstance(loss, (ModelProto, bytes, os.PathLike))
         for name in ("class_weight", "loss_options", "loss_weights"):
-            if (loss is None or written or of_model) and getattr(job, name) is not None:
+            if (loss is None or is_object or is_model) and getattr(job, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
                 raise ValueError(
                     f"{named(name)} has no effect on a loss that is {kind}: leave out {named(name)}"
                 )
         if loss is None:
             return ComputedLoss(loss_output(job.proto))
-        if written:
+        if is_object:
             return loss
-        if of_model:
+        if is_model:
             return LossModel(loss)
         return training_loss(
             loss,
@@ -167,25 +174,28 @@ class Recipe:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the models, behind the clipping of the norm of all gradients."""
+        """The optimizer of each model, behind the clipping of gradients by their norm."""
         norm, own = self.job.clip_norm, list(self.job.optimizers)
         return own if norm is None else [Chain((clip_by_global_norm(norm), o)) for o in own]
 
     @property
     def members(self) -> Members | None:
-        """The members of a stack."""
+        """The members of a stack, the copies of its model; None for one model."""
         stacked = self.job.members is not None
         return Members(self.optimizers, self.state.weights) if stacked else None
 
     def objective(self, training: bool = True) -> Objective:
-        """Return the objective of a step; unless `training`, without dropout and statistics."""
+        """Return the objective of a step, or unless `training` of an evaluation.
+
+        The objective of an evaluation has no dropout, and the stored statistics.
+        """
         job, recipe = self.job, self
         if not training:
             recipe = self.for_model(inference_form(job.proto), job.trained, dropout={})
         objective = build_objective(recipe, training)
-        if job.digest is not None:  # weights that the loss does not reach stay constants
-            one = () if job.members is None else 0  # the arrays of a member
-            read_elsewhere(objective.weights, lambda name: self.state.weights[name][one])
+        if job.digest is not None:  # weights that do not influence the loss stay constants
+            index = () if job.members is None else 0  # the first member of a stack
+            read_elsewhere(objective.weights, lambda name: self.state.weights[name][index])
         return objective
 
     def step(
@@ -202,12 +212,17 @@ class Recipe:
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
-        It returns the norms of gradients if `norms`; None: if a callback asks for them. With
-        `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
-        it; None: it is for the rows of this process. `members`: the members of a stack.
-
-        `fixed_rows`: how many of the `rows` of a batch the model takes, if not all;
-        `adds_losses`: whether the loss of a batch is the sum of the losses of its micro-batches.
+        Args:
+            objective: the loss to minimize.
+            norms: whether the step returns the norms of gradients; None: if a callback asks for it.
+            in_place: whether the step may be a first half, whose updates change large states in
+                place: see `Step.updates`.
+            blocks: whether large weights are updated in parts that stay in the cache of a CPU.
+            across: how processes share the step; None: the step has the rows of this process only.
+            members: the members of a stack; None for one model.
+            fixed_rows: the count of rows that the model takes at once; None: any count.
+            rows: the count of rows of a batch.
+            adds_losses: whether the loss of a batch is the sum of the losses of its micro-batches.
 
         Raises:
             ValueError: the loss depends on none of the weights; arguments that do not fit.
@@ -217,12 +232,16 @@ class Recipe:
         parts = job.accumulate if fixed_rows is None else max(1, rows // fixed_rows)
         accumulates = parts > 1 or fixed_rows is not None
         if accumulates and job.carry:
-            raise ValueError("carry and accumulate: micro-batches have no state to carry")
+            raise ValueError(
+                "carry passes a state from batch to batch, and accumulate cuts a batch into "
+                f"micro-batches: pass {argument('accumulate', 1)}, and batches of as many rows as "
+                "the model takes"
+            )
         step = build_step(
             self.objective() if accumulates else objective,
             self.optimizers[0],
             recompute=job.recompute,
-            norms=self.norms if norms is None else norms,
+            norms=self.returns_norms if norms is None else norms,
             blocks=blocks and on_cpu,
             in_place=in_place and on_cpu and members is None,
             members=members,
@@ -234,8 +253,8 @@ class Recipe:
         step.fixed_rows = fixed_rows
         return step
 
-    def named_step(self, objective: Objective) -> Step:
-        """Return the step whose inputs are the weights and slots themselves, none joined."""
+    def unpacked_step(self, objective: Objective) -> Step:
+        """Return a step with one input for each weight and slot: small weights are not joined."""
         return build_step(objective, self.optimizers[0], blocks=False, packed=0)
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
@@ -254,12 +273,12 @@ class Recipe:
 
 
 def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
-    """Return the inputs that the data lack, and that follow from others.
+    """Return the names of the inputs that the data lack, and that nodes compute from the tokens.
 
     Data of which nothing is known before they are read have all inputs.
     """
-    every = fillable(job.proto, is_causal(job.loss))
-    known = [one.given for one in data] if every else []
+    every = computable_inputs(job.proto, is_causal(job.loss))
+    known = [dataset.given for dataset in data] if every else []
     if not every or None in known:
         return frozenset()
     given = frozenset(job.carry).union(*(names for names in known if names is not None))
@@ -268,10 +287,10 @@ def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the known shapes of labels, by input or output.
+    """Return the shapes of labels that are known before training, by input or output.
 
-    Labels in batches have the shapes of the first batch. Among features, labels are called "label",
-    or as an output of the model.
+    Labels in batches have the shapes of the first batch. Labels among features have the name
+    "label", or the name of an output of the model.
     """
     X, y, _ = data.first
     outputs = [output.name for output in proto.graph.output]
@@ -296,8 +315,8 @@ def build_objective(
 
     Args:
         recipe: the job, and facts of the data.
-        training: whether it is for a step, with dropout and statistics of the batch.
-        beside: names of tensors that the graph computes beside the loss.
+        training: whether the objective is for a step, with dropout and statistics of the batch.
+        beside: names of further tensors that the graph computes.
 
     Raises:
         ValueError: unknown names, or a prediction that the loss does not accept.
@@ -317,7 +336,7 @@ def build_objective(
             dropout=job.dropout,
             draw=draw,
             seed=job.seed,
-            across=recipe.across,
+            across=recipe.statistics_part,
         )
         results = dict(zip(results, graph.outputs, strict=True))
     inputs = {str(x.name): x for x in data}
@@ -334,15 +353,16 @@ def build_objective(
     if job.precision != "file":
         trained = [widen_input(op, w) for w in trained]
         results = {n: y if computed else widen_result(op, y) for n, y in results.items()}
-    fixed = detached(proto)
-    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    fixed = stopped_values(proto)
+    nodes = (node for node, _ in walk_with_outer_nodes(graph))
+    stopped = {y for node in nodes for y in node.outputs if y.name in fixed}
     if training:
         fold_normalizations(op, trained, {*stopped, *results.values(), *states.values()})
     with op:
         if isinstance(loss, ComputedLoss):
             written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
-            if isinstance(loss, OfOutputs):  # it may write its gradient itself
+            if isinstance(loss, LossOfOutputs):  # it may write its own gradient
                 loss = loss.differentiated(trained if training else (), mixed)
             written = loss.write(op, results, recipe.weight_axes > 0)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
@@ -362,11 +382,16 @@ def build_objective(
 def _prepare_model(
     recipe: Recipe, computed: Sequence[str], predicted: Sequence[str], beside: Collection[str]
 ) -> tuple[ir.Model, dict[str, ir.Value], int]:
-    """Return the prepared model with the outputs that are read, these by name, and `freed`.
+    """Return the prepared model, its outputs by name, and the rows of the batch that was freed.
 
-    Read are the output that is the loss, in `computed` if there is one, predictions, and what is
-    asked for beside them. A model of a fixed batch is freed where it is proven to treat rows by
-    themselves.
+    A model with a fixed batch is freed, that is, takes any number of rows, where it is proven to
+    treat rows independently; otherwise, the last result is 0.
+
+    Args:
+        recipe: the job, and facts of the data.
+        computed: the output that is the loss, in a list; empty if a loss is written.
+        predicted: the outputs that the loss reads or that are predictions.
+        beside: names of further tensors that the graph computes.
     """
     job, proto = recipe.job, recipe.job.proto
     read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *beside]))
@@ -376,13 +401,15 @@ def _prepare_model(
         proto,
         batch=BATCH,
         outputs=read,
-        keep=[*job.dropout, *detached(proto)],
+        keep=[*job.dropout, *stopped_values(proto)],
         keep_dropout=bool(job.dropout),
-        exempt=job.moved,
+        exempt=job.moved_inputs,
         wide=job.trained if job.precision == "float32" else None,
-        fill=partial(fill, names=recipe.filled) if recipe.filled else None,
+        fill=partial(compute_inputs, names=recipe.filled) if recipe.filled else None,
     )
-    add_row_axes(model.graph, [] if computed else [read.index(y) for y in predicted], job.moved)
+    add_row_axes(
+        model.graph, [] if computed else [read.index(y) for y in predicted], job.moved_inputs
+    )
     rows = stated_rows(model, BATCH, job.batch_axes) or 0
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
     model = model if freed is None else freed
@@ -396,10 +423,16 @@ def _carry_states(
     outputs: Mapping[str, str],
     first: ir.Value,
 ) -> dict[ir.Value, ir.Value]:
-    """Let inputs have the values `states` of the batch before, unless it is the `first` one.
+    """Let inputs have the values of outputs in the batch before, except in the first batch.
 
-    Return each buffer, which has the value before, with its new value. `outputs`: the names of the
-    outputs that `states` are.
+    Return the buffers that hold these values, each with its new value.
+
+    Args:
+        op: writes into the graph.
+        inputs: the inputs of the graph, by name.
+        states: the value of the output, by the name of the input.
+        outputs: the name of the output, by the name of the input.
+        first: whether a batch begins an epoch or a sequence.
 
     Raises:
         ValueError: an unknown input, or an output of another dtype or shape.
@@ -414,7 +447,7 @@ def _carry_states(
         if x.dtype != y.dtype or differ or shapes.rank(x) != shapes.rank(y):
             raise ValueError(
                 f"carry: the output {outputs[name]!r}, {y.dtype} {y.shape}, cannot become the "
-                f"input {name!r}, {x.dtype} {x.shape}"
+                f"input {name!r}, {x.dtype} {x.shape}: name an output of the same dtype and shape"
             )
         before = ir.Value(name=op.name(f"{name}.carried"), type=x.type, shape=x.shape)
         users = list(x.uses())

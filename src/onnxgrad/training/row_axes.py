@@ -1,8 +1,8 @@
-"""Where the rows are in the arrays for the inputs of a model.
+"""The axes of the rows in the arrays for the inputs of a model.
 
 A model may have the rows of an input on any axis. Between the check of data and the session, arrays
-have their rows on the first axis, or no rows at all: `rows_first` and `as_declared` are the way in
-and out, and `take_rows` cuts.
+have their rows on the first axis, or no rows at all: `rows_first` moves the axis there,
+`as_declared` moves it back, and `take_rows` cuts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxgrad.operators.shapes import Dims, is_stated
 from onnxgrad.runtime.values import take_rows
 from onnxgrad.training.model_loss import BATCH
 
-Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
+Axes = dict[str, int | None]  # the axis of the rows by input; None for an array without rows
 Arrays = Mapping[str, np.ndarray]
 Shape = tuple[int, ...]
 
@@ -30,13 +30,14 @@ class RowAxes:
     """The axis of the rows of every input, by `batch_axes` or by the symbols of declared shapes.
 
     - `shapes`: the declared shapes of the inputs, by name.
-    - `features`, `label`: their names.
-    - `batch_axes`: axes that the user states, None for an input that every batch gets whole.
-    - `called`: symbols of the file for the first axis of the inputs, which `shapes` call `BATCH`.
+    - `features`, `label`: the names of the inputs of features, and of the input of labels.
+    - `batch_axes`: axes that the user states; None for an input that every batch gets whole.
+    - `called`: the symbols that the file has for the first axes of inputs, where `shapes` have
+      `BATCH`.
 
-    The rows are a symbolic dimension: the first of the label if a feature has it too, or else the
-    first of the first feature. One that is called "batch" goes before the first one, if label and
-    features have it.
+    The rows are a symbolic dimension: the first dimension of the label if a feature has it too, or
+    else the first dimension of the first feature. If label and features share a dimension whose
+    name has "batch" in it, that is the dimension of rows.
     """
 
     shapes: Mapping[str, Dims | None]
@@ -54,12 +55,13 @@ class RowAxes:
             shape = self.shapes[name]
             if axis is not None and shape is not None and not -len(shape) <= axis < len(shape):
                 raise ValueError(
-                    f"batch_axes[{name!r}] is {axis}, and the input has {len(shape)} axes"
+                    f"batch_axes[{name!r}] is {axis}, and the input has {len(shape)} axes: pass an "
+                    f"axis below {len(shape)}"
                 )
 
     @cached_property
     def symbol(self) -> str | None:
-        """The symbolic dimension that is the rows; None if no input declares one."""
+        """The symbol of the dimension of rows; None if no input declares a symbol."""
         for name, axis in self.batch_axes.items():
             shape = self.shapes[name]
             if axis is not None and shape and isinstance(d := shape[axis], str) and is_stated(d):
@@ -78,14 +80,14 @@ class RowAxes:
 
     @cached_property
     def fixed(self) -> int | None:
-        """The number of rows of a batch, if the model has a static batch."""
+        """The count of rows of a batch, if the model has a static batch; otherwise None."""
         if self.symbol is not None:
             return None
         firsts = (s[0] for name, s in self.shapes.items() if s and name not in self.batch_axes)
         return next((d for d in firsts if isinstance(d, int) and d > 0), None)
 
-    def stated(self, name: str) -> int | None:
-        """Return the axis of the rows of one input; None if there is none, or none is declared."""
+    def declared_axis(self, name: str) -> int | None:
+        """Return the axis of the rows of the input `name`; None if no axis is declared."""
         if name in self.batch_axes:
             return self.batch_axes[name]
         shape, symbol = self.shapes[name], self.symbol
@@ -97,36 +99,38 @@ class RowAxes:
 
     @cached_property
     def moved(self) -> dict[str, int]:
-        """The inputs whose rows are on another axis than the first, and this axis."""
+        """The axis of rows of the inputs whose rows are not on the first axis, by input."""
         moved = {}
         for name, shape in self.shapes.items():
-            axis = self.stated(name)
+            axis = self.declared_axis(name)
             if axis and (axis := axis if shape is None else axis % len(shape)):
                 moved[name] = axis
         return moved
 
     def rows_first(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return arrays for the model as views with their rows on the first axis."""
+        """Return arrays as the model has them as views with their rows on the first axis."""
         if not (moved := self.moved):
             return arrays
         return {n: np.moveaxis(a, moved[n], 0) if n in moved else a for n, a in arrays.items()}
 
     def as_declared(self, arrays: Arrays, rows: int = 0) -> Arrays:
-        """Return arrays with their rows on the axis `rows` as views for the model.
+        """Return arrays whose rows are on the axis `rows` as views with the axes of the model.
 
-        Axes before the axis of the rows, such as the axis of batches, keep their places.
+        Axes in front of the rows, such as the axis of batches, keep their places.
         """
         if not self.moved:
             return arrays
         moved = {n: axis if axis < 0 else axis + rows for n, axis in self.moved.items()}
         return {n: np.moveaxis(a, rows, moved[n]) if n in moved else a for n, a in arrays.items()}
 
-    def without_rows(self, arrays: Arrays, cut: bool = False) -> set[str]:
-        """Return the names of the arrays that have no rows; the others have them first.
+    def names_without_rows(self, arrays: Arrays, cut: bool = False) -> set[str]:
+        """Return the names of the arrays that have no rows, which every batch gets whole.
+
+        All other arrays have their rows on the first axis. `cut`: whether the rows are to be cut.
 
         Raises:
-            ValueError: the declared shapes allow several axes; or the rows are to be `cut`, and may
-                be on an axis of an array that is taken to have none.
+            ValueError: the declared shapes allow several axes; or the rows are to be cut, and an
+                array that is taken to have no rows has an axis that may be the rows.
         """
         lengths = {name: array.shape for name, array in self.as_declared(arrays).items()}
         axes = self.axes_of(lengths)
@@ -135,20 +139,20 @@ class RowAxes:
         return {name for name, axis in axes.items() if axis is None}
 
     def take_rows(self, arrays: Arrays, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
-        """Return some rows of arrays that have them first, and the arrays without rows.
+        """Return some rows of arrays whose rows are on the first axis; arrays without rows whole.
 
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        return take_rows(arrays, rows, self.without_rows(arrays))
+        return take_rows(arrays, rows, self.names_without_rows(arrays))
 
     # -- the axis of the rows -----------------------------------------------------------------
 
     def axes_of(self, lengths: Mapping[str, Shape]) -> Axes:
-        """Return the axis of the rows of each array, as the model has it.
+        """Return the axis of the rows of each array, by input.
 
-        An input that declares no rows has them on its first axis if it is as long, or else is the
-        same for every batch.
+        An input that declares no axis of rows has its rows on its first axis if that is as long as
+        there are rows; otherwise, it is the same for every batch.
 
         Args:
             lengths: the shapes of the arrays, by input.
@@ -156,19 +160,20 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        return self._find_axes_once(tuple(lengths.items())).copy()
+        return self._find_row_axes_once(tuple(lengths.items())).copy()
 
     @cached_property
-    def _find_axes_once(self) -> Callable[[Any], Axes]:
-        """`_find_axes` of items, which only the last call is likely to be asked again."""
-        return lru_cache(maxsize=1)(lambda items: self._find_axes(dict(items)))
+    def _find_row_axes_once(self) -> Callable[[Any], Axes]:
+        """The function `_find_row_axes` for items of a mapping, which caches its last result."""
+        return lru_cache(maxsize=1)(lambda items: self._find_row_axes(dict(items)))
 
-    def _find_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+    def _find_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+        """Return the result of `axes_of`, computed anew."""
         self._check_unambiguous(lengths)
         axes: Axes = {}
         for name, shape in lengths.items():
-            if name in self.batch_axes or self.stated(name) is not None:
-                axes[name] = self.stated(name)
+            if name in self.batch_axes or self.declared_axis(name) is not None:
+                axes[name] = self.declared_axis(name)
             elif self.shapes[name] == () and not shape:
                 axes[name] = None
         rows = self._count_rows(lengths, axes)
@@ -182,7 +187,7 @@ class RowAxes:
         return {name: axes[name] for name in lengths}
 
     def _check_whole(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
-        """Raise if rows may be on an axis of an array that has none by `axes`."""
+        """Raise `ValueError` if an array without rows, by `axes`, has an axis of their length."""
         rows = self._count_rows(lengths, axes)
         known = {
             d for name, axis in axes.items() if axis is not None for d in self._declared_dims(name)
@@ -193,12 +198,12 @@ class RowAxes:
                 if length == rows and (d is None or (isinstance(d, str) and d not in known)):
                     raise ValueError(
                         f"axis {axis} of {name!r} {shape_text(lengths[name])} is as long as there "
-                        f"are rows: say with batch_axes={{{name!r}: {axis}}} that it is theirs, or "
-                        "with None that every batch gets all of it"
+                        f"are rows: pass batch_axes={{{name!r}: {axis}}} if this is the axis of "
+                        f"rows, or batch_axes={{{name!r}: None}} if every batch gets all of it"
                     )
 
     def _count_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
-        """Return the number of rows by the declared axes, or else by the label or first feature."""
+        """Return the count of rows, by the declared axes, or else by the label or first feature."""
         for name, axis in axes.items():
             if axis is not None and len(lengths[name]) > axis:
                 return lengths[name][axis]
@@ -207,7 +212,7 @@ class RowAxes:
 
     @cached_property
     def _is_ambiguous(self) -> bool:
-        """Whether features and label begin with different dimensions that the other has, too."""
+        """Whether two dimensions may be the rows: the first of the features, or of the label."""
         symbol = self.symbol
         if symbol is None or any(a is not None for a in self.batch_axes.values()):
             return False
@@ -218,6 +223,7 @@ class RowAxes:
         return first != symbol and not any(s[0] == symbol for s in features)
 
     def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
+        """Raise `ValueError` if the declared shapes allow several axes of rows."""
         if self._is_ambiguous:
             inputs = [*self.features, *([self.label] if self.label else [])]
             names = [n for n in inputs if self.symbol in self._declared_dims(n)]
@@ -229,32 +235,40 @@ class RowAxes:
         for name in lengths if self.symbol is not None else ():
             if name not in self.batch_axes and self._declared_dims(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} has the rows on several axes {self._shape_in_file(name)}: say which "
-                    f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
+                    f"{name!r} declares the rows on several axes {self._shape_in_file(name)}: name "
+                    f"the axis of rows with batch_axes={{{name!r}: axis}}, or pass None as axis if "
+                    f"every batch gets all of {name!r}"
                 )
 
     def _declared_dims(self, name: str) -> Dims:
+        """Return the declared dimensions of the input `name`; () if its rank is unknown."""
         return self.shapes.get(name) or ()
 
     def _shape_in_file(self, name: str) -> str:
-        """Return the declared shape of an input, in which the rows are called as in the file."""
+        """Return the declared shape of an input as text, with the symbols of the file."""
         rows = self.called[0] if len(self.called) == 1 else "rows"
         return shape_text([rows if d == BATCH else d for d in self._declared_dims(name)])
 
     def _means_rows(self, symbol: Any) -> bool:
+        """Return whether the name of a dimension in the file has "batch" in it."""
         names = self.called if symbol == BATCH else [symbol]
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
 def count_rows(arrays: Arrays, axes: Axes) -> int:
-    """Return the number of rows of all arrays, which the model has on `axes`.
+    """Return the count of rows of all arrays, whose rows are on `axes`.
 
     Raises:
-        ValueError: it differs, or no array has rows.
+        ValueError: the counts of arrays differ, or no array has rows.
     """
     counts = {n: arrays[n].shape[axis] for n, axis in axes.items() if axis is not None}
     if len(set(counts.values())) > 1:
-        raise ValueError(f"the inputs have different numbers of rows: {counts}")
+        raise ValueError(
+            f"the inputs have different numbers of rows, {counts}: pass as many rows for each input"
+        )
     if not counts:
-        raise ValueError("no input has rows: pass batches as dicts, or say where with batch_axes")
+        raise ValueError(
+            "no input has rows: pass batches as dicts, or name the axis of rows with "
+            "batch_axes={input: axis}"
+        )
     return next(iter(counts.values()))

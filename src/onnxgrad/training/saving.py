@@ -1,4 +1,4 @@
-"""A folder of arrays and numbers on the disk, which is there completely or not at all."""
+"""Write and read a folder of arrays and numbers, which is on the disk as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
-from onnxgrad.model.files import locked
+from onnxgrad.model.files import lock_path
 from onnxgrad.training.equality import digest_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -29,13 +29,16 @@ _MANIFEST = "files.json"  # written last: digests of the other files, and the ma
 _BFLOAT16 = "bfloat16"  # metadata: names of arrays whose dtype safetensors of numpy lacks
 
 
-def flat(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
-    """Return `{"inner/outer": array}`; an inner name has no slash, an outer one may have."""
+def flatten_slots(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
+    """Return `{"slot/weight": array}` for `{weight: {slot: array}}`.
+
+    The name of a slot has no slash; the name of a weight may have slashes.
+    """
     return {f"{inner}/{name}": a for name, group in nested.items() for inner, a in group.items()}
 
 
-def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Arrays]:
-    """Return the dicts that `flat` joined."""
+def nest_slots(arrays: Mapping[str, np.ndarray]) -> dict[str, Arrays]:
+    """Return `{weight: {slot: array}}` for the result of `flatten_slots`."""
     result: dict[str, Arrays] = {}
     for key, array in arrays.items():
         inner, _, name = key.partition("/")
@@ -51,12 +54,13 @@ def write(
 ) -> None:
     """Write `{name: arrays}` to `<name>.safetensors` and the numbers to `state.json` in `folder`.
 
-    All is written beside `folder`, synced, and renamed. `files.json` has a digest of every file,
-    and `mark`, which tells who wrote them.
+    The files are written into a folder beside `folder`, synced to the disk, and the folder is
+    renamed. `files.json` has a digest of every file, and `mark`, by which the writer finds its
+    folders again.
 
     Raises:
         FileExistsError: `folder` exists and holds no state.
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     folder = Path(os.path.abspath(folder))
     if folder.exists() and not (folder / _STATE).is_file():
@@ -72,7 +76,7 @@ def write(
         with ExitStack() as stack:
             partial = _begin_partial(folder, stack)
             for name, group in arrays.items():
-                put(f"{name}.safetensors", serialized(group))
+                put(f"{name}.safetensors", serialize_arrays(group))
             put(_STATE, json.dumps(dict(numbers), indent=1, default=_encode_number).encode())
             manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
             put(_MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -81,15 +85,15 @@ def write(
     except OSError as e:
         if e.errno is None:
             raise
-        # an error of writing does not name the file
+        # the error of a failed write names no file
         raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
 
 
 def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
-    """Return the arrays and numbers that `write` wrote.
+    """Return the arrays and numbers that `write` wrote into `folder`.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: the folder holds no state.
         ValueError: a file is missing, damaged, of another state, or of another format.
     """
     folder = _existing_folder(folder)
@@ -98,7 +102,9 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
-            raise ValueError(f"the state in {folder} is incomplete: {name} is missing") from None
+            raise ValueError(
+                f"the state in {folder} is incomplete, {name} is missing: use another checkpoint"
+            ) from None
         if digest_bytes(data) != digest:
             raise ValueError(
                 f"the state in {folder} is damaged: {name} is not the file that was written there"
@@ -106,14 +112,14 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         if name == _STATE:
             numbers = json.loads(data)
         else:
-            arrays[Path(name).stem] = deserialized(data)
+            arrays[Path(name).stem] = deserialize_arrays(data)
     if numbers is None:
         raise ValueError(f"the state in {folder} is damaged: {_MANIFEST} does not name {_STATE}")
     return arrays, numbers
 
 
 def mark_of(folder: Path) -> dict[str, str] | None:
-    """Return the mark of the state in `folder`; None if it holds none, or one that is damaged."""
+    """Return the `mark` that `write` wrote into `folder`; None without an undamaged state."""
     try:
         return dict(_read_manifest(folder)["mark"])
     except (OSError, ValueError):
@@ -144,48 +150,51 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_state(folder: Path) -> bool:
-    """Return whether `folder` holds a state, which may be damaged."""
+    """Return whether `folder` holds the files of a state, which may be damaged."""
     return any((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
 def remove(state: Path) -> None:
-    """Remove a state; it gets another name first, so that it is never there in part."""
+    """Remove a folder with a state; it is renamed first, so that no part of it stays in place."""
     hidden = _hidden_path(state, REMOVED)
-    with suppress(FileNotFoundError):  # another process removed it
+    with suppress(FileNotFoundError):  # another process removed the folder
         state.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
-    """Rename back the states in `folder` that were being replaced when a crash happened."""
+    """Rename back the states in `folder` that a process was replacing when it crashed."""
     for path, state in _find_leftovers(folder, names, REPLACED):
         with ExitStack() as stack:
-            if not state.exists() and locked(path, stack) is not False:
+            if not state.exists() and lock_path(path, stack) is not False:
                 path.rename(state)
 
 
 def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove folders that crashes left beside states of these names; keep an only copy."""
+    """Remove the hidden folders that crashed processes left in `folder`, but no only copy.
+
+    `names` matches the names of the states whose leftovers are meant.
+    """
     restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
         for path, _ in _find_leftovers(folder, names, suffix):
             with ExitStack() as stack:
-                if locked(path, stack) is not False:  # a living process writes a locked folder
+                if lock_path(path, stack) is not False:  # a living process writes a locked folder
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
-    """Return the hidden folders with a name of `_hidden_path`, each with the path of its state."""
+    """Return pairs of hidden folder and path of its state, for the folders with this suffix."""
     found = []
     for path in folder.glob(f".*{suffix}"):
-        state, _, number = path.name[1:].removesuffix(suffix).rpartition(".")
-        if names.fullmatch(state) and re.fullmatch("[0-9a-f]+", number):
+        state, _, random = path.name[1:].removesuffix(suffix).rpartition(".")
+        if names.fullmatch(state) and re.fullmatch("[0-9a-f]+", random):
             found.append((path, folder / state))
     return found
 
 
 def _existing_folder(folder: Path) -> Path:
-    """Return `folder`, or the state that a crash left beside it while it was being replaced."""
+    """Return `folder` if it exists, or else a hidden copy that a crash left when replacing it."""
     if folder.exists():
         return folder
     folder = Path(os.path.abspath(folder))
@@ -195,24 +204,24 @@ def _existing_folder(folder: Path) -> Path:
 
 
 def _hidden_path(folder: Path, suffix: str) -> Path:
-    """Return a new hidden path beside `folder`, which `_find_leftovers` finds."""
+    """Return an unused hidden path beside `folder`, of the form that `_find_leftovers` finds."""
     return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
 
 
 def _begin_partial(folder: Path, stack: ExitStack) -> Path:
-    """Return a new folder, locked until `stack` ends, which is removed unless it is renamed."""
+    """Return a new hidden folder, locked until `stack` ends, and then removed if not renamed."""
     while True:
         partial = _hidden_path(folder, PARTIAL)
         partial.mkdir()
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
-        if locked(partial, stack) is not False:
+        if lock_path(partial, stack) is not False:
             return partial
 
 
 def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
-    """Rename `partial` to `folder`, in place of a state that is there."""
+    """Rename `partial` to `folder`, and remove a state that was there."""
     if folder.exists():
-        locked(folder, stack)  # so that no process takes it for a leftover of a crash
+        lock_path(folder, stack)  # so that no process takes the folder for a leftover of a crash
         replaced = _hidden_path(folder, REPLACED)
         folder.rename(replaced)
         partial.rename(folder)
@@ -240,11 +249,12 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def serialized(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return arrays as the content of a file of safetensors."""
+def serialize_arrays(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the content of a safetensors file with `arrays`, bfloat16 included."""
     held, short = {}, []
     for name, array in arrays.items():
-        array = np.ascontiguousarray(array).reshape(np.shape(array))  # which adds an axis to ()
+        # `ascontiguousarray` adds an axis to an array of shape ()
+        array = np.ascontiguousarray(array).reshape(np.shape(array))
         if array.dtype == ml_dtypes.bfloat16:
             short.append(name)
             array = array.view(np.uint16)
@@ -252,25 +262,25 @@ def serialized(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> byt
     return save_arrays(held, metadata={_BFLOAT16: json.dumps(short), **(metadata or {})})
 
 
-def deserialized(data: bytes) -> Arrays:
-    """Return the arrays that `serialized` wrote.
+def deserialize_arrays(data: bytes) -> Arrays:
+    """Return the arrays of `data`, the content of a safetensors file by `serialize_arrays`.
 
     Raises:
         ValueError: the data are damaged.
     """
-    short = set(json.loads(metadata_of(data).get(_BFLOAT16, "[]")))
+    short = set(json.loads(safetensors_metadata(data).get(_BFLOAT16, "[]")))
     arrays = load_arrays(data)
     return {n: a.view(ml_dtypes.bfloat16) if n in short else a for n, a in arrays.items()}
 
 
-def metadata_of(data: bytes) -> dict[str, str]:
-    """Return the metadata of the content of a file of safetensors."""
+def safetensors_metadata(data: bytes) -> dict[str, str]:
+    """Return the metadata of `data`, the content of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + size]).get("__metadata__", {})
 
 
 def _encode_number(value: Any) -> Any:
-    """Return a number of numpy as a number of Python, for JSON.
+    """Return a number of numpy as a number of Python, which JSON can hold.
 
     Raises:
         TypeError: the value is no number of numpy.

@@ -1,4 +1,4 @@
-"""One call of `fit` in the processes of a group, which train one model."""
+"""How the processes of a group share one call of `fit`, which trains one model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.equality import describe, options_of
 from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.run.row_parts import mixes_no_rows, splits
+from onnxgrad.training.run.row_parts import is_sum_over_rows, mixes_rows
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.gradients import Across
 from onnxgrad.training.step.inputs import Slice
@@ -29,44 +29,46 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class Sharing:
-    """The group of this process, and how it shares training."""
+    """The group of this process, and the options by which its processes share the training."""
 
     def __init__(self, group: Group, options: DataParallel) -> None:
         self.group, self.options = group, options
         self.part = Part(group.rank, group.size)
 
     @property
-    def key(self) -> Any:
-        """The cache key of a step that is shared."""
+    def step_key(self) -> Any:
+        """The cache key of a step that processes share, equal for equal steps."""
         return self.part.rank, self.part.size, vars(self.options)
 
     @property
-    def normalized(self) -> Part | None:
-        """The part, if BatchNormalization uses the statistics of all rows."""
+    def statistics_part(self) -> Part | None:
+        """The part of this process, if BatchNormalization uses the rows of all processes."""
         return self.part if self.options.sync_batch_norm else None
 
     @property
     def across(self) -> Across:
-        """The part of this process in a step, and the options of the step."""
+        """How processes share a step: the part of this process, and the options of the step."""
         shards = self.options.shard_optimizer and self.part.size > 1
         return Across(self.part, self.options.sync_batch_norm, shards)
 
     def identity(self, batch_norm: str) -> dict[str, Any]:
-        """Return the options and processes on which weights depend by more than rounding."""
+        """Return the options on which the trained weights depend by more than rounding, by name."""
         options, own = self.options, {}
         if batch_norm == "train" and not options.sync_batch_norm and self.part.size > 1:
             own = {"sync_batch_norm": False, "processes": self.part.size}
         return own | ({"shards": True, "processes": self.part.size} if options.shards else {})
 
-    def callbacks(self, callbacks: Callbacks) -> Callbacks:
-        """Return the callbacks that this process calls."""
+    def own_callbacks(self, callbacks: Callbacks) -> Callbacks:
+        """Return the callbacks that this process calls: only the first process has writers."""
         return callbacks if self.part.rank == 0 else callbacks.without_writers()
 
-    def from_first(self, load: Callable[[], TrainState]) -> TrainState:
-        """Return the state that the first process loads; other processes may not have its files.
+    def load_in_first(self, load: Callable[[], TrainState]) -> TrainState:
+        """Return the state that `load` returns in the first process, in all processes.
+
+        Other processes may not have the files of the state.
 
         Raises:
-            OSError, ValueError: loading raises it in the first process; raised in all processes.
+            OSError, ValueError: the error of `load` in the first process, in all processes.
         """
         result: Any
         try:
@@ -78,8 +80,8 @@ class Sharing:
             raise result
         return result
 
-    def source(self, source: BatchSource) -> BatchSource:
-        """Return the batches of this process."""
+    def own_source(self, source: BatchSource) -> BatchSource:
+        """Return the source of the batches, or parts of batches, of this process."""
         if self.options.shards:
             return OwnDataSource(source, self.group)
         if not isinstance(source, ArraySource):
@@ -88,13 +90,14 @@ class Sharing:
         return source
 
     def check_call(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
-        """Raise `ValueError` in all processes if their arguments differ, naming these.
+        """Raise `ValueError` in all processes if the arguments of a `Fit` differ between them.
 
-        Callbacks that write are called in the first process only: other processes may lack them.
+        The message names the arguments. Callbacks that write are called in the first process only:
+        other processes may lack them.
         """
         job, held_out = call.job, call.held_out
         callbacks, share = job.callbacks, held_out is None or isinstance(held_out, float)
-        own = job.compared | {
+        own = job.compared_fields | {
             "method": "partial_fit" if call.further else "fit",
             "epochs": epochs,
             "shuffle": shuffle,
@@ -112,7 +115,7 @@ class Sharing:
         }
         self._require_equal(describe(own))
 
-    def check(
+    def check_beginning(
         self,
         job: Job,
         state: TrainState,
@@ -120,7 +123,9 @@ class Sharing:
         source: BatchSource,
         held_out: BatchSource | None,
     ) -> None:
-        """Raise `ValueError` in all processes if weights, data or arguments differ, naming these.
+        """Raise `ValueError` in all processes if weights, data or arguments differ between them.
+
+        The message names what differs.
 
         Args:
             job: the arguments of this process.
@@ -130,8 +135,8 @@ class Sharing:
             held_out: the validation data.
 
         Raises:
-            ValueError: other weights, data or arguments in some of the processes; or an argument
-                for which a process must have all rows.
+            ValueError: different weights, data or arguments in the processes; or an argument that
+                needs all rows in one process.
         """
         if job.carry:
             raise ValueError(
@@ -141,18 +146,18 @@ class Sharing:
         if self.options.sync_batch_norm and (job.accumulate > 1 or job.recompute != "none"):
             raise ValueError(
                 "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
-                "recompute repeat: leave these out, or sync_batch_norm"
+                "recompute repeat: leave out accumulate and recompute, or sync_batch_norm"
             )
         if self.options.shards and state.balanced is not None:
             raise ValueError(
-                f"{argument('class_weight', 'balanced')} is computed from labels, and with "
-                "shards=True a process has some of them: pass the weights of the classes"
+                f"{argument('class_weight', 'balanced')} is computed from all labels, and with "
+                "shards=True each process has some of the labels: pass the weights of the classes"
             )
         own = {"step": state.step, "epoch": state.epoch, **identity}
         for name, data in (("data", source), ("validation", held_out)):
             if data is not None:
                 own |= {name: data.description, f"{name} batch_size": data.batch_size}
-            if isinstance(data, ArraySource):  # whose description has a digest of some rows
+            if isinstance(data, ArraySource):  # its description has a digest of some rows only
                 own |= {f"{name} {n}": _array_digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
             differ = ("data", "validation", "batch_size")
@@ -166,7 +171,7 @@ class Sharing:
         self._require_equal(own | {name: _array_digest(a) for name, a in arrays.items()})
 
     def _require_equal(self, own: Mapping[str, Any]) -> None:
-        """Raise `ValueError` in all processes if their values differ, naming up to three."""
+        """Raise `ValueError` in all processes if `own` differs, naming up to three values."""
         every = self.group.gather(_leaf_texts(own))
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
@@ -175,22 +180,23 @@ class Sharing:
             )
             raise ValueError(
                 f"the {self.part.size} processes do not begin alike: {len(different)} of "
-                f"{len(keys)} values differ, {shown}. Give each the same model, data and arguments;"
-                " parallel=DataParallel(shards=True) if their data differ"
+                f"{len(keys)} values differ, {shown}. Give each process the same model, data and "
+                "arguments; pass parallel=DataParallel(shards=True) if processes have different "
+                "data"
             )
 
-    def warn(self, objective: Objective, source: BatchSource) -> None:
-        """Warn if the loss is not proven to be a sum over rows.
+    def warn_of_mixed_rows(self, objective: Objective, source: BatchSource) -> None:
+        """Warn if the loss is not proven to be a sum over rows, so that processes change it.
 
-        Shapes of batches from files and iterables are unknown here: for these, the reasons are
-        statistics of batches and dropout only.
+        The shapes of batches from files and iterables are unknown here: for such data, only
+        statistics of batches and dropout are found.
         """
         if self.part.rank or self.options.sync_batch_norm:
             return
         if isinstance(source, ArraySource):
-            proven = splits(objective, source.axes, source.batch_shapes())
+            proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
         else:
-            proven = mixes_no_rows(objective)
+            proven = not mixes_rows(objective)
         if not proven:
             warnings.warn(
                 "the gradient of a batch is not proven to be the sum of the gradients of its rows: "
@@ -204,9 +210,9 @@ class Sharing:
 
 @contextmanager
 def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None]:
-    """Let the block, a call of `fit`, end in all processes of a group or fail in all of them.
+    """Let the block, a call of `fit`, succeed in all processes of a group or fail in all.
 
-    It gets the `Sharing` of the call by the argument `parallel` of a trainer; None for one process.
+    The block gets the `Sharing` by the argument `parallel` of a trainer; None for one process.
     """
     if (group := group_of(parallel)) is None:
         yield None
@@ -217,11 +223,11 @@ def shared_call(parallel: DataParallel | bool | None) -> Iterator[Sharing | None
 
 
 class GroupSource(BatchSource):
-    """Batches of a source, one a slice, that the processes of a group share."""
+    """A source of slices of one batch each, which the processes of a group share."""
 
     def __init__(self, source: BatchSource, group: Group) -> None:
         self._source, self._group = source, group
-        self._rank = Part(group.rank, group.size)
+        self._part = Part(group.rank, group.size)
         self.batch_size, self.shuffles = source.batch_size, source.shuffles
 
     @property
@@ -230,7 +236,7 @@ class GroupSource(BatchSource):
         return self._source.description
 
     def _share_numbers(self, *numbers: int) -> np.ndarray:
-        """Return numbers of every process, (processes, numbers)."""
+        """Return the numbers that each process passes, (processes, numbers)."""
         every = np.zeros((self._group.size, len(numbers)), np.int64)
         every[self._group.rank] = numbers
         self._group.sum(every)()
@@ -238,9 +244,10 @@ class GroupSource(BatchSource):
 
 
 class OwnDataSource(GroupSource):
-    """Batches that consist of the batches of all processes, whose data differ.
+    """A source for processes with different data: a batch consists of the batches of all.
 
-    A process whose data are at their end repeats a row, which does not count, until all are.
+    A process whose data are at their end repeats a row, which does not count, until the data of all
+    processes are at their end.
     """
 
     rows = batches = None
@@ -261,14 +268,14 @@ class OwnDataSource(GroupSource):
                     last = replace(last, arrays=first, own=1, counted=0)
                 else:
                     raise ValueError(
-                        f"the data of process {self._rank.rank} have no batch behind the first "
-                        f"{skip}, and other processes have one: give each as many batches"
+                        f"the data of process {self._part.rank} end after {skip} batches, and the "
+                        "data of other processes do not: give each process as many batches"
                     )
-                yield replace(last, rows=int(rows.sum()), part=self._rank)
+                yield replace(last, rows=int(rows.sum()), part=self._part)
 
 
 class SharedDataSource(GroupSource):
-    """Batches that every process reads, to compute its part of each; they must be equal."""
+    """A source for processes with equal data: each reads all batches, and computes a part."""
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
         return getattr(self._source, name)
@@ -281,11 +288,11 @@ class SharedDataSource(GroupSource):
                 self._require_same_batch(number, piece)
                 if piece is None:
                     return
-                own = piece.take_rows(self._rank.fed(piece.rows))
-                yield Slice(own, 1, piece.rows, piece.row_axes, self._rank)
+                own = piece.take_rows(self._part.fed(piece.rows))
+                yield Slice(own, 1, piece.rows, piece.row_axes, self._part)
 
     def _require_same_batch(self, number: int, piece: Slice | None) -> None:
-        """Raise `ValueError` in all processes if their batches differ, or some have none."""
+        """Raise `ValueError` in all processes if batch `number` differs, or a process lacks it."""
         digest = 0
         if piece is not None:
             digest = zlib.crc32(repr([_array_digest(a) for a in piece.arrays.values()]).encode())
@@ -293,20 +300,20 @@ class SharedDataSource(GroupSource):
         if has.any() != has.all():
             ended = ", ".join(map(str, np.flatnonzero(has == 0)))
             raise ValueError(
-                f"the iterable of process {ended} ended after {number} batches, and others go on: "
-                "give each process the same batches; parallel=DataParallel(shards=True) if the "
-                "data of a process are its own"
+                f"the iterable of process {ended} ended after {number} batches, and the iterables "
+                "of other processes go on: give each process the same batches; pass "
+                "parallel=DataParallel(shards=True) if processes have different data"
             )
         if (digests != digests[0]).any():
             raise ValueError(
-                f"batch {number} is not the same in all processes, and each would leave out rows "
-                "of its batches: pass parallel=DataParallel(shards=True) if the data of a process "
-                "are its own, or data in the same order"
+                f"batch {number} is not the same in all processes, and each process would leave "
+                "out rows of it: pass parallel=DataParallel(shards=True) if processes have "
+                "different data, or else data in the same order"
             )
 
 
 def _leaf_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the leaves of nested mappings as text, by the path of their keys."""
+    """Return the leaves of nested mappings as text, by the path of keys "a.b.c"."""
     leaves: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`TrainerStack`: trains many copies of one model in one graph."""
+"""`TrainerStack`: trains many copies of one model, its members, in one graph."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.checks import check_choice, check_count
-from onnxgrad.errors import ConvergenceWarning, printable, unknown
+from onnxgrad.errors import ConvergenceWarning, named, printable, unknown
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer
 from onnxgrad.reporting import frames_inside
 from onnxgrad.schedules.base import LearningRate
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.job import require_known, select_rate
+from onnxgrad.training.job import require_known_arguments, select_rate
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes.inference_form import exported
+from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.trainer import LossLike, RateLike, TrainerBase
 
@@ -135,12 +135,12 @@ class TrainerStack(TrainerBase):
         learning_rate: RateLike | Sequence[RateLike] | None = None,
         **arguments: Any,
     ) -> None:
-        require_known(arguments, _ARGUMENTS)
+        require_known_arguments(arguments, _ARGUMENTS)
         count = count_members(
             members, weights=weights, learning_rate=learning_rate, optimizer=optimizer
         )
-        optimizers = [select_optimizer(o) for o in per_member("optimizer", optimizer, count)]
-        rates = per_member("learning_rate", learning_rate, count)
+        optimizers = [select_optimizer(o) for o in values_of_members("optimizer", optimizer, count)]
+        rates = values_of_members("learning_rate", learning_rate, count)
         super().__init__(model, loss, optimizer=optimizers[0], learning_rate=rates[0], **arguments)
         own = self.state.weights
         self._change_job(
@@ -155,15 +155,15 @@ class TrainerStack(TrainerBase):
             seeds = [np.random.default_rng([self._job.seed, 2, k]) for k in range(count)]
             begun = [{name: draw(rng, w) for name, w in own.items()} for rng in seeds]
         elif init != "model":
-            raise ValueError("pass weights or init, not both")
+            raise ValueError("pass weights= or init=, not both: init draws what weights states")
         else:
-            begun = given_weights(own, per_member("weights", list(weights), count))
+            begun = weights_of_members(own, values_of_members("weights", list(weights), count))
         first, *others = begun
-        same = others and all(
+        begin_equal = others and all(
             np.array_equal(w[name], first[name], equal_nan=True) for w in others for name in w
         )
         lists = (rates, optimizers)
-        if same and all(value == listed[0] for listed in lists for value in listed):
+        if begin_equal and all(value == listed[0] for listed in lists for value in listed):
             raise ValueError(
                 "all members are equal: pass init='redrawn' or weights= for members that begin "
                 "with different weights, or a list as learning_rate or optimizer"
@@ -187,7 +187,7 @@ class TrainerStack(TrainerBase):
         return self._job.learning_rates
 
     def _run_loop(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop as `TrainerBase` does, and warn of members that were frozen as not finite."""
+        """Run a loop, and warn of members that were frozen, as a loss or a weight is not finite."""
         super()._run_loop(call, loop)
         if frozen := sorted(loop.runner.not_finite.items()):
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
@@ -207,7 +207,7 @@ class TrainerStack(TrainerBase):
             ValueError: a weight beyond the range of the 16 bits that it has in the file.
         """
         values = self._member_values(member)
-        return filled(exported(self._job.proto, values, self._names), values)
+        return fill_weights(export_model(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike, member: int) -> None:
         """Write `model(member)` to a file.
@@ -218,7 +218,7 @@ class TrainerStack(TrainerBase):
             OSError: the file cannot be written; an existing file is unchanged.
         """
         values = self._member_values(member)
-        save_filled(exported(self._job.proto, values, self._names), values, path)
+        save_filled(export_model(self._job.proto, values, self._names), values, path)
 
     def _member_values(self, member: int) -> dict[str, np.ndarray]:
         """Return the weights and statistics of a member, in the dtypes of the file."""
@@ -258,15 +258,18 @@ Arrays = dict[str, np.ndarray]
 
 
 def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return a weight drawn from the normal distribution of its elements; a vector unchanged."""
+    """Return a weight drawn from a normal distribution; a vector is returned unchanged.
+
+    The distribution has the mean and the standard deviation of the elements of `w`.
+    """
     if w.ndim < 2:
         return w
     values = np.asarray(w, np.float64)
     return rng.normal(values.mean(), values.std(), w.shape).astype(w.dtype)
 
 
-def glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return a weight drawn by the rule of Glorot & Bengio (2010); a vector unchanged.
+def draw_glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
+    """Return a weight drawn by the rule of Glorot & Bengio (2010); a vector is returned unchanged.
 
     Elements are uniform from -l to l, l = sqrt(6 / (fan in + fan out)).
     """
@@ -279,12 +282,16 @@ def glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
 _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": lambda rng, w: w,
     "redrawn": _redraw_weight,
-    "glorot": glorot,
+    "glorot": draw_glorot,
 }
 
 
-def given_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
-    """Return the weights of each member; weights that are not given are the model's.
+def weights_of_members(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
+    """Return the weights with which each member of a stack begins.
+
+    Args:
+        own: the weights of the model, by name.
+        weights: the argument `weights`: for each member, arrays in place of weights of the model.
 
     Raises:
         ValueError: a weight that does not train, or of another shape.
@@ -298,41 +305,49 @@ def given_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arr
             array = np.asarray(value)
             if array.shape != own[name].shape:
                 raise ValueError(
-                    f"weights[{k}][{printable(name)!r}] has the shape {array.shape}, "
-                    f"not {own[name].shape}"
+                    f"weights[{k}][{printable(name)!r}] has the shape {array.shape}, and the "
+                    f"weight of the model {own[name].shape}: pass an array of that shape"
                 )
             new[name] = array.astype(own[name].dtype)
         members.append(new)
     return members
 
 
-def per_member(name: str, value: Any, members: int) -> list[Any]:
-    """Return an argument for each member: the elements of a list, or one value for all.
+def values_of_members(name: str, value: Any, members: int) -> list[Any]:
+    """Return the value of the argument `name` for each of the `members` of a stack.
+
+    `value` is a list of one value for each member, or one value for all.
 
     Raises:
         ValueError: a list of another length.
     """
-    if not is_list(value):
+    if not is_list_of_members(value):
         return [value] * members
     if len(value) != members:
-        raise ValueError(f"{name} has {len(value)} elements for {members} members")
+        raise ValueError(
+            f"{named(name)} is a list of {len(value)} values, and the stack has {members} members: "
+            "pass one value for each member, or one for all"
+        )
     return list(value)
 
 
-def is_list(value: Any) -> bool:
-    """Return whether an argument has a value for each member."""
+def is_list_of_members(value: Any) -> bool:
+    """Return whether an argument of a stack is a list or vector, of one value for each member."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
 def count_members(members: int | None, **lists: Any) -> int:
-    """Return the number of members: `members`, or the length of the first list.
+    """Return the count of members of a stack: `members`, or the length of the first list.
 
     Raises:
-        ValueError: neither; a number below 1.
+        ValueError: there is neither `members` nor a list; a count below 1.
     """
     if members is not None:
         return check_count("members", members)
     for value in lists.values():
-        if is_list(value):
+        if is_list_of_members(value):
             return check_count("members", len(value))
-    raise ValueError(f"pass members=, their number, or a list for one of {', '.join(lists)}")
+    raise ValueError(
+        "a stack needs the count of its members: pass members=, such as members=4, or a list with "
+        f"a value for each member as one of {', '.join(lists)}"
+    )

@@ -11,18 +11,20 @@ from typing import Any, Self
 
 import numpy as np
 
+from onnxgrad.errors import unknown
 from onnxgrad.training import saving
 
 Arrays = dict[str, np.ndarray]
-Slots = dict[str, Arrays]  # of every weight, by its name
+Slots = dict[str, Arrays]  # by the name of the weight, then of the slot
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Weights, slots and buffers by name, and the steps done; replaced, never modified.
+    """Weights, slots and buffers by name, and the count of steps; replaced, never modified.
 
-    Arrays of a stack have an axis of members first, and `frozen` are the members that do not train
-    any more, each with the number of its steps; `values[k]` are the values of the member k.
+    Arrays of a stack have the axis of members, the copies of its model, first. `frozen` has the
+    members that do not train any more, each with the count of its steps. `values[k]` are the values
+    of the member k.
     """
 
     weights: Arrays = field(default_factory=dict)
@@ -47,18 +49,18 @@ class TrainState:
 
     Attributes:
         epoch: number of finished epochs.
-        epochs: how many `fit` is to train; None in `partial_fit`.
+        epochs: number of epochs that `fit` is to train; None in `partial_fit`.
         position: batches of the unfinished epoch that are done, 0 between epochs.
         pending: whether the events of the last step are still to come, as training broke off.
-        running: sums of the unfinished epoch, as `Totals` keeps them.
+        running: sums of the losses of the unfinished epoch, as `Totals` keeps them.
         history: an entry for each epoch and each evaluation, a dict of `step`, `epoch`, `loss`,
             `learning_rate`, and with validation data `validation_loss` and metrics.
         learning_rate: the rate of the last step.
         stop_reason: why the last `fit` ended; None while it runs.
         further: whether `partial_fit` is running, which goes on where another call had ended.
-        seed: of the order of rows and of dropout.
-        balanced: the weights of the classes that `class_weight="balanced"` means, by output, of the
-            rows that the last `fit` trained on; None without.
+        seed: the seed of the order of rows and of dropout.
+        balanced: the weights of classes that `class_weight="balanced"` means, by output, for the
+            rows that the last `fit` trained on; None if no classes are balanced.
         undone: steps that were finished, and set back when earlier weights were restored together
             with their slots.
         schedule: values that a learning-rate schedule keeps between evaluations.
@@ -66,9 +68,10 @@ class TrainState:
         kept: arrays that callbacks keep, by the callback's key.
         identity: descriptions of model, loss, optimizer and data, with which a resumed training
             must agree.
-        members: of a stack, the number of its models; None for one model. Weights, slots and
-            buffers have an axis of members first, losses and metrics are arrays (members,), and
-            `values[k]` are the `weights`, `slots`, `buffers` and `steps` of the member k.
+        members: the number of members of a stack, the copies of its model; None for one model. In
+            a stack, weights, slots and buffers have the axis of members first, losses and metrics
+            are arrays (members,), and `values[k]` are the `weights`, `slots`, `buffers` and `steps`
+            of the member k.
 
     Examples:
         >>> import tempfile, numpy as np, onnxgrad as og
@@ -101,7 +104,7 @@ class TrainState:
     def __post_init__(self) -> None:
         self._values = Values()
         self._runner: Any = None  # the `Runner`, while `fit` runs
-        self._read: tuple[object, Values] | None = None  # runner.now, and its values
+        self._read: tuple[object, Values] | None = None  # a `runner.now`, and its values
         self._names: tuple[str, ...] = ()  # the order of the weights, where `_values` lacks some
 
     # -- values, on the device or not ---------------------------------------------------------
@@ -115,7 +118,7 @@ class TrainState:
         now, read = runner.now, self._read
         if read is None or read[0] is not now:
             values = self._merge_device_values(_make_read_only(runner.unpacked(now)))
-            # compared by identity, assigned at once: other threads read it, too
+            # one assignment of both, compared by identity: other threads read `_read`, too
             self._read = read = now, values
         return read[1]
 
@@ -198,7 +201,7 @@ class TrainState:
     # -- training -----------------------------------------------------------------------------
 
     def row_order(self) -> np.random.Generator:
-        """Return the generator that orders the rows of the present epoch."""
+        """Return the random generator that orders the rows of the present epoch."""
         return np.random.default_rng([self.seed, self.epoch])
 
     @property
@@ -207,7 +210,7 @@ class TrainState:
         return self._runner is not None
 
     def begin_epoch(self, buffers: Arrays) -> None:
-        """Prepare the next epoch; `buffers` has initial values of buffers that are missing."""
+        """Prepare the next epoch of `partial_fit`; `buffers` has initial values of new buffers."""
         self.position, self.pending, self.running, self.stop_reason = 0, False, {}, None
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
@@ -215,7 +218,7 @@ class TrainState:
     def begin(self, runner: Any, further: bool = False, values: Values | None = None) -> None:
         """Copy values to the device of `runner`, where training changes them until `end`.
 
-        They are the current ones if none are given. The host's copies of values that the device
+        `values`: None for the current values. The copies on the host of values that the device
         holds are dropped.
         """
         values = self._values if values is None else values
@@ -233,7 +236,7 @@ class TrainState:
         self.further = further
 
     def end(self) -> None:
-        """Copy the values back from the device; if that fails, keep values that were read last."""
+        """Copy the values back from the device; if that fails, keep the values read last."""
         runner = self._runner
         if runner is None:
             return
@@ -249,10 +252,10 @@ class TrainState:
             self._runner, self._read, self.further = None, None, False
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that sets the state back to the present one.
+        """Return a function that sets the state back to the present state.
 
-        It is cheap, also while `fit` runs: values are replaced, never modified. It restores values
-        that were assigned to entries of callbacks, not lists that were modified there.
+        This is cheap, also while `fit` runs: values are replaced, never modified. The function
+        restores values that were assigned to entries of callbacks, not lists modified there.
         """
         names = ("epoch", "position", "pending", "running", "learning_rate", "schedule")
         attributes = {name: getattr(self, name) for name in (*names, "_values", "_read")}
@@ -307,15 +310,16 @@ class TrainState:
         Raises:
             RuntimeError: some slots are in other processes.
         """
-        if self._runner is not None and not self._runner.whole:
+        if self._runner is not None and not self._runner.has_all_slots:
             raise RuntimeError(
-                "each process has the slots of some weights only (shard_optimizer), and training "
-                "broke off before they were sent: the checkpoint before this step is the last one"
+                "no checkpoint of this step can be written: each process has the slots of some "
+                "weights only (shard_optimizer), and training broke off before they were sent. "
+                "Resume from the checkpoint before"
             )
         values = self.values
         arrays = {
             "weights": values.weights,
-            "slots": saving.flat(values.slots),
+            "slots": saving.flatten_slots(values.slots),
             "buffers": values.buffers,
             "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
         }
@@ -333,7 +337,7 @@ class TrainState:
         """Return the state that `save` wrote.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the folder holds no state.
             ValueError: a file is damaged, missing, or of another state, by its digest.
         """
         arrays, numbers = saving.read(Path(folder))
@@ -355,7 +359,7 @@ class TrainState:
         frozen = numbers.get("frozen", {})
         state.values = Values(
             arrays["weights"],
-            saving.nested(arrays["slots"]),
+            saving.nest_slots(arrays["slots"]),
             numbers["step"] - state.undone,
             arrays["buffers"],
             {int(k): step for k, step in frozen.items()},
@@ -371,7 +375,7 @@ _NUMBERS = (  # of `state.json`
 
 
 def _make_read_only(values: Values) -> Values:
-    """Make the arrays read-only, and return the values: a change to a copy would have no effect."""
+    """Make the arrays of values read-only, as writing into copies has no effect; return them."""
     slots = [a for each in values.slots.values() for a in each.values()]
     for array in (*values.weights.values(), *slots, *values.buffers.values()):
         array.flags.writeable = False
@@ -382,14 +386,17 @@ def _cast_like_old(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
     """Return new values as arrays with the dtypes of the old arrays of the same names.
 
     Raises:
-        ValueError: a name that `old` lacks, unless it is empty; another shape.
+        ValueError: a name that is not in `old`, unless `old` is empty; another shape.
     """
     arrays = {}
     for name, value in new.items():
         array = np.asarray(value)
         if old and name not in old:
-            raise ValueError(f"there is no {kind} {name!r}: {list(old)}")
+            raise unknown(kind, name, old)
         if name in old and array.shape != old[name].shape:
-            raise ValueError(f"{name!r} has shape {old[name].shape}, its new value {array.shape}")
+            raise ValueError(
+                f"the {kind} {name!r} has the shape {old[name].shape}, and its new value the shape "
+                f"{array.shape}: assign an array of the same shape"
+            )
         arrays[name] = np.array(array, old[name].dtype if name in old else array.dtype)
     return arrays

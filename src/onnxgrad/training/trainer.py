@@ -18,7 +18,7 @@ from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model.read import ModelLike
-from onnxgrad.model.without_elements import filled
+from onnxgrad.model.without_elements import fill_weights
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.parallel.process_groups import DataParallel
@@ -29,11 +29,11 @@ from onnxgrad.training.callbacks.progress import Progress, with_usual_progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
 from onnxgrad.training.evaluator import evaluate, predict
-from onnxgrad.training.fit import SIZE, Fit
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.job import ARGUMENTS, begin_job, check_arguments, refuse_unknown, select_rate
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix
-from onnxgrad.training.modes.inference_form import exported
+from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
 from onnxgrad.training.progress import FitProgress
@@ -53,11 +53,9 @@ _SHOWN_RECORDS = 10  # of the history, in a notebook
 
 
 class TrainerBase:
-    """Trains one model, or the members of a stack; `Trainer` explains the arguments."""
+    """Trains one model, or the copies of a model in a stack; `Trainer` explains the arguments."""
 
     state: TrainState
-    _is_watched = True  # by a person, as far as the code that created it knows
-    _usual_batch_size: int = SIZE  # a task may say another
 
     @refuse_unknown
     def __init__(
@@ -105,16 +103,17 @@ class TrainerBase:
         super().__setattr__(name, value)
 
     def _change_job(self, **fields: Any) -> None:
-        """Replace these fields of the job, for the next calls."""
+        """Replace the given fields of the job for the next calls."""
         self._job = replace(self._job, **fields)
 
     def _change_rate(self, rate: RateLike | None) -> None:
-        """Replace the learning rate, for the next calls; None: the usual one of the optimizer."""
+        """Replace the learning rate for the next calls; None is the usual rate of the optimizer."""
         self._change_job(learning_rates=[select_rate(rate, self._job.optimizer)])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy: another state and job, without a call and its data."""
-        new = {"state": self.state.copy(), "_job": self._job.anew(), "_call": None}
+        """Return the attributes of a copy of this trainer: with a copy of the state, no data."""
+        job = self._job.copy_without_cache()
+        new = {"state": self.state.copy(), "_job": job, "_call": None}
         return {name: value for name, value in (vars(self) | new).items() if name != _RUNNING}
 
     @property
@@ -180,7 +179,8 @@ class TrainerBase:
             KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
             RuntimeError: called by its own callback, or while another thread calls it.
         """
-        return self._train((X, y, sample_weight), batch_size, shuffle, validation, epochs, resume)
+        columns = X, y, sample_weight
+        return self._run_call(columns, batch_size, shuffle, validation, epochs, resume)
 
     def partial_fit(
         self,
@@ -208,9 +208,9 @@ class TrainerBase:
             ValueError: as `fit`.
             ConvergenceError: as `fit`.
         """
-        return self._train((X, y, sample_weight), batch_size, shuffle, further=True)
+        return self._run_call((X, y, sample_weight), batch_size, shuffle, further=True)
 
-    def _train(
+    def _run_call(
         self,
         columns: tuple[Any, Any, Any],
         batch_size: int | None,
@@ -220,13 +220,13 @@ class TrainerBase:
         resume: str | os.PathLike | None = None,
         further: bool = False,
     ) -> Self:
-        """Run a call of `fit`, or of `partial_fit`, which goes on `further`.
+        """Run a call of `fit`, or with `further` of `partial_fit`, and return this trainer.
 
-        It refuses another call before it ends, of any thread. `columns` are the features, labels
+        Until it ends, other calls are refused, of any thread. `columns` are the features, labels
         and sample weights.
         """
         own = object()
-        if vars(self).setdefault(_RUNNING, own) is not own:  # which is atomic
+        if vars(self).setdefault(_RUNNING, own) is not own:  # `setdefault` is atomic
             raise RuntimeError("fit is running: no other call can begin before it ends")
         try:
             with shared_call(self._job.parallel) as sharing:
@@ -236,16 +236,16 @@ class TrainerBase:
                 call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
                 with garbage_kept():
                     loop = call.begin(index(epochs), shuffle, resume)
-                if self._is_watched and not further:
+                if self._job.shows_progress and not further:
                     call.callbacks = with_usual_progress(call.callbacks)
                 return self._run_loop(call, loop)
         finally:
             del vars(self)[_RUNNING]
 
     def _run_loop(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop; the trainer gets its state, unless the loop ends before a step."""
+        """Run a loop; this trainer takes over its state, unless the loop ends before a step."""
         before, self.state, self._call = self.state, loop.state, call
-        averages = self._job.averages
+        averages = self._job.averages_weights
         if loop.runner.holds_all and before is not loop.state and not averages:
             # both states have equal weights, of which memory holds one copy
             before.values = replace(before.values, weights={})
@@ -254,10 +254,10 @@ class TrainerBase:
         finally:
             loop.state.end()
             call.end()
-            self._names = call.names if loop.moved or loop.state.step else self._names
-            if loop.moved and not call.further and (text := rounding_text(self.rounding)):
+            self._names = call.names if loop.has_trained or loop.state.step else self._names
+            if loop.has_trained and not call.further and (text := rounding_text(self.rounding)):
                 logger.info(text)
-            if not loop.moved and not loop.state.step:
+            if not loop.has_trained and not loop.state.step:
                 self.state = before
                 if not averages:
                     before.values = replace(before.values, weights=loop.state.weights)
@@ -265,7 +265,7 @@ class TrainerBase:
 
     @property
     def _last_loop(self) -> Loop:
-        """The loop of the last call.
+        """The `Loop` of the last call of `fit` or `partial_fit`.
 
         Raises:
             NotFittedError: nothing was trained yet.
@@ -281,7 +281,7 @@ class TrainerBase:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The entries of the history: one an epoch, and one for each other evaluation."""
+        """The history: an entry for each epoch, and for each evaluation within an epoch."""
         return self.state.history
 
     def evaluated(self) -> dict[str, np.ndarray]:
@@ -300,7 +300,7 @@ class TrainerBase:
         A dict of `largest` and `mean`, both absolute differences of elements; empty for a model
         without weights of 16 bits, or whose weights do not train in float32.
         """
-        return self._job.rounding(self.state)
+        return self._job.rounding_errors(self.state)
 
     @property
     def gradient_norms(self) -> dict[str, float]:
@@ -308,8 +308,9 @@ class TrainerBase:
         return dict(self._last_loop.runner.norms)
 
     def failed_step(self) -> tuple[ModelProto, dict[str, np.ndarray]] | None:
-        """Return the model of the step that gave NaN or infinity, and its inputs; None if none did.
+        """Return the model of the step that gave NaN or infinity, and its inputs, or None.
 
+        None: no step of the last training gave such a number.
         The model returns the losses and the new weights and slots. None for a stack.
         """
         if self._call is None or self._job.members is not None:
@@ -504,7 +505,7 @@ class Trainer(TrainerBase):
         """
         data = as_dataset(X, y)
         call = Fit(self, Recipe.of(self._job, self.state, data), self._names, data)
-        call.balance()
+        call.balance_classes()
         return call.recipe.step_models()
 
     # -- results ------------------------------------------------------------------------------
@@ -517,7 +518,7 @@ class Trainer(TrainerBase):
             ValueError: a weight beyond the range of the 16 bits that it has in the file.
         """
         values = self._job.values_for_file(self.state)
-        return filled(exported(self._job.proto, values, self._names), values)
+        return fill_weights(export_model(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `model` to a file; large weights go there one by one.
@@ -527,4 +528,4 @@ class Trainer(TrainerBase):
             OSError: the file cannot be written; an existing file is unchanged.
         """
         values = self._job.values_for_file(self.state)
-        save_filled(exported(self._job.proto, values, self._names), values, path)
+        save_filled(export_model(self._job.proto, values, self._names), values, path)

@@ -49,7 +49,7 @@ def test_a_gradient_that_the_runtime_does_not_load_is_not_ok(monkeypatch):
     model = parse_model("g (double[N,2] x) => (double[N,2] y) { y = Celu(x) }", opset=28)
     assert check_gradient(model).ok
     monkeypatch.setattr(prepare, "newest_opset", lambda: 26)
-    monkeypatch.setattr(prepare, "exists", lambda node, opset: True)
+    monkeypatch.setattr(prepare, "opset_has_node", lambda node, opset: True)
     with pytest.raises(RuntimeError, match=naming("gradient", "Celu")):
         check_gradient(model)
 
@@ -352,13 +352,13 @@ def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     assert check_gradient(model, weights=["w"]).ok
 
     def losing(model, everything):
-        weights.lift(model, everything)
+        weights.lift_constants(model, everything)
         kept = [copy.deepcopy(t) for t in model.graph.initializer if t.name == "w"]
         if kept:
             rename_values(model.graph, {(id(model.graph), "w"): "copy"})
             model.graph.initializer.extend(kept)
 
-    monkeypatch.setattr(local_functions, "lift", losing)
+    monkeypatch.setattr(local_functions, "lift_constants", losing)
     report = check_gradient(model, weights=["w"])
     assert report.rows[0].ok
     assert not report.ok

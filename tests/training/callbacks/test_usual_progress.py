@@ -74,7 +74,7 @@ def test_a_notebook_shows_few_lines(in_notebook, capsys):
 def test_it_shows_and_changes_nothing(in_notebook, capsys):
     watched = trained_on_rows()
     quiet = og.Trainer(linear_model([[1], [1]]), "squared_error")
-    quiet._is_watched = False
+    quiet._change_job(shows_progress=False)
     quiet.fit(X, X[:, :1], epochs=300)
     for name, array in quiet.state.weights.items():
         np.testing.assert_array_equal(watched.state.weights[name], array)
@@ -94,7 +94,7 @@ def test_others_are_silent(in_notebook, capsys):
 def test_a_pipe_shows_nothing(capsys):
     trained_on_rows(epochs=2)
     assert not capsys.readouterr().err
-    assert not progress._is_watched()
+    assert not progress.is_watched()
 
 
 def test_estimators_are_silent(in_notebook, capsys):

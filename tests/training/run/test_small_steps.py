@@ -168,14 +168,14 @@ def test_members_of_a_stack_train_as_trainers():
 def calls(monkeypatch):
     """Return how many epochs each call may run; a call of the runtime takes no time."""
     seen: list[int] = []
-    plain = training_loop.Loop.unseen_epochs
+    plain = training_loop.Loop.epochs_per_call
 
-    def unseen_epochs(loop):
-        loop.runner.seconds_per_batch, loop.runner.last = 1e-6, 1000
+    def epochs_per_call(loop):
+        loop.runner.seconds_per_batch, loop.runner.last_batches = 1e-6, 1000
         seen.append(plain(loop))
         return seen[-1]
 
-    monkeypatch.setattr(training_loop.Loop, "unseen_epochs", unseen_epochs)
+    monkeypatch.setattr(training_loop.Loop, "epochs_per_call", epochs_per_call)
     return seen
 
 

@@ -34,7 +34,7 @@ class ByWarmth(Optimizer):
 @pytest.fixture
 def warm(monkeypatch):
     """Let optimizers read 1 in the first epoch, and 0 in the others."""
-    feed = Feed("warm", ir.DataType.FLOAT, lambda call: call.numbers < EPOCH)
+    feed = Feed("warm", ir.DataType.FLOAT, lambda call: call.step_indices < EPOCH)
     monkeypatch.setitem(FEEDS, feed.name, feed)
     monkeypatch.setattr(update, "UpdateInputs", MoreInputs)
 

@@ -35,7 +35,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.opsets import newest_ir_version
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.operators.shapes import is_real
 
 Names = Sequence[str] | None
@@ -114,7 +114,7 @@ def _prepare_problem(
     if isinstance(inputs, Mapping):
         inputs, feed = list(inputs), {**feed, **inputs}
     for kind, names in (("input", inputs), ("weight", weights)):
-        once(kind, [] if names is None else names)
+        require_unique_names(kind, [] if names is None else names)
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if weights is None:
         weights = [name for name, ref in refs.items() if ref.default]

@@ -17,7 +17,7 @@ from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.operators import operator_of
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
@@ -49,7 +49,7 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        session = loaded(proto, options, providers=CPU.providers)
+        session = load_session(proto, options, providers=CPU.providers)
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
     inputs = (*session.get_inputs(), *session.get_overridable_initializers())

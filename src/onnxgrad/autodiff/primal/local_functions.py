@@ -13,11 +13,11 @@ from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.convert import note_constants
-from onnxgrad.model.opsets import WORKING_OPSET, convert
-from onnxgrad.model.rewrites import declare_once, own_results, use_standard_domain
-from onnxgrad.model.scopes import unshadow
-from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, subgraphs, walk
-from onnxgrad.model.weights import constant_refs, lift, take_out
+from onnxgrad.model.opsets import WORKING_OPSET, upgrade_opset
+from onnxgrad.model.rewrites import copy_foreign_outputs, declare_once, use_standard_domain
+from onnxgrad.model.scopes import rename_shadowing_values
+from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of, subgraphs, walk_graphs
+from onnxgrad.model.weights import constant_refs, lift_constants, replace_by_initializers
 from onnxgrad.operators import OPERATORS
 
 Key = tuple[str, str, str]  # domain, name, overload
@@ -47,12 +47,12 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     declare_once(model)
     refs = list(constant_refs(model))  # before other constants are added
     if lifted:
-        lift(model, refs)
+        lift_constants(model, refs)
     tensors = _mark_constants(refs)
     names = {ref.name for ref in refs}
     if model.functions or any(True for node in model.graph.node for _ in subgraphs(node)):
-        unshadow(model, names)
-        own_results(model, names)
+        rename_shadowing_values(model, names)
+        copy_foreign_outputs(model, names)
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _specialize_functions(model)
@@ -63,7 +63,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
             raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
         model.functions.extend(ruled)
         _share_constants(model)
-        own_results(model, names)
+        copy_foreign_outputs(model, names)
     return model
 
 
@@ -105,7 +105,7 @@ def raise_opset(proto: ModelProto) -> ModelProto:
             f"opset {version} cannot be raised to {target} with local functions that have a "
             f"rule ({ruled}): export the model at opset {target} or newer"
         )
-    return convert(model, version, target)
+    return upgrade_opset(model, version, target)
 
 
 def _in_few_bits(proto: ModelProto) -> bool:
@@ -135,7 +135,7 @@ def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelPro
     elif version < target:
         functions = list(model.functions)
         del model.functions[:]
-        model = convert(model, version, target)
+        model = upgrade_opset(model, version, target)
         model.functions.extend(functions)
     return model
 
@@ -154,7 +154,7 @@ def _raise_function(function: FunctionProto, target: int) -> None:
             model.graph.input.add(name=name)
         for name in function.output:
             model.graph.output.add(name=name)
-        model = convert(model, version, target)
+        model = upgrade_opset(model, version, target)
         del function.node[:]
         for tensor in model.graph.initializer:
             constant = function.node.add(op_type="Constant", output=[tensor.name])
@@ -226,14 +226,14 @@ def _mark_constant(ref: ConstantRef) -> None:
 def _share_constants(model: ModelProto) -> None:
     """Replace the marked Constants of all inlined calls by initializers of the main graph."""
     marked = []
-    for graph, node in walk(model.graph):
+    for graph, node in walk_graphs(model.graph):
         if node is not None and node.op_type == "Constant" and node.attribute:
             tensor = node.attribute[0].t
             if tensor.name.startswith(_MARK):
                 name = tensor.name.removeprefix(_MARK)
                 ref = ConstantRef(name, tensor, False, graph, node, graph_name=node.output[0])
                 marked.append(ref)
-    take_out(model, marked)
+    replace_by_initializers(model, marked)
 
 
 # -- attributes --------------------------------------------------------------------------------

@@ -34,7 +34,13 @@ from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.graph.walk import Walk, fold_node
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.opsets import WORKING_OPSET, exists, is_same, newest_opset, runs
+from onnxgrad.model.opsets import (
+    WORKING_OPSET,
+    means_same_at_opset,
+    newest_opset,
+    onnxruntime_runs_node,
+    opset_has_node,
+)
 from onnxgrad.operators import OPERATORS, marks, operator_of
 from onnxgrad.operators.shapes import dims
 from onnxgrad.reporting import escape_loggers
@@ -123,11 +129,17 @@ def _lower_opset(model: ir.Model) -> None:
     """Let the opset be the newest one that has all operators, and that the runtime loads."""
     own, nodes = model.opset_imports[""], all_nodes(model.graph)
     newest = min(own, newest_opset())
-    if newest < own or not all(runs(n, own) for n in nodes):
+    if newest < own or not all(onnxruntime_runs_node(n, own) for n in nodes):
         fitting = (
-            v for v in range(newest, WORKING_OPSET - 1, -1)
-            if all(runs(n, v) and exists(n, v) and is_same(n, own, v) for n in nodes)
-        )  # fmt: skip
+            v
+            for v in range(newest, WORKING_OPSET - 1, -1)
+            if all(
+                onnxruntime_runs_node(n, v)
+                and opset_has_node(n, v)
+                and means_same_at_opset(n, own, v)
+                for n in nodes
+            )
+        )
         model.opset_imports[""] = next(fitting, own)
 
 
@@ -220,7 +232,7 @@ def _rewrite_table(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: b
 def _missing_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Write the function body of a node that nothing covers, or that is too new for the runtime."""
     newest = newest_opset()
-    covered = operator_of(node).is_covered and (op.opset <= newest or exists(node, newest))
+    covered = operator_of(node).is_covered and (op.opset <= newest or opset_has_node(node, newest))
     return None if covered else function_body(op, node)
 
 

@@ -97,6 +97,7 @@ class Callback:
     _open: tuple[str, ...] = ()  # attributes that no copy has: open files, consoles
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy of this callback: without open files."""
         return {name: value for name, value in vars(self).items() if name not in self._open}
 
     @property
@@ -123,7 +124,7 @@ class Callback:
         """Handle the beginning of `fit`, also where it resumes."""
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Handle the beginning of an epoch, also where training resumes within one."""
+        """Handle the beginning of an epoch, also where training resumes within the epoch."""
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of a call of the runtime, which ran one or more steps."""
@@ -165,7 +166,7 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         if isinstance(callbacks, Callback):
             raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
-        self.all = self.callbacks = list(callbacks)  # `without_writers` calls fewer
+        self.all = self.callbacks = list(callbacks)  # `without_writers` leaves out some of `all`
         self.silent = False
         self.watcher: Callback | None = None
         keys, folders = set[str](), set[str]()
@@ -186,7 +187,7 @@ class Callbacks:
             folders.update([] if folder is None else [folder])
 
     def check_members(self) -> None:
-        """Raise `ValueError` for a callback that knows nothing of the members of a stack."""
+        """Raise `ValueError` for a callback that cannot watch the members of a stack."""
         for callback in self.all:
             if not callback.of_members:
                 raise ValueError(
@@ -194,14 +195,17 @@ class Callbacks:
                 )
 
     def without_writers(self) -> Callbacks:
-        """Return the callbacks of a process other than the first: without the ones that write."""
+        """Return the callbacks that do not write, for all processes but the first."""
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
         return new
 
     def with_watcher(self, watcher: Callback) -> Callbacks:
-        """Return the callbacks with one more that only shows: epochs run at once as without it."""
+        """Return the callbacks with a further callback that only shows progress.
+
+        Several epochs may run in one call of the runtime, as without this callback.
+        """
         new = copy.copy(self)
         new.callbacks, new.watcher = [*self.callbacks, watcher], watcher
         return new
@@ -212,7 +216,10 @@ class Callbacks:
         return any(callback.gradient_norms for callback in self.callbacks)
 
     def steps_until_stop(self, step: int) -> int | None:
-        """Return the steps from `step` to the next multiple of an `every_steps`; None: no limit."""
+        """Return the count of steps from `step` to the next multiple of an `every_steps`, or None.
+
+        None: no callback has an `every_steps`.
+        """
         every = [c.every_steps for c in self.all if c.every_steps is not None]
         return min((n - step % n for n in every), default=None)
 
@@ -227,10 +234,10 @@ class Callbacks:
         return os.path.realpath(folder) in (_checkpoint_folder(c) for c in self.callbacks)
 
     def save(self, trainer: Any, state: Any) -> None:
-        """Let the callbacks that write checkpoints write one.
+        """Let each callback that writes checkpoints write a checkpoint.
 
         Raises:
-            ValueError: there is none, though one was asked for.
+            ValueError: no callback writes checkpoints.
         """
         writers = [c for c in self.callbacks if c.checkpoints is not None]
         if not writers and not self.silent:
@@ -239,9 +246,10 @@ class Callbacks:
             callback.write_checkpoint(state)
 
     def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str:
-        """Return sentences of the callbacks on a loss or a weight that is not finite; or "".
+        """Return the sentences of all callbacks on a loss or a weight that is not finite; or "".
 
-        An error in one of them becomes part of the text: the loss that is not finite matters more.
+        An error of a callback becomes part of the text, since the loss that is not finite matters
+        more.
         """
         sentences = []
         for callback in self.callbacks:
@@ -259,12 +267,13 @@ class Callbacks:
         control: TrainingControl,
         held: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Iterator[None]:
-        """Call `on_train_begin` of all, and `on_train_end` after the block, also after an error.
+        """Call `on_train_begin` before the block, and `on_train_end` after it, of all callbacks.
 
-        `on_train_end` is called for each callback whose `on_train_begin` succeeded, even if another
-        one raises. The first error is raised, with errors of `on_train_end` as its notes. Callbacks
-        that write checkpoints come first: others, such as `EarlyStopping`, may change the weights.
-        While they write, signals are `held`.
+        `on_train_end` is called also after an error, for each callback whose `on_train_begin`
+        succeeded, even if another callback raises an error. The first error is raised, with errors
+        of `on_train_end` as its notes. Callbacks that write checkpoints end first, since other
+        callbacks, such as `EarlyStopping`, may change the weights. While checkpoints are written,
+        signals are `held`.
         """
         begun: list[Callback] = []
         error: BaseException | None = None
@@ -278,8 +287,8 @@ class Callbacks:
                     if error is None:
                         error = e
                     else:
-                        too = f"{callback.key}.on_train_end failed, too: {type(e).__name__}: {e}"
-                        error.add_note(too)
+                        text = f"{callback.key}.on_train_end failed, too: {type(e).__name__}: {e}"
+                        error.add_note(text)
 
         try:
             for callback in self.callbacks:
@@ -300,13 +309,13 @@ class Callbacks:
 
 
 def _checkpoint_folder(callback: Callback) -> str | None:
-    """Return the folder into which a callback writes checkpoints; None: it writes none."""
+    """Return the folder into which a callback writes checkpoints; None if it writes none."""
     folder = callback.checkpoints
     return None if folder is None else os.path.realpath(folder)
 
 
 def _check_callback(callback: Any) -> None:
-    """Raise `ValueError` for a class, an object of another kind, or an invalid `every_steps`."""
+    """Raise `ValueError` unless `callback` is a `Callback` with a valid `every_steps`."""
     if isinstance(callback, type) and issubclass(callback, Callback):
         raise ValueError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}()")
     if not isinstance(callback, Callback):

@@ -29,25 +29,27 @@ _NAME = re.compile(r"step-(\d{10,})")
 class Checkpoint(Callback):
     """Writes the state of training into `folder`, each checkpoint as `folder/step-<number>`.
 
-    A checkpoint is written beside, synced and renamed: every checkpoint is complete, also after
-    a crash. It holds weights, slots, buffers, counts, history, and the state of schedules and
-    callbacks, as `TrainState.save` writes them; `trainer.fit(..., resume=folder)` continues from
-    the newest one bit for bit, also within an epoch. A file that has changed since is noticed by
-    its digest: then a warning names it, and training continues from the checkpoint before.
+    A checkpoint is written into a hidden folder, synced to the disk and renamed: every checkpoint
+    is complete, also after a crash. It holds weights, slots, buffers, counts, history, and the
+    state of schedules and callbacks, as `TrainState.save` writes them;
+    `trainer.fit(..., resume=folder)` continues from the newest checkpoint bit for bit, also within
+    an epoch. If a file has changed since it was written, by its digest, a warning names it, and
+    training continues from the checkpoint before.
 
-    Other folders in `folder` are left alone, copies of checkpoints under other names among them.
+    Other folders in `folder` are left alone, also copies of checkpoints under other names.
 
-    One is written at the end of every epoch, or where `every_steps` or `every_seconds` say so
-    instead, when another callback sets `control.save`, and at the end of training: also after
+    A checkpoint is written at the end of every epoch, or where `every_steps` or `every_seconds` say
+    so instead, when another callback sets `control.save`, and at the end of training: also after
     Ctrl-C, SIGTERM or an error, but not where the loss or a weight became NaN.
 
     Args:
         folder: where to write, created if it is missing.
         every_steps: write after every so many steps.
-        every_seconds: write when so many seconds have passed since the last one.
-        keep: how many of the newest to keep; the best one by `monitor` is kept as well.
-        monitor: name of a value of the history, such as "validation_loss"; None: no best one. Of a
-            stack, the value of its best member counts.
+        every_seconds: write when so many seconds have passed since the last checkpoint.
+        keep: how many of the newest checkpoints to keep; the best checkpoint by `monitor` is kept
+            as well.
+        monitor: name of a value of the history, such as "validation_loss"; None: no checkpoint is
+            the best. Of a stack, the value of its best member counts.
         mode: "min" if lower is better, "max" if higher is; "auto" decides by the name.
 
     Raises:
@@ -87,7 +89,7 @@ class Checkpoint(Callback):
         return self.folder
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Create the folder, remove leftovers of a crash, and set damaged later ones aside."""
+        """Create the folder, remove leftovers of a crash, and rename damaged later checkpoints."""
         self.folder.mkdir(parents=True, exist_ok=True)
         saving.remove_leftovers(self.folder, _NAME)
         for path in _checkpoint_folders(self.folder)[::-1]:
@@ -99,26 +101,26 @@ class Checkpoint(Callback):
         self._began, self._when = state.step, time.monotonic()
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Raise if the value to monitor is in no record though an epoch has ended."""
+        """Raise `ValueError` if an epoch has ended, and no record has the value to monitor."""
         if self.monitor and state.history and "judged" not in self.entry(state):
             names = dict.fromkeys(name for record in state.history for name in record)
             raise unknown("monitor of Checkpoint", self.monitor, names)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Ask for a checkpoint after so many steps or seconds."""
+        """Ask for a checkpoint after `every_steps` steps or `every_seconds` seconds."""
         by_step = self.every_steps and state.step % self.every_steps == 0
         seconds = time.monotonic() - self._when
         if by_step or (self.every_seconds and seconds >= self.every_seconds):
             control.save = True
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Ask for a checkpoint, and take notice of the best epoch."""
+        """Ask for a checkpoint, and remember the best epoch."""
         if not self.every_steps and not self.every_seconds:
             control.save = True
         self._note_best(state, control)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Take notice of the best evaluation within an epoch."""
+        """Remember the best evaluation within an epoch."""
         self._note_best(state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -127,10 +129,10 @@ class Checkpoint(Callback):
             self.write_checkpoint(state)
 
     def write_checkpoint(self, state: Any) -> None:
-        """Write a checkpoint of the state, and remove old ones.
+        """Write a checkpoint of the state, and remove old checkpoints.
 
         Raises:
-            FileExistsError: another folder has its name.
+            FileExistsError: another folder has the name of the checkpoint.
         """
         path, (arrays, numbers) = _checkpoint_path(self.folder, state.step), state.contents()
         training = json.dumps(numbers["identity"], sort_keys=True).encode()
@@ -150,12 +152,12 @@ class Checkpoint(Callback):
         """Rename a damaged checkpoint of a later step.
 
         Raises:
-            ValueError: the folder is an undamaged checkpoint, or is none of this name.
+            ValueError: the folder is an undamaged checkpoint, or no checkpoint.
         """
         if not saving.is_state(path) or _is_copy(path):
             raise ValueError(
-                f"{path} is no checkpoint that was written there, and has the name of one to come: "
-                "rename it, or write to another folder"
+                f"{path} is no checkpoint that was written there, and has the name of a checkpoint "
+                "to come: rename it, or write to another folder"
             )
         try:
             saving.read(path)
@@ -165,12 +167,13 @@ class Checkpoint(Callback):
             warnings.warn(f"{e}; it is now {aside}, which you may remove", stacklevel=2)
             return
         raise ValueError(
-            f"training begins at step {state.step}, and {path} is of a later one: pass "
-            f"{argument('resume', str(self.folder))} to continue it, or write to another folder"
+            f"training begins at step {state.step}, and {path} is a checkpoint of a later step: "
+            f"pass {argument('resume', str(self.folder))} to continue from it, or write to another "
+            "folder"
         )
 
     def _note_best(self, state: Any, control: TrainingControl) -> None:
-        """Remember the step of the best value, and ask for a checkpoint of it."""
+        """Remember the step of the best value so far, and ask for a checkpoint of that step."""
         record, entry = state.history[-1], self.entry(state)
         value = record.get(self.monitor)
         if value is None or entry.get("judged") == state.step:
@@ -189,12 +192,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest checkpoint in a folder that is not damaged, and the result of `read`.
+    """Return the newest undamaged checkpoint in a folder, and the result of `read` for its path.
 
-    If the folder is a checkpoint, it is that one. None: there is none.
+    The folder may also be a checkpoint itself. None: it holds no checkpoint.
 
     Raises:
-        ValueError: all are damaged; warnings name all but the oldest.
+        ValueError: all checkpoints are damaged; warnings name all but the oldest.
         OSError: no checkpoint can be read.
     """
     folder = Path(folder)
@@ -216,20 +219,22 @@ def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, 
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders that have names of checkpoints, the oldest first."""
+    """Return the folders in `folder` that have names of checkpoints, the oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=_step_number)
 
 
 def _step_number(path: Path) -> int:
+    """Return the step of a checkpoint, by the name of its folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def _is_copy(path: Path) -> bool:
-    """Return whether a state was written under another name, or not by this callback."""
+    """Return whether the state in `path` was written under another name, or by another writer."""
     mark = saving.mark_of(path)
     return mark is not None and mark.get("name") != path.name
 
 
 def _checkpoint_path(folder: Path, step: int | None) -> Path:
+    """Return the path of the checkpoint of a step; None stands for step 0."""
     return folder / f"step-{step or 0:010d}"

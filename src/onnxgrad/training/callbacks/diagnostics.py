@@ -1,4 +1,4 @@
-"""Callbacks that measure a training: its time, its norms, and the node that made it diverge."""
+"""Callbacks that measure a training: time, norms of weights, and the node that made it diverge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxgrad.errors import first_line
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import by_member
+from onnxgrad.training.progress import split_by_member
 
 _PARTS = ("seconds_waiting", "seconds_computing")
 
@@ -37,7 +37,7 @@ class Timing(Callback):
         for name in ("seconds", *_PARTS):
             entry.setdefault(name, 0.0)
         self._start, self._before = time.perf_counter(), entry["seconds"]
-        self._epoch = dict.fromkeys(_PARTS, 0.0)  # of this epoch, in the sums already
+        self._epoch = dict.fromkeys(_PARTS, 0.0)  # times of this epoch that are in the sums
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Begin the times of an epoch."""
@@ -117,7 +117,7 @@ class Norms(Callback):
     on_epoch_end = on_evaluate
 
     def _record_norms(self, trainer: Any, state: Any) -> dict[str, Any]:
-        """Return the record of this step; it is made once."""
+        """Return the record of the norms after this step, which is made once."""
         records = self.entry(state).setdefault("records", [])
         if records and records[-1]["step"] == state.step:
             return records[-1]
@@ -135,23 +135,24 @@ class Norms(Callback):
                 scalars |= {name: norm if axes else float(norm) for name, norm in own.items()}
         records.append(record)
         del records[: -self.keep]
-        self.publish(state, by_member(scalars, state))
+        self.publish(state, split_by_member(scalars, state))
         return record
 
 
 def _two_norm(array: np.ndarray, axes: int) -> np.ndarray:
-    """Return the 2-norm of the elements behind the first `axes`, added up in float64."""
+    """Return the 2-norms over all axes behind the first `axes` axes, added up in float64."""
     array = np.asarray(array).astype(np.float64, copy=False)
     flat = array.reshape(*array.shape[:axes], -1)
     return np.sqrt(np.einsum("...i,...i->...", flat, flat))
 
 
 class NanWatch(Callback):
-    """Names the node that made the loss or a weight NaN or infinite, in the error that says so.
+    """Names the node that made the loss or a weight NaN or infinite, in the `ConvergenceError`.
 
-    The error does so without it, but for weights of more than 256 MB, as it needs memory for
-    another step. It costs nothing while training is well. Then it runs the failing step again on
-    the CPU: see `first_not_finite`. A model with random numbers, such as Dropout, draws new ones.
+    The error names the node without this callback, too, except for weights of more than 256 MB, as
+    that needs memory for another step. The callback costs nothing while all numbers are finite.
+    Then it runs the failing step again on the CPU: see `first_not_finite`. A model with random
+    numbers, such as Dropout, draws new ones.
 
     Examples:
         >>> from onnxgrad.training.callbacks.diagnostics import NanWatch
@@ -167,7 +168,7 @@ class NanWatch(Callback):
         """
         loop = getattr(getattr(trainer, "_call", None), "loop", None)
         if loop is not None and not loop.runner.in_place:
-            return None  # the error names the node itself
+            return None  # `ConvergenceError` names the node without this callback
         try:
             failed = trainer.failed_step()
             if failed is None:

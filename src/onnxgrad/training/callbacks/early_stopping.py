@@ -1,4 +1,4 @@
-"""Ending training when a monitored value no longer improves."""
+"""`EarlyStopping`: ends training when a monitored value no longer improves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from onnxgrad.checks import check_choice, check_count, check_number
 from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
-from onnxgrad.training.saving import flat, nested
+from onnxgrad.training.saving import flatten_slots, nest_slots
 
+# words in names of values that are better if they are lower, or higher
 _LOWER, _HIGHER = (
     {"loss", "error", "mse", "rmse", "mae", "rmsle", "mape", "perplexity", "deviance", "norm"},
     {"accuracy", "auc", "f1", "fbeta", "precision", "recall", "r2", "iou", "dice", "ap", "map"}
@@ -85,7 +86,7 @@ class EarlyStopping(Callback):
         self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Go on counting where training resumes, and stop again where it had stopped."""
+        """Continue the counts of a resumed training, and end a training that had ended by them."""
         metrics = getattr(trainer, "metrics", ())
         self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
         if state.further:  # the data may differ, so that values do not compare
@@ -104,21 +105,21 @@ class EarlyStopping(Callback):
             own |= {"stopped": stopped, "restored": None}
             if stopped:
                 self._stop_member(state, control, k)
-        self._epochs = 0  # that began in this training
+        self._epochs = 0  # epochs that began in this call of `fit`
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Raise if the value is in no record though an epoch has ended."""
+        """Raise `ValueError` if an epoch has ended, and no record has the value."""
         self._epochs += 1
         if self._epochs > 1 and not self._is_recorded(state):
             raise self._monitor_error(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Count a value of validation data."""
+        """Count an evaluation, if the monitored value is of validation data."""
         if self._of_validation:
             self._count_evaluation(trainer, state, control)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Count another value."""
+        """Count an epoch, if the monitored value is not of validation data."""
         if not self._of_validation:
             self._count_evaluation(trainer, state, control)
 
@@ -145,7 +146,7 @@ class EarlyStopping(Callback):
         self._restore_best(state, kept, late)
 
     def reason(self, state: Any) -> str | None:
-        """Return why this callback has ended the training of a model; None if it has not."""
+        """Return why this callback ended the training of one model; None if it did not end it."""
         own = self.entry(state)
         if state.members is not None or not own.get("stopped"):
             return None
@@ -160,12 +161,12 @@ class EarlyStopping(Callback):
         slots = _without_prefix(_SLOT, kept)
         if members is not None:
             current = _prefixed_arrays(state, with_slots=bool(slots))
-            kept = {n: _with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
+            kept = {n: _copy_with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
         state.weights = _without_prefix(_WEIGHT, kept)
         if buffers := _without_prefix(_BUFFER, kept):
             state.buffers = buffers
         if slots:  # from which averages are computed, by the number of steps
-            state.slots = nested(_without_prefix(_SLOT, kept))
+            state.slots = nest_slots(_without_prefix(_SLOT, kept))
             steps = {k: entries[k]["step"] for k in late}
             if members is None:
                 undone = state.step - steps[0]
@@ -180,9 +181,11 @@ class EarlyStopping(Callback):
 
     @property
     def _of_validation(self) -> bool:
+        """Whether the monitored value is computed from validation data."""
         return self.monitor.startswith("validation_")
 
     def _is_recorded(self, state: Any) -> bool:
+        """Return whether an entry of the history has the monitored value."""
         return any(self.monitor in record for record in state.history)
 
     def _monitor_error(self, state: Any) -> ValueError:
@@ -193,7 +196,7 @@ class EarlyStopping(Callback):
         return ValueError(f"{error} These are in the history.{remedy}")
 
     def _member_entries(self, state: Any) -> list[dict[str, Any]]:
-        """Return the entry as a list of one, or the entries of the members of a stack."""
+        """Return the entries of the members of a stack, or a list of the one entry of a model."""
         entry, members = self.entry(state), state.members
         if members is None:
             return [entry]
@@ -232,48 +235,53 @@ class EarlyStopping(Callback):
             self._keep_best(trainer, state, better)
 
     def _is_improvement(self, value: float, best: float | None) -> bool:
+        """Return whether a value is better than the best so far by more than `min_delta`."""
         sign = -1.0 if self._better == "max" else 1.0
         if best is None:
             return not math.isnan(value)
         return sign * value < sign * best - self.min_delta  # False for NaN
 
     def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
-        """Keep copies of weights and buffers, since training may update the arrays in place."""
+        """Keep copies of the weights and buffers of the members `better`.
+
+        Training may update the arrays in place.
+        """
         # slots of averages hold the weights that were evaluated
-        new = _prefixed_arrays(state, with_slots=trainer._job.averages)
+        new = _prefixed_arrays(state, with_slots=trainer._job.averages_weights)
         old = state.kept.get(self.key)
         if old and state.members is not None:
-            state.kept[self.key] = {n: _with_rows(old[n], a, better) for n, a in new.items()}
+            state.kept[self.key] = {n: _copy_with_rows(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
 
 
 def _prefixed_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
     """Return weights, buffers and slots by name, with the prefix of their kind."""
-    slots = flat(state.slots) if with_slots else {}
+    slots = flatten_slots(state.slots) if with_slots else {}
     parts = {_WEIGHT: state.weights, _BUFFER: state.buffers, _SLOT: slots}
     return {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
 
 
-def _with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Return a copy of an array with some rows of another."""
+def _copy_with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Return a copy of `array` in which `rows` are the rows of `other`."""
     new = np.array(array)
     new[rows] = other[rows]
     return new
 
 
 def _without_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays whose names start with `prefix`, under their names without it."""
+    """Return the arrays whose names begin with `prefix`, by the rest of their names."""
     return {n.removeprefix(prefix): np.array(a) for n, a in kept.items() if n.startswith(prefix)}
 
 
 def better_if(monitor: str, metrics: Iterable[Any] = ()) -> str:
-    """Return "min" or "max" by the metric of that name, or else by the words of the name.
+    """Return "min" if lower values of `monitor` are better, "max" if higher values are.
 
-    In the name, the output of the model may be before the metric, as "validation_boxes_map50".
+    A metric of that name decides, or else the words of the name. The name of an output may stand
+    before the metric, as in "validation_boxes_map50".
 
     Raises:
-        ValueError: neither says which is better.
+        ValueError: neither a metric nor the name says whether lower or higher is better.
     """
     for metric in metrics:
         higher_is_better = getattr(metric, "higher_is_better", None)

@@ -1,4 +1,4 @@
-"""The history of training as a file."""
+"""`History`: writes the history of training into a CSV or JSON file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import by_member
+from onnxgrad.training.progress import split_by_member
 
 
 class History(Callback):
@@ -22,9 +22,9 @@ class History(Callback):
 
     The file always has exactly the records of `trainer.history`, also where training resumes; it is
     replaced as a whole, so that a reader never sees half of it. A CSV file has a column for every
-    name in any record, and empty cells where a record lacks it; of a stack, one for each member, as
-    "loss/0". A JSON file has a list with one
-    record on each line; NaN and infinity, which JSON lacks, are null.
+    name in any record, and empty cells where a record lacks the name; of a stack, a column for each
+    member, such as "loss/0". A JSON file has a list with one record on each line; NaN and infinity,
+    which JSON lacks, are null.
 
     Args:
         path: file that ends with ".csv" or ".json". Its folder is created; an existing file is
@@ -53,7 +53,7 @@ class History(Callback):
         target_of(self.path)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write all records of the history, in place of an earlier file."""
+        """Write all records of the history, and replace an earlier file."""
         if state.history:
             with replacing(self.path) as file:
                 _WRITERS[self.path.suffix](file, state)
@@ -62,14 +62,15 @@ class History(Callback):
     on_train_end = on_evaluate  # callbacks may have added to the last record
 
 
-def _as_python(value: Any) -> Any:
-    """Return numbers and arrays of numpy as Python's."""
+def _python_value(value: Any) -> Any:
+    """Return a number of numpy as a number of Python, an array as lists, other values unchanged."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 def _write_csv(file: Path, state: Any) -> None:
-    flat = [by_member(record, state) for record in state.history]
-    records = [{name: _as_python(v) for name, v in record.items()} for record in flat]
+    """Write the history of a state into a CSV file."""
+    flat = [split_by_member(record, state) for record in state.history]
+    records = [{name: _python_value(v) for name, v in record.items()} for record in flat]
     columns = dict.fromkeys(name for record in records for name in record)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, list(columns), lineterminator="\n")
@@ -78,13 +79,14 @@ def _write_csv(file: Path, state: Any) -> None:
 
 
 def _write_json(file: Path, state: Any) -> None:
+    """Write the history of a state into a JSON file."""
     lines = ",\n".join(json.dumps(json_value(record), allow_nan=False) for record in state.history)
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def json_value(value: Any) -> Any:
-    """Return `value` as JSON has it: numpy as Python, and None for a number that is not finite."""
-    value = _as_python(value)
+    """Return `value` for JSON: numpy's numbers as Python's, and None for NaN and infinity."""
+    value = _python_value(value)
     if isinstance(value, dict):
         return {name: json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple)):

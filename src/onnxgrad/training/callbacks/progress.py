@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
-from onnxgrad.training.progress import shown
+from onnxgrad.training.progress import number_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,9 +33,9 @@ class Progress(Callback):
     or an error. In a notebook, and where stderr is a file or a pipe, it is a line for every epoch,
     and one every `seconds` within an epoch. `onnxgrad report` draws the curves of the losses.
 
-    In a terminal and in a notebook, `Trainer.fit` has one without being told so, whose lines for
-    epochs are at least a second apart; one among the callbacks takes its place, also one that
-    writes to `rich.console.Console(quiet=True)`.
+    In a terminal and in a notebook, `Trainer.fit` adds a `Progress` by itself, whose lines for
+    epochs are at least a second apart. A `Progress` among the callbacks takes its place, also one
+    that writes to `rich.console.Console(quiet=True)`.
 
     Args:
         seconds: the least time between two lines within an epoch; no effect on the bar.
@@ -63,18 +63,18 @@ class Progress(Callback):
 
         console = self._console = self.console or Console(stderr=True)
         self._bar, self._shown = None, time.monotonic()
-        self._started: tuple[float, float] | None = None  # time, and share that was done
-        self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
-        if _can_draw(console, chosen=self.console is not None):
+        self._started: tuple[float, float] | None = None  # time, and share that was done then
+        self._evaluation, self._evaluated = "", 0  # text of an evaluation to print, and its step
+        if _can_draw_bar(console, chosen=self.console is not None):
             self._bar = _progress_bar(console)
             self._task: TaskID | None = None
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Show an evaluation that came after the end of the last epoch."""
+        """Show the results of an evaluation after the end of the last epoch."""
         self._print_evaluation()
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Show the numbers of the moment."""
+        """Show the loss, the learning rate and the speed."""
         self._print_evaluation()
         now = time.monotonic()
         if self._started is None:
@@ -108,12 +108,12 @@ class Progress(Callback):
         bar, self._bar = self._bar, None
         if bar is None:
             self._print_evaluation()
-        elif bar.live.is_started:  # otherwise it was never shown
+        elif bar.live.is_started:  # a bar that was not started was never shown
             with suppress(*_CLOSED):
                 bar.stop()
 
     def _update_bar(self, progress: Any, state: Any) -> None:
-        """Show the present numbers in the bar, which begins with the first of them."""
+        """Show the present numbers in the bar, which is started with the first numbers."""
         assert self._bar is not None
         total, done = _total_and_done(progress)
         epoch = _epoch_text(progress)
@@ -127,25 +127,26 @@ class Progress(Callback):
             self._bar.update(self._task, total=total, completed=done, **fields)
 
     def _print_evaluation(self) -> None:
-        """Print an evaluation that no other line shows."""
+        """Print the results of an evaluation that no other line shows."""
         if self._evaluation and self._bar is None:
             self._print_line(f"step {self._evaluated}: {self._evaluation}")
         self._evaluation = ""
 
     def _print_numbers(self, head: str, trainer: Any, state: Any) -> None:
-        """Print a line that begins with `head`, with losses, metrics, learning rate and speed."""
+        """Print a line that begins with `head`, with loss, metrics, learning rate and speed."""
         self._shown = time.monotonic()
         results, conditions = _result_texts(trainer.progress, state, self._evaluation)
         self._print_line(f"{head}: {', '.join(results + conditions)}")
 
     def _print_line(self, line: str) -> None:
+        """Print a line on the console."""
         from rich.text import Text
 
         with suppress(*_CLOSED):
             self._console.print(Text(printable(line)), soft_wrap=True)
 
     def _remaining_text(self, progress: Any) -> str:
-        """Return the share that is done and an estimate of the time left, where it is known."""
+        """Return the share done and the time left as text; "" where the length is unknown."""
         share = _share_done(progress)
         if not share or self._started is None:
             return ""
@@ -158,14 +159,14 @@ class Progress(Callback):
 
 
 def with_usual_progress(callbacks: Callbacks) -> Callbacks:
-    """Return callbacks with a `Progress`, if a person watches and none of them is one."""
+    """Return callbacks with a `Progress`, if a person watches and they have no `Progress`."""
     if callbacks.silent or any(isinstance(c, Progress) for c in callbacks.callbacks):
         return callbacks
-    return callbacks.with_watcher(Progress(epoch_seconds=1.0)) if _is_watched() else callbacks
+    return callbacks.with_watcher(Progress(epoch_seconds=1.0)) if is_watched() else callbacks
 
 
-def _is_watched() -> bool:
-    """Return whether stderr is a terminal, or the program a notebook."""
+def is_watched() -> bool:
+    """Return whether a person sees stderr: in a terminal, or in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     in_notebook = type(shell).__name__ == "ZMQInteractiveShell"
@@ -189,14 +190,17 @@ def _progress_bar(console: Console) -> RichProgress:
     )
 
 
-def _can_draw(console: Console, chosen: bool) -> bool:
-    """Return whether a bar can be drawn; FORCE_COLOR in the environment is no sign of it."""
+def _can_draw_bar(console: Console, chosen: bool) -> bool:
+    """Return whether a console can draw a bar; `chosen`: whether the user passed the console.
+
+    FORCE_COLOR in the environment makes rich take any console for a terminal.
+    """
     is_terminal = console.is_terminal if chosen else console.file.isatty()
     return is_terminal and not (console.is_dumb_terminal or console.is_jupyter)
 
 
 def _total_and_done(progress: Any) -> tuple[float | None, float]:
-    """Return the amount of the whole training, None if unknown, and the amount done."""
+    """Return the steps or rows of the whole training, None if unknown, and how many are done."""
     if progress.steps:
         return progress.steps, progress.step
     if progress.total_rows:
@@ -212,21 +216,22 @@ def _share_done(progress: Any) -> float:
 
 
 def _epoch_text(progress: Any) -> str:
+    """Return the number of the epoch and of all epochs, such as "epoch 2/10"."""
     return f"epoch {progress.epoch + 1}/{progress.epochs}"
 
 
 def _result_texts(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
-    """Return the losses and metrics, and the learning rate and the speed."""
+    """Return two lists of texts: losses and metrics, then learning rate and speed."""
     rate = state.learning_rate
-    conditions = [] if rate is None else [f"learning rate {shown(rate, '.3g')}"]
+    conditions = [] if rate is None else [f"learning rate {number_text(rate, '.3g')}"]
     results = [f"loss {progress.loss:.4g}", *filter(None, validation.split(", "))]
     return results, [*conditions, f"{progress.rows_per_second:,.0f} rows/s"]
 
 
 def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:
-    """Return a line of at most `width` characters: whole numbers only, results before conditions.
+    """Return as many of the texts as fit into a line of `width` characters.
 
-    The loss is always there.
+    Conditions, such as the learning rate, are left out first; the loss is never left out.
     """
     left = [*results, *conditions]
     while len(left) > 1 and len(", ".join(left)) > width:
@@ -235,10 +240,10 @@ def _fit_to_width(results: list[str], conditions: list[str], width: int) -> str:
 
 
 def _validation_text(state: Any) -> str:
-    """Return the numbers of the last evaluation, such as "validation loss 0.5, accuracy 0.8"."""
+    """Return the results of the last evaluation, such as "validation loss 0.5, accuracy 0.8"."""
     found = ({n: v for n, v in r.items() if n.startswith(_VALIDATION)} for r in state.history[::-1])
     parts = [
-        f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {shown(value)}"
+        f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {number_text(value)}"
         for name, value in next(filter(None, found), {}).items()
         if isinstance(value, (Real, np.ndarray))
     ]

@@ -1,4 +1,4 @@
-"""Callbacks that log numbers to a service or to files of another program, or prune its trials."""
+"""Callbacks that log numbers to TensorBoard, MLflow or Weights & Biases, or report to Optuna."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.early_stopping import better_if
-from onnxgrad.training.progress import by_member
+from onnxgrad.training.progress import split_by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
-_LEFT_OUT = {"model", "callbacks"}  # arguments
-_COUNTS = ("step", "epoch")  # of records of the history
+_LEFT_OUT = {"model", "callbacks"}  # arguments that are not logged
+_COUNTS = ("step", "epoch")  # entries of records that are no results
 _STATUS = {"interrupted": "KILLED", "error": "FAILED", "not finite": "FAILED"}  # of MLflow
 
 
@@ -62,15 +62,15 @@ class Tracker(Callback):
         """Open the run, and log the records of the history that were not logged before."""
         entry = self.entry(state)
         entry["records"] = records = min(entry.get("records", 0), len(state.history))
-        self._steps: dict[str, int] = {}  # of the number that was logged last, by name
+        self._steps: dict[str, int] = {}  # the step of the value that was logged last, by name
         for record in state.history[:records]:
-            self._steps |= dict.fromkeys(by_member(record, state), record["step"])
+            self._steps |= dict.fromkeys(split_by_member(record, state), record["step"])
         if records:
             for scalars in _published_scalars(state):
                 self._steps |= dict.fromkeys(scalars["values"], scalars["step"])
-        self._last = -math.inf  # time of the last step_loss
-        self._sum = self._rows = 0.0  # of the losses and rows of the epoch, when it was logged
-        self.begin(state, parameters_of(trainer))
+        self._last = -math.inf  # the time when `step_loss` was logged last
+        self._sum = self._rows = 0.0  # the sum of losses and the count of rows at that time
+        self.begin(state, logged_arguments(trainer))
         self._log_history(state)
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -88,8 +88,8 @@ class Tracker(Callback):
             scalars, rate = {"step_loss": loss}, state.learning_rate
             if rate is not None:
                 rate = np.array(rate) if isinstance(rate, list) else rate
-                scalars |= by_member({"learning_rate": rate}, state)
-            self._log_new(state.step, scalars)
+                scalars |= split_by_member({"learning_rate": rate}, state)
+            self._log_new_numbers(state.step, scalars)
         self._log_published(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -106,20 +106,25 @@ class Tracker(Callback):
             self.end(state)
 
     def _log_history(self, state: Any) -> None:
-        """Log the new records of the history; other callbacks may have added to its last record."""
+        """Log the new records of the history, and values that were added to its last record."""
         entry = self.entry(state)
         for record in state.history[max(0, entry["records"] - 1) :]:
-            numbers = {n: v for n, v in by_member(record, state).items() if isinstance(v, Real)}
-            self._log_new(record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS})
+            numbers = {
+                n: v for n, v in split_by_member(record, state).items() if isinstance(v, Real)
+            }
+            self._log_new_numbers(
+                record["step"], {n: numbers[n] for n in numbers if n not in _COUNTS}
+            )
         entry["records"] = len(state.history)
         self._log_published(state)
 
     def _log_published(self, state: Any) -> None:
+        """Log the numbers that callbacks passed to `publish`."""
         for scalars in _published_scalars(state):
-            self._log_new(scalars["step"], scalars["values"])
+            self._log_new_numbers(scalars["step"], scalars["values"])
 
-    def _log_new(self, step: int, scalars: dict[str, Any]) -> None:
-        """Log the numbers that were not logged at this step already."""
+    def _log_new_numbers(self, step: int, scalars: dict[str, Any]) -> None:
+        """Log the numbers that were not logged for this step or a later one."""
         new = {n: float(v) for n, v in scalars.items() if self._steps.get(n, -1) < step}
         if new:
             self.log(step, new)
@@ -127,12 +132,12 @@ class Tracker(Callback):
 
 
 def _published_scalars(state: Any) -> list[dict[str, Any]]:
-    """Return the numbers that callbacks passed to `publish`."""
+    """Return the entries `{"step": ..., "values": ...}` that callbacks passed to `publish`."""
     return [entry["scalars"] for entry in state.callbacks.values() if "scalars" in entry]
 
 
-def parameters_of(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of the trainer by name, with short texts for objects and lists."""
+def logged_arguments(trainer: Any) -> dict[str, Any]:
+    """Return the arguments of a trainer or estimator by name, objects and lists as short texts."""
     of_estimator = hasattr(trainer, "get_params")
     values = trainer.get_params(deep=False) if of_estimator else trainer._job.arguments
     return {
@@ -142,11 +147,11 @@ def parameters_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def optional(callback: str, extra: str, *modules: str) -> Callable[[], Any]:
-    """Return a function that imports the first of `modules` that is installed, for a callback.
+def module_importer(callback: str, extra: str, *modules: str) -> Callable[[], Any]:
+    """Return a function that imports the first of `modules` that is installed.
 
-    `extra` of onnxgrad installs the first. If none is, the function raises `ImportError`, which
-    says what to install.
+    If no module is installed, the function raises `ImportError`, which says that `callback` needs
+    the extra `extra` of onnxgrad, which installs the first module.
     """
 
     def import_first() -> Any:
@@ -188,7 +193,7 @@ class TensorBoard(Tracker):
 
     _open = ("_writer",)
     _package = staticmethod(  # tensorboardX first, as it does not import PyTorch
-        optional("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
+        module_importer("TensorBoard", "tensorboard", "tensorboardX", "torch.utils.tensorboard")
     )
 
     def __init__(self, folder: str | os.PathLike, every_steps: int | None = None) -> None:
@@ -197,7 +202,7 @@ class TensorBoard(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Open a new file in the folder."""
+        """Open a new event file of TensorBoard in the folder."""
         writer, first = self._package().SummaryWriter, state.step + 1
         # tensorboardX names files by the second: another run must not replace this one's
         suffix = f".{first:010d}.{os.urandom(4).hex()}"
@@ -209,7 +214,7 @@ class TensorBoard(Tracker):
         self._writer.add_text("parameters", f"| argument | value |\n|---|---|\n{rows}", first)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Log each number as one curve."""
+        """Log each number as a point of one curve."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
@@ -244,7 +249,7 @@ class MLflow(Tracker):
         ...     callbacks = []
     """
 
-    _package = staticmethod(optional("MLflow", "mlflow", "mlflow"))
+    _package = staticmethod(module_importer("MLflow", "mlflow", "mlflow"))
 
     def __init__(
         self,
@@ -258,7 +263,7 @@ class MLflow(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Use the active run, the run before a resume, or a new one."""
+        """Use the active run, the run before a resume, or a new run."""
         mlflow, entry = self._package(), self.entry(state)
         run, before = mlflow.active_run(), entry.get("run_id")
         self._own = run is None
@@ -278,7 +283,7 @@ class MLflow(Tracker):
         self._package().log_metrics(allowed, step=step)
 
     def end(self, state: Any) -> None:
-        """End the run, if it was started here."""
+        """End the run of MLflow, if this callback started it."""
         if self._own:
             self._package().end_run(_STATUS.get(state.stop_reason, "FINISHED"))
 
@@ -310,7 +315,7 @@ class WeightsAndBiases(Tracker):
     """
 
     _open = ("_run",)
-    _package = staticmethod(optional("WeightsAndBiases", "wandb", "wandb"))
+    _package = staticmethod(module_importer("WeightsAndBiases", "wandb", "wandb"))
 
     def __init__(
         self,
@@ -324,14 +329,14 @@ class WeightsAndBiases(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Use the active run, the run before a resume, or a new one."""
+        """Use the active run, the run before a resume, or a new run."""
         wandb, entry = self._package(), self.entry(state)
         self._run, self._own = wandb.run, wandb.run is None
         if self._own:
             before = {"id": entry["run_id"], "resume": "allow"} if "run_id" in entry else {}
             options = {"project": self.project, "name": self.name, **before, **self.options}
             self._run = wandb.init(**{n: v for n, v in options.items() if v is not None})
-        self._axes: set[str] = set()  # names of the curves that are drawn over "step"
+        self._axes: set[str] = set()  # names of the numbers whose curves are drawn over "step"
         self._run.config.update(parameters, allow_val_change=True)
         entry["run_id"] = self._run.id
 
@@ -344,7 +349,7 @@ class WeightsAndBiases(Tracker):
         self._run.log({**scalars, "step": step})
 
     def end(self, state: Any) -> None:
-        """Finish the run, if it was started here."""
+        """Finish the run of wandb, if this callback started it."""
         if self._own:
             self._run.finish(exit_code=int(state.stop_reason in _STATUS))
 
@@ -384,7 +389,7 @@ class OptunaPruning(Callback):
 
     of_members = False
     writes = True
-    _package = staticmethod(optional("OptunaPruning", "optuna", "optuna"))
+    _package = staticmethod(module_importer("OptunaPruning", "optuna", "optuna"))
 
     def __init__(self, trial: Any, monitor: str = "validation_loss", every: str = "epoch") -> None:
         check_choice("every", every, ("epoch", "evaluation"))
@@ -422,7 +427,7 @@ class OptunaPruning(Callback):
             raise self._package().TrialPruned(f"pruned at {self.every} step {reported}")
 
     def _report_value(self, record: dict[str, Any], state: Any, control: TrainingControl) -> None:
-        """Report the value of a record once; ask for the end if the study prunes the trial."""
+        """Report the value of a record once, and end training if the study prunes the trial."""
         of_epoch = self.every == "epoch"
         if self.monitor not in record or (of_epoch and "loss" not in record):
             return
@@ -435,16 +440,16 @@ class OptunaPruning(Callback):
             self._pruned = control.stop = True
 
     def _check_direction(self, trainer: Any) -> None:
-        """Raise `ValueError` for a study that optimizes something else than the value."""
+        """Raise `ValueError` for a study of several objectives or of the other direction."""
         directions = getattr(getattr(self.trial, "study", None), "directions", None) or ()
         if len(directions) > 1:
             raise ValueError(
-                f"the study has {len(directions)} objectives, and Optuna prunes for one: leave "
-                "OptunaPruning out"
+                f"the study has {len(directions)} objectives, and Optuna prunes studies of one "
+                "objective only: leave OptunaPruning out"
             )
         try:
             better = better_if(self.monitor, getattr(trainer, "metrics", ()))
-        except ValueError:  # nothing is known of the value
+        except ValueError:  # it is unknown whether lower or higher values are better
             return
         higher, verb = ("higher", "maximize") if better == "max" else ("lower", "minimize")
         if [d.name for d in directions] == ["MINIMIZE" if better == "max" else "MAXIMIZE"]:

@@ -1,9 +1,9 @@
-"""Dropout: which nodes of the file are active, where it is inserted, and how it is written.
+"""Dropout: which nodes of the file are active, where dropout is inserted, and how it is written.
 
 onnxruntime's Dropout keeps the state of its generator, which neither a resumed run nor a second
 session continues. Here an element of a mask depends on the seed, the number of the draw, the index
-of the dropout and its own position only, through SplitMix64 (Steele, Lea & Flood 2014, "Fast
-splittable pseudorandom number generators", figure 17).
+of the dropout and the position of the element only, through SplitMix64 (Steele, Lea & Flood 2014,
+"Fast splittable pseudorandom number generators", figure 17).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from onnxgrad.operators import OPERATORS, marks
 from onnxgrad.operators.shapes import constant, dims, is_real, static
 from onnxgrad.reporting import logger
 
-_OF_ONE_RESULT = ("Dropout", "BatchNormalization")
+_SECOND_IS_NO_DATA = ("Dropout", "BatchNormalization")  # but a mask, or a statistic
 
 
 @dataclass
-class Site:
+class DropoutSite:
     """A Dropout node of the file, or an output after which dropout is inserted."""
 
     node: ir.Node
@@ -39,16 +39,16 @@ class Site:
 
     @property
     def of_file(self) -> bool:
-        """Whether the file has this Dropout."""
+        """Whether the site is a Dropout node of the file."""
         return _is_dropout(self.node)
 
 
-def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
-    """Return the Dropout nodes, and the outputs that `dropout` matches, in graph order.
+def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[DropoutSite]:
+    """Return the Dropout nodes of a graph, and the outputs that `dropout` matches, in graph order.
 
-    The ratio of an inactive node is 0.
+    `dropout` is `{pattern: probability}`. The ratio of an inactive node is 0.
     """
-    nodes = list(walk(graph))
+    nodes = list(walk_with_outer_nodes(graph))
     ratios = _ratios_by_value([node for node, _ in nodes], dropout)
     chosen = []
     for node, around in nodes:
@@ -58,37 +58,40 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
                 repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
                 if ratio and repeated:
                     raise ValueError(
-                        f"dropout at {describe(node)} in the body of {describe(repeated[-1])} has "
-                        f"one mask for all iterations: switch it off by {{{value.name!r}: 0}}"
+                        f"dropout at {describe_node(node)} in the body of "
+                        f"{describe_node(repeated[-1])} has one mask for all iterations: switch it "
+                        f"off by {argument('dropout', {str(value.name): 0})}"
                     )
-                chosen.append(Site(node, value, ratio))
+                chosen.append(DropoutSite(node, value, ratio))
     return chosen
 
 
-def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) -> None:
-    """Replace active Dropout nodes, remove inactive ones, and insert dropout at other outputs."""
+def write_dropouts(
+    op: Emit, chosen: Iterable[DropoutSite], draw: ir.Value | None, seed: int
+) -> None:
+    """Replace active Dropout nodes, remove inactive nodes, and insert dropout at other sites."""
     chosen = list(chosen)
     active = [site for site in chosen if site.ratio]
     masks = None
     if active:
         if draw is None:
-            raise ValueError(f"dropout is active at {describe(active[0].node)}: it needs `draw`")
+            raise ValueError(f"dropout at {describe_node(active[0].node)} needs `draw`: pass it")
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
     graphs = {site.node.graph for site in chosen}
     following = dict(chain.from_iterable(pairwise(graph or ()) for graph in graphs))
     index = 0
     for site in chosen:
-        inner = emitter(op, site.node.graph)
+        inner = emitter_inside(op, site.node.graph)
         if not site.ratio or masks is None:
             if site.of_file:
-                _switch_off(inner, site.node)
+                _remove_dropout(inner, site.node)
             continue
-        logger.info("dropout %g at %s", site.ratio, describe(site.node))
+        logger.info("dropout %g at %s", site.ratio, describe_node(site.node))
         with inner.at(site.node if site.of_file else following.get(site.node)):
             x = site.node.inputs[0] if site.of_file else site.value
             assert x is not None
-            uses = list(x.uses())  # before the shape of x is read
-            keep, scale = masks.keep(inner, index, x, site.ratio)
+            uses = list(x.uses())  # without the nodes for the mask, which read the shape of x
+            keep, scale = masks.write_mask(inner, index, x, site.ratio)
             factor = inner.Cast(keep, to=x.dtype) * scale
             y = inner.set_type_like(inner.emit("Mul", [x, factor], {}, fresh=True), x)
             if _has_user_rule():
@@ -98,7 +101,7 @@ def write_dropouts(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed
                 node.name = site.node.name if site.of_file else None
                 node.meta[marks.RULED_AS] = partial(_AsDropout, settings)
             if site.of_file:
-                replace(inner, site.node, [y, keep])
+                replace_node(inner, site.node, [y, keep])
             else:
                 _insert_behind(inner, x, y, uses)
         index += 1
@@ -110,7 +113,7 @@ def _has_user_rule() -> bool:
 
 
 class _AsDropout:
-    """The product that stands for a Dropout, as a user's rule reads it: x, and a mask."""
+    """A view of the product x * mask as a Dropout node, for a user's rule of Dropout."""
 
     domain, op_type = "", "Dropout"
 
@@ -130,16 +133,23 @@ def _first_operand(value: ir.Value | None) -> ir.Value:
 
 
 def _is_dropout(node: ir.Node | None) -> bool:
+    """Return whether `node` is a Dropout of ONNX."""
     return node is not None and not node.domain and node.op_type == "Dropout"
 
 
 def _droppable_outputs(node: ir.Node) -> Sequence[ir.Value]:
-    """Return the outputs of `node` that dropout can apply to: no mask, no running statistic."""
-    return node.outputs[:1] if node.op_type in _OF_ONE_RESULT else node.outputs
+    """Return the outputs of `node` after which dropout can be inserted.
+
+    A mask and a running statistic are left out.
+    """
+    return node.outputs[:1] if node.op_type in _SECOND_IS_NO_DATA else node.outputs
 
 
 def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
-    """Replace `uses` of `x` by `y`, and a graph output, which keeps its name."""
+    """Let the nodes `uses`, which read `x`, and a graph output `x` read `y`.
+
+    A graph output keeps its name.
+    """
     for user, i in uses:
         user.replace_input_with(i, y)
     if x.is_graph_output():
@@ -147,7 +157,7 @@ def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
         y.name, x.name = x.name, op.name(f"{x.name}.before_dropout")
 
 
-def _switch_off(op: Emit, node: ir.Node) -> None:
+def _remove_dropout(op: Emit, node: ir.Node) -> None:
     """Remove a Dropout; if it has a user's rule, only its inputs `ratio` and `training_mode`."""
     x = node.inputs[0]
     assert x is not None
@@ -158,7 +168,7 @@ def _switch_off(op: Emit, node: ir.Node) -> None:
         results = [x]
         if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
             results.append(op.Expand(np.True_, op.shape_of(x)))
-        replace(op, node, results)
+        replace_node(op, node, results)
 
 
 # -- settings ------------------------------------------------------------------------------------
@@ -172,8 +182,8 @@ def _file_ratio(node: ir.Node) -> float:
     computed = "training_mode" if training is not None and mode is None else ""
     if computed or (active and ratio is not None and number is None):
         raise ValueError(
-            f"the {computed or 'ratio'} of {describe(node)} is no constant: set the probability by "
-            f"{argument('dropout', {str(node.outputs[0].name): 0.1})}"
+            f"the {computed or 'ratio'} of {describe_node(node)} is no constant: set the "
+            f"probability by {argument('dropout', {str(node.outputs[0].name): 0.1})}"
         )
     if not active:
         return 0.0
@@ -183,12 +193,13 @@ def _file_ratio(node: ir.Node) -> float:
 
 
 def _require_probability(name: str, ratio: float) -> None:
+    """Raise `ValueError` if the `ratio` of the dropout at `name` is no probability below 1."""
     if not 0 <= ratio < 1:
         raise ValueError(f"dropout of {name!r} is {ratio}: give a probability of [0, 1)")
 
 
 def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Value, float]:
-    """Return the ratio of each value that a pattern matches."""
+    """Return the ratio of each value that a pattern of `dropout` matches."""
     ratios: dict[ir.Value, float] = {}
     for pattern, ratio in dropout.items():
         _require_probability(pattern, ratio)
@@ -205,7 +216,7 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
 
 
 def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
-    """Return the float outputs whose own name, or whose node's name, matches."""
+    """Return the float outputs for which `matches` is true of their name, or of their node's."""
     values: list[ir.Value] = []
     for node in nodes:
         whole = bool(node.name) and matches(str(node.name))
@@ -228,12 +239,13 @@ _OFFSETS = ((16, "LEFT"), (0, "RIGHT"), (16, "RIGHT"), (32, "RIGHT"))
 
 
 class Masks:
-    """Streams of masks for the dropouts of one model.
+    """Streams of random masks for the dropouts of one model.
 
     Args:
         op: writes into the main graph.
         seed: any integer.
-        draw: number of the draw, one float or integer.
+        draw: the number of the draw, one float or integer.
+        count: the count of dropouts, each of which has a stream.
         head: the node before which the keys of the streams are computed; None: at the end.
     """
 
@@ -246,8 +258,8 @@ class Masks:
             counters = number * _as_int64(_GAMMA) + streams.view(np.int64)
             self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
 
-    def keep(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
-        """Return the mask of the dropout `index`, bool of the shape of `x`, and the scale.
+    def write_mask(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
+        """Return the mask of the dropout number `index`, bool of the shape of `x`, and the scale.
 
         An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the scale
         is the inverse of the exact probability of True.
@@ -278,11 +290,12 @@ def _as_int64(number: int) -> np.int64:
 
 
 def _shift_bits(op: Emit, words: ir.Value, by: int, direction: str) -> ir.Value:
+    """Return uint64 `words` with their bits shifted "LEFT" or "RIGHT" by a number of bits."""
     return op.BitShift(words, np.uint64(by), direction=direction) if by else words
 
 
 def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
-    """Return SplitMix64's output, uint64, for counters in int64.
+    """Return SplitMix64's output, uint64, for the int64 counters `z`, as nodes of the graph.
 
     onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
     are artifacts, multiply signed ones only.
@@ -299,36 +312,39 @@ def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
 
 
 def _mix_counters(z: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's output for counters in uint64."""
+    """Return SplitMix64's output for the uint64 counters `z`, computed with numpy."""
     for shift, factor in _ROUNDS:
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     return z ^ (z >> np.uint64(_LAST_SHIFT))
 
 
-def walk(graph: ir.Graph, around: tuple[ir.Node, ...] = ()) -> Iterator[tuple[ir.Node, tuple]]:
-    """Yield each node of `graph` and its subgraphs with the nodes that contain it, outermost first.
+def walk_with_outer_nodes(
+    graph: ir.Graph, around: tuple[ir.Node, ...] = ()
+) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
+    """Yield pairs of a node of `graph` or its subgraphs and the nodes around it, outermost first.
 
-    The graph may be modified at nodes that were yielded.
+    The subgraphs of the nodes around it contain the node. The graph may be modified at nodes that
+    were yielded.
     """
     for node in list(graph):
         yield node, around
         for subgraph in subgraphs(node):
-            yield from walk(subgraph, (*around, node))
+            yield from walk_with_outer_nodes(subgraph, (*around, node))
 
 
-def describe(node: ir.Node) -> str:
+def describe_node(node: ir.Node) -> str:
     """Return the operator, name and first output of `node`, for messages."""
     return f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
 
 
-def emitter(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
-    """Return an emitter of `graph`, the main graph of `op` or a subgraph of it."""
+def emitter_inside(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
+    """Return the emitter for `graph`, which is the main graph of `op` or a subgraph of it."""
     assert isinstance(graph, ir.Graph)
     return op if graph is op.graph else op.inside(graph)
 
 
-def replace(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
-    """Replace `node` by nodes that compute `results`, which take over the names of its outputs."""
+def replace_node(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
+    """Replace the outputs of `node` by `results`, which take over their names; remove `node`."""
     for old, new in zip(node.outputs, results, strict=False):
         replace_value(op, old, new, keep=() if new in node.inputs else (old.name,))
     remove_node(node)

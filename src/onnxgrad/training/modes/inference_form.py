@@ -1,4 +1,4 @@
-"""The form of a model file that predicts."""
+"""The inference form of a model: BatchNormalization and Dropout as in `module.eval()`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from onnxgrad.model.weights import replace
 from onnxgrad.model.without_elements import empty_names
 from onnxgrad.operators import operator_of
 from onnxgrad.training.modes.ranges import with_learned_scales
-from onnxgrad.training.modes.stored_integers import folded
+from onnxgrad.training.modes.stored_integers import store_integers
 
 _LAST_IS_TEST = 6  # opset: until then, the attribute `is_test` tells the mode
 _RUNNING = {1: 3, 2: 4}  # output of a BatchNormalization: the operand that it updates
 
 
 def has_training_nodes(proto: ModelProto) -> list[str]:
-    """Return the names of the nodes in training mode; of unnamed ones, the names of their outputs.
+    """Return the names of the nodes in training mode, or of the first output of unnamed nodes.
 
     These are BatchNormalization nodes that normalize by the statistics of the batch, and Dropout
     nodes that drop elements, or whose mode is computed; in subgraphs and local functions too.
@@ -40,7 +40,7 @@ def has_training_nodes(proto: ModelProto) -> list[str]:
 
 
 def warn_of_stale_statistics(proto: ModelProto) -> None:
-    """Warn of BatchNormalization that normalizes by the batch: its running statistics stay."""
+    """Warn of BatchNormalization in training mode, whose running statistics do not change."""
     stale = [name for name, op in _names_and_types(proto) if op == "BatchNormalization"]
     if stale:
         warnings.warn(
@@ -51,9 +51,10 @@ def warn_of_stale_statistics(proto: ModelProto) -> None:
 
 
 def inference_form(proto: ModelProto) -> ModelProto:
-    """Return `proto` with BatchNormalization and Dropout in inference mode, else byte for byte.
+    """Return `proto` with BatchNormalization and Dropout in inference mode.
 
-    BatchNormalization uses its stored statistics; outputs of statistics are the stored ones.
+    All else stays, byte for byte. BatchNormalization uses its stored statistics; outputs of
+    statistics are the stored statistics.
     Dropout loses the inputs `ratio` and `training_mode`, and constants that nothing else reads are
     removed with them. A model without nodes in training mode is returned itself.
 
@@ -76,40 +77,47 @@ def inference_form(proto: ModelProto) -> ModelProto:
     return model
 
 
-def exported(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) -> ModelProto:
-    """Return a trained model in its inference form, with the names of its columns.
+def export_model(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) -> ModelProto:
+    """Return a trained model in its inference form, with the trained `values` of its constants.
 
-    Weights in the form that trains are stored as integers. Other initializers whose elements
-    `proto` lacks do not get their values: see `filled`.
+    Its metadata have the `names` of columns and classes. Weights that QuantizeLinear nodes round
+    are stored as integers. Initializers whose elements `proto` lacks, other than quantized weights,
+    do not get their values: see `fill_weights`.
     """
     empty = empty_names(proto)
     held = {name: array for name, array in values.items() if name not in empty}
     result = with_learned_scales(inference_form(replace(proto, held)), values)
-    result = folded(result, values)
+    result = store_integers(result, values)
     names.keep(result)
     return result
 
 
 def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
-    """Return the name or first output, and the operator, of each node in training mode."""
+    """Return pairs of name and operator of the nodes in training mode.
+
+    An unnamed node has the name of its first output.
+    """
     nodes = (node for holder in _graphs_with_opset(proto) for node, _ in _training_nodes(*holder))
     return [(node.name or node.output[0], node.op_type) for node in nodes]
 
 
 def _graphs_with_opset(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
-    """Yield the main graph and the local functions, each with its version of the opset."""
+    """Yield pairs of graph and opset version: of the main graph, and of each local function."""
     yield proto.graph, opset_versions(proto.opset_import).get("", 0)
     yield from ((f, opset_versions(f.opset_import).get("", 0)) for f in proto.functions)
 
 
 def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
-    """Return the nodes in training mode, each with its graph."""
-    off, nodes = _names_of_false(holder), ((g, n) for g in all_graphs(holder) for n in g.node)
+    """Return pairs of node and graph, for the nodes in training mode of `holder` and subgraphs."""
+    off, nodes = (
+        _names_of_false_constants(holder),
+        ((g, n) for g in all_graphs(holder) for n in g.node),
+    )
     return [(node, graph) for graph, node in nodes if _is_training_node(node, opset, off)]
 
 
 def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
-    """Return whether `node` is in training mode; `off` are the names of False."""
+    """Return whether `node` is in training mode; `off` names the constants that are False."""
     domain = standard(node.domain)
     attributes = {a.name: a for a in node.attribute}
     if not domain and node.op_type in ("BatchNormalization", "Dropout") and opset <= _LAST_IS_TEST:
@@ -122,8 +130,8 @@ def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
     return bool(mode_name) and mode_name not in off
 
 
-def _names_of_false(holder: GraphLike) -> set[str]:
-    """Return the names of the constants that are False, in the subgraphs too."""
+def _names_of_false_constants(holder: GraphLike) -> set[str]:
+    """Return the names of the boolean constants of `holder` and its subgraphs that are False."""
     graphs = [g for g in all_graphs(holder) if isinstance(g, GraphProto)]
     tensors = [(t.name, t) for graph in graphs for t in graph.initializer]
     for node in all_nodes(holder.node):
@@ -147,9 +155,9 @@ def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str])
             continue
         if i not in _RUNNING:
             raise ModelError(
-                f"BatchNormalization {node.name!r} (output {node.output[0]!r}): its output {name!r}"
-                ", a statistic of the batch, is used, and does not exist when the model predicts: "
-                "export the model for inference"
+                f"BatchNormalization {node.name!r} (output {node.output[0]!r}): a node or an output"
+                f" of the model reads {name!r}, a statistic of the batch, which does not exist when"
+                " the model predicts: export the model for inference"
             )
         copy = NodeProto(op_type="Identity", input=[node.input[_RUNNING[i]]], output=[name])
         graph.node.insert(position, copy)
@@ -170,13 +178,15 @@ def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
 
 
 def _set_is_test(node: NodeProto) -> None:
+    """Set the attribute `is_test` of a node of an opset before 7 to 1: inference mode."""
     keep_only(node.attribute, lambda a: a.name != "is_test")
     node.attribute.add(name="is_test", type=AttributeProto.INT, i=1)
 
 
 def _remove_names(holder: GraphLike, dropped: set[str]) -> None:
-    """Remove the constants and the declarations of these names."""
-    for graph in list(all_graphs(holder))[::-1]:  # as it copies the nodes that it keeps
+    """Remove the constants and the declared values called `dropped` from all graphs."""
+    # inner graphs first: `keep_only` copies the nodes that it keeps, and their subgraphs
+    for graph in list(all_graphs(holder))[::-1]:
         keep_only(graph.node, lambda n: n.op_type != "Constant" or n.output[0] not in dropped)
         keep_only(graph.value_info, lambda v: v.name not in dropped)
         if isinstance(graph, GraphProto):

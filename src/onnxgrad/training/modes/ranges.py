@@ -1,12 +1,12 @@
 """Learned ranges: scales of quantization that train, written into a model and out of it.
 
 Learned step size quantization (Esser et al. 2020, arXiv:1902.08153), but for how a scale stays
-positive: s = s0 (1 + elu(c)), s0 the scale in the file. The number c trains, which begins at zero,
-with the gradient g (dL/ds) / s0, g = 1 / sqrt(N Q). As long as s is s0 or larger, a step of
-gradient descent changes it as there, and Adam changes it by a share of s0; below, the change is
-s / s0 times as large, to first order. It is never less than s0 / 1024. N is the number of elements
-of a weight that have the scale, or of elements of an activation in one row; Q is the largest
-integer above the zero point.
+positive: s = s0 (1 + elu(c)), s0 the scale in the file. The change c, a number, trains. It begins
+at zero, and has the gradient g (dL/ds) / s0, g = 1 / sqrt(N Q). As long as s is s0 or larger, a
+step of gradient descent changes s as in the paper, and Adam changes s by a share of s0; below, the
+change is s / s0 times as large, to first order. s is never less than s0 / 1024. N is the count of
+the elements of a weight that have the scale, or of the elements of an activation in one row; Q is
+the largest integer above the zero point.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, opset_versions
 from onnxgrad.model.notes import RANGES, read_note, write_note
-from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, names
-from onnxgrad.training.modes.stored_integers import computed, integer_type, is_operator, pairs
+from onnxgrad.model.traversal import all_graphs, all_nodes, keep_only, value_names
+from onnxgrad.training.modes.stored_integers import (
+    compute_constant,
+    integer_type,
+    is_operator,
+    rounded_float_weights,
+)
 
-_LEAST = 2.0**-10  # the least share of a scale that is left
+_LEAST = 2.0**-10  # the least share of the scale in the file
 
 
-def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
-    """Return a copy of `proto` in which scales train, and the names of their trained changes.
+def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
+    """Return a copy of `proto` in which scales of quantization train, and the names of the changes.
 
-    `frozen` are names and patterns of scales that stay.
+    The changes are the tensors c that train. `frozen` are names and patterns of scales that stay.
 
     Raises:
         ValueError: there is no QuantizeLinear with a constant scale in the main graph.
@@ -45,14 +50,14 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
     found = _nodes_by_scale(model)
     chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
     if not chosen:
-        reason = "all are frozen" if found else "quantize gives a model some"
+        reason = "all are frozen" if found else "onnxgrad.quantize gives a model scales"
         raise ValueError(
             f"{argument('train_ranges', True)}: no QuantizeLinear with a constant scale has a range"
             f" to train; {reason}"
         )
-    weights = {pair.node.output[0]: pair for pair in pairs(model)}
+    weights = {pair.node.output[0]: pair for pair in rounded_float_weights(model)}
     held = {t.name: t for t in model.graph.initializer}
-    writer, notes = _Writer(model), []
+    writer, notes = _ScaleWriter(model), []
     for scale, nodes in chosen.items():
         pair, scales, count = weights.get(nodes[0].output[0]), prod(held[scale].dims), None
         if pair is not None:
@@ -63,7 +68,7 @@ def with_ranges(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[
 
 
 def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
-    """Return the QuantizeLinear nodes of each constant scale of floats."""
+    """Return the QuantizeLinear nodes that have a constant as scale, by the name of the scale."""
     inputs = {x.name for x in model.graph.input}
     scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
     found: dict[str, list[NodeProto]] = {}
@@ -74,30 +79,37 @@ def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
 
 
 def _largest_integer(node: NodeProto, held: Mapping[str, TensorProto]) -> float:
-    """Return the largest integer of a QuantizeLinear, above its zero point."""
+    """Return Q, the largest integer of a QuantizeLinear minus its least zero point."""
     zero = held.get(node.input[2]) if len(node.input) > 2 else None
     dtype = ir.DataType(integer_type(node, held)).numpy()
     if not np.issubdtype(dtype, np.integer) and "int" not in dtype.name:
         return float(ml_dtypes.finfo(dtype).max)
-    zeros = np.zeros(1) if zero is None else external.array(zero).astype(np.int64)
+    zeros = np.zeros(1) if zero is None else external.tensor_to_array(zero).astype(np.int64)
     return max(1.0, float(ml_dtypes.iinfo(dtype).max) - float(zeros.min()))
 
 
-class _Writer:
-    """Writes nodes into a model, in place."""
+class _ScaleWriter:
+    """Writes the nodes that compute trained scales into a model, in place."""
 
     def __init__(self, model: ModelProto) -> None:
         self.model = model
         opset = opset_versions(model.opset_import).get("", 0)
-        taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
+        taken = {*value_names(model.graph), *(t.name for t in model.graph.initializer)}
         self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), taken)
 
     def write(
         self, scale: TensorProto, node: NodeProto, count: int | None, largest: float
     ) -> dict[str, Any]:
-        """Write the nodes that replace a scale in front of `node`; return the note about it.
+        """Write the nodes that compute a trained scale in front of `node`.
 
-        `count` is the number of elements with the scale; None: of a row of the rounded tensor.
+        Return the note, the entry of the metadata, from which the file gets the learned scale.
+
+        Args:
+            scale: the scale in the file.
+            node: the first QuantizeLinear that reads the scale.
+            count: N, the count of the elements with the scale; None: of the elements of one row of
+                the rounded tensor.
+            largest: Q, the largest integer above the zero point.
         """
         op, before, dtype = self.op, len(self.op.written), ir.DataType(scale.data_type)
         change = self.op.name(f"{scale.name}.change")
@@ -127,11 +139,14 @@ class _Writer:
     def _gradient_factor(
         self, x: str, count: int | None, largest: float, dtype: ir.DataType
     ) -> ir.Value:
-        """Return g, a scalar."""
+        """Return g = 1 / sqrt(N Q), a scalar, for N = `count` and Q = `largest`.
+
+        Without `count`, N is the count of the elements of one row of the tensor `x`.
+        """
         op = self.op
         if count is not None:
             factor = self._constant_node(np.asarray((count * largest) ** -0.5, np.float32))
-            return op.Cast(factor, to=dtype)  # `widen` leaves such numbers unrounded
+            return op.Cast(factor, to=dtype)  # in a model that computes in float32, not rounded
         value = ir.Value(name=x, type=ir.TensorType(dtype))
         rows = op.Gather(op.Shape(value), self._constant_node(np.asarray(0, np.int64)))
         each = op.Cast(op.Div(op.Size(value), rows), to=ir.DataType.FLOAT)
@@ -139,22 +154,23 @@ class _Writer:
         return op.Cast(op.Reciprocal(op.Sqrt(product)), to=dtype)
 
     def _constant_node(self, array: np.ndarray) -> ir.Value:
-        """Return a Constant node, as initializers are taken for weights."""
+        """Return the result of a new Constant node; an initializer would be taken for a weight."""
         y = self.op.emit("Constant", [], {"value": ir.tensor(array)}, fresh=True)
         y.type, y.shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape([])
         return y
 
 
 def _rename_operands(model: ModelProto, old: str, new: str) -> None:
+    """Let all nodes that read the value `old` read the value `new`."""
     for node in all_nodes(model.graph.node):
         if old in node.input:
             node.input[:] = [new if name == old else name for name in node.input]
 
 
 def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return a model of `with_ranges` with the scales that it has learned as constants, in place.
+    """Replace the nodes of `with_trained_scales` by constants, the learned scales, in place.
 
-    `values` are the elements of initializers that lack them.
+    Return the model. `values` has the elements of initializers that lack their elements.
     """
     notes = read_note(proto, RANGES)
     if not notes:
@@ -168,7 +184,7 @@ def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> 
             given = numpy_helper.from_array(np.asarray(values[change.name], order="C"))
         nodes = [makers[name] for name in note["nodes"][: note["ends"]]]
         constants = {scale.name: scale, change.name: given}
-        learned = computed(proto.opset_import, constants, nodes)
+        learned = compute_constant(proto.opset_import, constants, nodes)
         scale.CopyFrom(ir.to_proto(ir.tensor(learned, name=scale.name)))
         _rename_operands(proto, note["learned"], scale.name)
     gone = {name for note in notes for name in note["nodes"]}

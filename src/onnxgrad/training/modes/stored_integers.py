@@ -1,7 +1,7 @@
-"""Weights in the form that trains, floats that are rounded, and as stored integers.
+"""Quantized weights: as floats that nodes round, which train, and as the integers of a file.
 
-In the form that trains, a weight is a float tensor behind which QuantizeLinear and DequantizeLinear
-stand. A stored one is the result of QuantizeLinear.
+A weight that trains is a float tensor; a QuantizeLinear and a DequantizeLinear behind it round it.
+A stored weight is the tensor of integers that the QuantizeLinear computes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, standard
-from onnxgrad.model.notes import fine_tuned
+from onnxgrad.model.notes import fine_tuned_tensors
 from onnxgrad.model.opsets import min_ir_version
-from onnxgrad.model.scopes import name_of_floats, unused
+from onnxgrad.model.scopes import name_of_floats, unused_name
 from onnxgrad.model.traversal import (
     all_graphs,
     keep_only,
-    names,
     names_in,
     names_read,
-    reads,
+    names_read_by,
     subgraphs,
+    value_names,
 )
 from onnxgrad.operators import REORDERS, VIEWS, operator_of
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import loaded
+from onnxgrad.runtime.session import load_session
 from onnxgrad.training.parameters.equal_constants import add_copy
 
 _DOMAINS = ("", "com.microsoft")
@@ -46,14 +46,15 @@ _STORED = frozenset(
 
 
 @dataclass
-class Pair:
-    """A weight, and the QuantizeLinear behind it.
+class RoundedWeight:
+    """A float weight, and the QuantizeLinear behind it that rounds it.
 
     Attributes:
         graph: the graph with the node.
         node: the QuantizeLinear.
-        moves: the nodes between both, which move the elements of the weight, in their order.
-        constants: the constants that all of these read, by name.
+        moves: the nodes between weight and QuantizeLinear, which move the elements of the weight,
+            in their order.
+        constants: the constants that `node` and `moves` read, by name.
         weight: the name of the weight.
     """
 
@@ -74,20 +75,22 @@ def is_operator(node: NodeProto, op_type: str) -> bool:
     return node.op_type == op_type and standard(node.domain) in _DOMAINS
 
 
-def pairs(proto: ModelProto) -> list[Pair]:
-    """Return the weights of `proto` that are in the form that trains, in subgraphs too.
+def rounded_float_weights(proto: ModelProto) -> list[RoundedWeight]:
+    """Return the float weights of `proto` that a QuantizeLinear rounds, in subgraphs too.
 
     Weights of adapters, which are merged later, are left out.
     """
     if not any(is_operator(n, "QuantizeLinear") for g in all_graphs(proto.graph) for n in g.node):
         return []
-    adapters = set(fine_tuned(proto))
-    found = _pairs_in_graph(proto.graph, ChainMap())
+    adapters = set(fine_tuned_tensors(proto))
+    found = _rounded_weights_in_graph(proto.graph, ChainMap())
     return [pair for pair in found if pair.weight not in adapters]
 
 
-def _pairs_in_graph(graph: GraphProto, outer: ChainMap[str, TensorProto]) -> Iterator[Pair]:
-    """Yield the pairs of a graph and its subgraphs; `outer` has the constants around it."""
+def _rounded_weights_in_graph(
+    graph: GraphProto, outer: ChainMap[str, TensorProto]
+) -> Iterator[RoundedWeight]:
+    """Yield the rounded weights of a graph and its subgraphs; `outer` has constants around it."""
     scope = outer.new_child({t.name: t for t in graph.initializer})
     makers: dict[str, NodeProto] = {}
     readers = readers_of(graph)
@@ -96,18 +99,22 @@ def _pairs_in_graph(graph: GraphProto, outer: ChainMap[str, TensorProto]) -> Ite
             scope.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
         makers |= dict.fromkeys(node.output, node)
         for inner in subgraphs(node):
-            yield from _pairs_in_graph(inner, scope)
+            yield from _rounded_weights_in_graph(inner, scope)
         users = readers[node.output[0]] if is_operator(node, "QuantizeLinear") else []
         if users and all(u and is_operator(u, "DequantizeLinear") for u in users):
             traced = _trace_constant(node, makers, scope)
             if traced is not None:
-                yield Pair(graph, node, *traced)
+                yield RoundedWeight(graph, node, *traced)
 
 
 def _trace_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
-    """Return the path from a constant of floats to `node`, which rounds it; None without one."""
+    """Return the nodes from a float constant to `node`, which rounds it, the constants, its name.
+
+    None if `node` rounds no constant. `makers` has the node that computes each value, and `scope`
+    the constants.
+    """
     path = [node]
     while (name := path[0].input[0]) not in scope:
         maker = makers.get(name)
@@ -122,27 +129,32 @@ def _trace_constant(
 
 
 def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
-    """Return the nodes that read a value, in subgraphs too; None stands for the graph's outputs."""
+    """Return the nodes that read each value, by its name.
+
+    None stands for a read in a subgraph of a node, and for an output of the graph.
+    """
     readers: dict[str, list[NodeProto | None]] = defaultdict(list)
     for node in graph.node:
-        for name in dict.fromkeys(reads(node)):
+        for name in dict.fromkeys(names_read_by(node)):
             readers[name].append(node if name in node.input else None)
     for name in names_in(graph.output):
         readers[name].append(None)
     return readers
 
 
-# -- from the form that trains to integers -----------------------------------------------------
+# -- from rounded floats to integers -----------------------------------------------------------
 
 
-def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return `proto` with its weights as integers, which onnxruntime rounds; in place.
+def store_integers(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Store rounded float weights of `proto` as integers, in place; return `proto`.
+
+    onnxruntime computes the integers.
 
     Args:
         proto: the model.
-        values: the elements of initializers that lack them.
+        values: the elements of initializers that lack their elements, by name.
     """
-    found = pairs(proto)
+    found = rounded_float_weights(proto)
     leave_room_for_biases(proto.graph, [pair.node for pair in found])
     for pair in found:
         tensor = _quantized_tensor(pair, values, proto.opset_import)
@@ -156,11 +168,12 @@ def folded(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
 
 
 def _remove_entry(entries: Any, name: str) -> None:
+    """Remove the entry called `name` from entries of a graph, such as its initializers."""
     keep_only(entries, lambda entry: entry.name != name)
 
 
 def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
-    """Remove constants, and nodes that move them, which nothing reads any more."""
+    """Remove the constants `unread`, and nodes that move them, in place."""
     before: set[str] = set()  # names that the removed nodes read
     for graph in all_graphs(proto.graph) if unread else ():
         assert isinstance(graph, GraphProto)
@@ -175,31 +188,34 @@ def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
 
 
 def _quantized_tensor(
-    pair: Pair, values: Mapping[str, np.ndarray], opsets: Iterable[OperatorSetIdProto]
+    pair: RoundedWeight, values: Mapping[str, np.ndarray], opsets: Iterable[OperatorSetIdProto]
 ) -> TensorProto:
-    """Return the integers of a weight, as onnxruntime computes them, under their name."""
+    """Return the integers to which a weight is rounded, as onnxruntime computes them.
+
+    `values` has the elements of initializers that lack their elements.
+    """
     constants = dict(pair.constants)
     for name, tensor in pair.constants.items():
         if external.is_empty(tensor):
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
     taken = {*constants, *pair.moved, *pair.node.output}
-    one, steps = unused("one", taken), unused("steps", taken)
+    one, steps = unused_name("one", taken), unused_name("steps", taken)
     constants[one] = numpy_helper.from_array(np.ones((), np.float32))
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
     back.input.extend([pair.node.output[0], one])
-    floats = computed(opsets, constants, [*pair.moves, pair.node, back])
+    floats = compute_constant(opsets, constants, [*pair.moves, pair.node, back])
     dtype = ir.DataType(integer_type(pair.node, pair.constants))
     integers = ir.tensor(floats.astype(dtype.numpy()), dtype=dtype, name=pair.node.output[0])
     return ir.to_proto(integers)
 
 
-def computed(
+def compute_constant(
     opsets: Iterable[OperatorSetIdProto],
     constants: Mapping[str, TensorProto],
     nodes: Sequence[NodeProto],
 ) -> np.ndarray:
-    """Return the floats that the last node computes from constants, in onnxruntime."""
+    """Return the floats that the last of some nodes computes from constants, in onnxruntime."""
     model = ModelProto(opset_import=opsets)
     model.ir_version = min_ir_version(list(opsets))
     model.graph.name = "constants"
@@ -211,11 +227,11 @@ def computed(
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    return loaded(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
+    return load_session(model, options, providers=Device.of("cpu").providers).run(None, {})[0]
 
 
 def integer_type(node: NodeProto, constants: Mapping[str, TensorProto]) -> int:
-    """Return the data type to which a QuantizeLinear rounds, of its zero point if it has one."""
+    """Return the data type of the integers to which a QuantizeLinear rounds."""
     zero = constants.get(node.input[2]) if len(node.input) > 2 else None
     if zero is not None:
         return zero.data_type
@@ -223,18 +239,18 @@ def integer_type(node: NodeProto, constants: Mapping[str, TensorProto]) -> int:
     return stated or TensorProto.UINT8
 
 
-# -- from integers to the form that trains -----------------------------------------------------
+# -- from integers to rounded floats -----------------------------------------------------------
 
 
 @dataclass
-class Stored:
-    """Stored integers that DequantizeLinear nodes, with the same operands, turn into floats.
+class StoredWeight:
+    """A weight that the file stores as integers, which DequantizeLinear nodes turn into floats.
 
     Attributes:
         tensor: the integers.
-        users: the nodes.
-        scale: their scale.
-        zero: their zero point, if they have one.
+        users: the DequantizeLinear nodes, which have the same operands.
+        scale: the scale of the integers.
+        zero: the zero point of the integers; None without a zero point.
         weight: the name that the weight gets as floats.
     """
 
@@ -245,11 +261,11 @@ class Stored:
     weight: str
 
 
-def stored(proto: ModelProto) -> list[Stored]:
-    """Return the stored integers of the main graph that can train as floats."""
+def stored_weights(proto: ModelProto) -> list[StoredWeight]:
+    """Return the weights of the main graph stored as integers that can train as floats."""
     graph = proto.graph
     scope = {t.name: t for t in graph.initializer}
-    readers, taken, found = readers_of(graph), set(names(graph)), []
+    readers, taken, found = readers_of(graph), set(value_names(graph)), []
     for tensor in graph.initializer:
         users = [u for u in readers[tensor.name] if u and is_operator(u, "DequantizeLinear")]
         if not users or len(users) < len(readers[tensor.name]) or tensor.data_type not in _STORED:
@@ -263,30 +279,30 @@ def stored(proto: ModelProto) -> list[Stored]:
         weight = users[0].output[0]
         if tensor.data_type != TensorProto.INT32:
             base = name_of_floats(tensor.name)
-            weight = base if base not in taken else unused(f"{base}.float", taken)
+            weight = base if base not in taken else unused_name(f"{base}.float", taken)
         elif len(users) > 1 or None in readers[weight]:
             continue
         zeros = [scope[name] for name in zero if name]
-        entry = Stored(tensor, users, scope[scale], zeros[0] if zeros else None, weight)
+        entry = StoredWeight(tensor, users, scope[scale], zeros[0] if zeros else None, weight)
         taken.add(weight)
         found.append(entry)
     return found
 
 
-def as_floats(
+def store_floats(
     proto: ModelProto, chosen: Collection[str], originals: Mapping[str, TensorProto]
 ) -> ModelProto:
-    """Return a copy of `proto` with stored integers in the form that trains.
+    """Return a copy of `proto` with stored integers as floats that a QuantizeLinear rounds.
 
     Args:
         proto: the model.
-        chosen: the names of the integers.
-        originals: the floats that were rounded, by the names that weights get; other weights get
-            the floats for which the integers stand.
+        chosen: the names of the tensors of integers.
+        originals: the floats before rounding, by the names that weights get; other weights get the
+            floats that the integers stand for, scale times (integer - zero point).
     """
     model = deepcopy(proto)
     graph = model.graph
-    for entry in stored(model):
+    for entry in stored_weights(model):
         name, user = entry.tensor.name, entry.users[0]
         if name not in chosen:
             continue
@@ -294,8 +310,8 @@ def as_floats(
         if floats is None:
             tensors = (entry.tensor, entry.scale, entry.zero)
             constants = {t.name: t for t in tensors if t is not None}
-            floats = ir.to_proto(ir.tensor(computed(model.opset_import, constants, [user])))
-        if entry.tensor.data_type == TensorProto.INT32:  # of a bias, which onnxruntime rounds
+            floats = ir.to_proto(ir.tensor(compute_constant(model.opset_import, constants, [user])))
+        if entry.tensor.data_type == TensorProto.INT32:  # a bias, which onnxruntime rounds itself
             graph.node.remove(user)
         else:
             position = next(i for i, n in enumerate(graph.node) if n.output == user.output)
@@ -308,12 +324,12 @@ def as_floats(
     return model
 
 
-def _quantize_node(graph: GraphProto, entry: Stored) -> NodeProto:
-    """Return the QuantizeLinear in front of the nodes that read stored integers."""
+def _quantize_node(graph: GraphProto, entry: StoredWeight) -> NodeProto:
+    """Return the QuantizeLinear that rounds a weight, for the DequantizeLinear nodes behind it."""
     user, zero = entry.users[0], entry.zero
-    if zero is None:  # whose type decides the integers
+    if zero is None:  # the type of the zero point decides the type of the integers
         zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)
-        zero.name = unused(f"{entry.weight}_zero_point", set(names(graph)))
+        zero.name = unused_name(f"{entry.weight}_zero_point", set(value_names(graph)))
         zero.raw_data = bytes(external.nbytes(zero))
     node = NodeProto(op_type="QuantizeLinear", domain=user.domain, output=[entry.tensor.name])
     node.input.extend([entry.weight, entry.scale.name, zero.name])
@@ -328,7 +344,11 @@ _LARGEST = 1.0001 / np.iinfo(np.int32).max  # onnxruntime.quantization leaves th
 
 
 def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> None:
-    """Enlarge scales in place; `weights` are the QuantizeLinear nodes behind weights."""
+    """Enlarge scales of weights in place, so that biases fit integers of 32 bits.
+
+    onnxruntime stores a bias as multiples of the scale of the data times the scale of the weight.
+    `weights` are the QuantizeLinear nodes behind weights.
+    """
     held = {t.name: t for t in graph.initializer if t.data_type in FLOATS}
     restored = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     makers = {y: node for node in restored for y in node.output}
@@ -347,13 +367,13 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
 
 
 def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
-    """Enlarge the scale of a weight where a bias exceeds integers of 32 bits."""
-    now = external.array(scale).astype(np.float64)
-    steps = np.abs(external.array(bias).astype(np.float64)) * _LARGEST
-    least = steps / external.array(of_data).astype(np.float64)
+    """Enlarge the scale of a weight where the bias is too large for integers of 32 bits."""
+    now = external.tensor_to_array(scale).astype(np.float64)
+    steps = np.abs(external.tensor_to_array(bias).astype(np.float64)) * _LARGEST
+    least = steps / external.tensor_to_array(of_data).astype(np.float64)
     if now.shape != least.shape:
         if now.size != 1:
-            return  # blocks, for which there is no kernel of integers
+            return  # a scale for each block: onnxruntime has no kernel of integers for blocks
         least = least.max(initial=0.0)
     if (now < least).any():
         dtype = ir.DataType(scale.data_type).numpy()

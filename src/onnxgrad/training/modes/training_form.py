@@ -19,14 +19,14 @@ from onnxgrad.parallel.collectives import all_reduce
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.modes.dropouts import (
-    describe,
+    describe_node,
     dropout_sites,
-    emitter,
-    replace,
-    walk,
+    emitter_inside,
+    replace_node,
+    walk_with_outer_nodes,
     write_dropouts,
 )
-from onnxgrad.training.parameters.flow import readers, source_of
+from onnxgrad.training.parameters.flow import reads_of_values, source_of
 
 BATCH_NORM = ("frozen", "train")
 
@@ -47,11 +47,12 @@ def training_form(
 
     Args:
         op: writes into the graph, before anything else is added to it.
-        batch_norm: "frozen": every BatchNormalization normalizes by its stored statistics, also one
-            exported in training mode; one whose statistics are computed stays unchanged. "train":
-            by the statistics of the batch, as `torch.nn.BatchNorm2d` in training mode. The running
-            ones become `momentum * old + (1 - momentum) * batch`, the variance of the batch with
-            the divisor n - 1 instead of n; they are float32 if the file has them in half precision.
+        batch_norm: "frozen": every BatchNormalization normalizes by its stored statistics, also a
+            node exported in training mode; a node whose statistics are computed stays unchanged.
+            "train": by the statistics of the batch, as `torch.nn.BatchNorm2d` in training mode. The
+            running statistics become `momentum * old + (1 - momentum) * batch`, the variance of the
+            batch with the divisor n - 1 instead of n; they are float32 if the file has them in half
+            precision.
             A batch with one value per channel fails when the model runs (the node is named
             "BatchNormalization ... needs more than one value per channel"), as it does in PyTorch.
         dropout: `{pattern: probability}`. A pattern is the name of a node or of its output, or a
@@ -91,27 +92,30 @@ _COPIES = frozenset({"Identity", "Cast"})
 
 def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
     """Make every BatchNormalization with stored statistics use them; return no new statistics."""
-    for node, _ in walk(op.graph):
+    for node, _ in walk_with_outer_nodes(op.graph):
         if not _is_batch_norm(node) or not int_attribute(node, "training_mode"):
             continue
         if None in (_initializer_of(node.inputs[_MEAN]), _initializer_of(node.inputs[_VARIANCE])):
             continue
-        inner = emitter(op, node.graph)
+        inner = emitter_inside(op, node.graph)
         with inner.at(node):
             attributes = {"epsilon": float_attribute(node, "epsilon")}
             y = inner.emit("BatchNormalization", node.inputs, attributes, fresh=True)
             _name_like(y, node)
-            replace(inner, node, [y, *(v for v in node.inputs[_MEAN:] if v is not None)])
+            replace_node(inner, node, [y, *(v for v in node.inputs[_MEAN:] if v is not None)])
     return {}
 
 
 def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Value]:
-    """Make every BatchNormalization use the statistics of the batch; return the running ones.
+    """Make every BatchNormalization use the statistics of the batch.
 
-    A node may use statistics that another has updated: then it updates the new ones, as a module
-    does in PyTorch that is called twice. `across`: as in `training_form`.
+    Return the new value of each running statistic. A node may use statistics that another node has
+    updated: then it updates the new values, as a module of PyTorch does that is called twice.
+    `across`: as in `training_form`.
     """
-    nodes = [(node, around) for node, around in walk(op.graph) if _is_batch_norm(node)]
+    nodes = [
+        (node, around) for node, around in walk_with_outer_nodes(op.graph) if _is_batch_norm(node)
+    ]
     if not nodes:
         raise ValueError(
             f"{argument('batch_norm', 'train')} needs a BatchNormalization, and the model has "
@@ -123,17 +127,18 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
     pairs: list[tuple[ir.Value, ir.Value]] = []
     for node, around in nodes:
         if around:
-            outer = describe(around[-1])
-            _refuse_update(node, f"is in a subgraph of {outer}, which does not return new ones")
+            outer = describe_node(around[-1])
+            reason = f"the node is in a subgraph of {outer}, which returns no new statistics"
+            _refuse_update(node, reason)
         pairs.append((_statistic_of(node, _MEAN), _statistic_of(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
         shape = dims(node.inputs[0])
         if shape is not None and static(shape[2:]) == (1,) * len(shape[2:]):
-            op.graph.meta[marks.ONE_VALUE_NODE] = describe(node)
+            op.graph.meta[marks.ONE_VALUE_NODE] = describe_node(node)
         with op.at(node):
             y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
-            replace(op, node, [y, *new])
+            replace_node(op, node, [y, *new])
         latest[mean], latest[variance] = new
     for value in latest:
         op.graph.initializers.pop(str(value.name))
@@ -142,13 +147,14 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
 
 
 def _is_batch_norm(node: ir.Node) -> bool:
+    """Return whether `node` is a BatchNormalization of ONNX."""
     return not node.domain and node.op_type == "BatchNormalization"
 
 
 def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
-    """Raise `ValueError`: the running statistics of a node cannot be updated."""
+    """Raise `ValueError`: the running statistics of `node` cannot be updated, for this reason."""
     raise ValueError(
-        f"the running statistics of {describe(node)} cannot be updated: it {reason}. Use "
+        f"the running statistics of {describe_node(node)} cannot be updated: {reason}. Use "
         f"{argument('batch_norm', 'frozen')}"
     )
 
@@ -161,13 +167,13 @@ def _name_like(y: ir.Value, node: ir.Node) -> None:
 
 
 def _initializer_of(value: ir.Value | None) -> ir.Value | None:
-    """Return the initializer that `value` is, or a copy or cast of; else None."""
+    """Return the initializer that `value` is, or is a copy or cast of; else None."""
     source = None if value is None else source_of(value, _COPIES)
     return source if source is not None and source.is_initializer() else None
 
 
 def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
-    """Return the initializer of a running mean or variance; it is widened to float32.
+    """Return the initializer of a running mean or variance, converted to float32.
 
     Raises:
         ValueError: the statistics are computed, or the tensor is used for something else too.
@@ -176,16 +182,15 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
     assert read is not None
     value = _initializer_of(read)
     if value is None:
-        _refuse_update(
-            node, f"has statistics that are no constants: {read.name!r} is computed or fed"
-        )
-    for user, index in readers([value], _COPIES):
+        _refuse_update(node, f"{read.name!r} is no constant, but computed by a node or fed")
+    for user, index in reads_of_values([value], _COPIES):
         if user.op_type not in _COPIES and not (_is_batch_norm(user) and index == operand):
             raise ValueError(
-                f"{value.name!r} is a running statistic of {describe(node)}, and {describe(user)}"
-                " uses it for something else: an exporter merged tensors of equal values. Separate"
-                " them by onnxgrad.graph.separate_merged(model), or export the model again with "
-                "training=torch.onnx.TrainingMode.TRAINING or, with dynamo=True, optimize=False"
+                f"{value.name!r} is a running statistic of {describe_node(node)}, and "
+                f"{describe_node(user)} uses it for something else: an exporter merged tensors of "
+                "equal values. Separate them by onnxgrad.graph.separate_merged(model), or export "
+                "the model again with training=torch.onnx.TrainingMode.TRAINING or, with "
+                "dynamo=True, optimize=False"
             )
     if value.dtype in _HALF and value.const_value is not None:
         wide = value.const_value.numpy().astype(np.float32)
@@ -196,18 +201,19 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
 def _batch_norm(
     op: Emit, node: ir.Node, mean: ir.Value, variance: ir.Value, across: Part | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return y, and the new running mean and variance.
+    """Return the normalized data, the new running mean and the new running variance.
 
-    The operator divides by n for the variance, where PyTorch divides by n - 1, and its attribute
-    `momentum` c is a float32: 0.9 is 0.89999998 there. Its statistics of the batch (c = 0) are
-    therefore combined here, c old + (1 - c) batch, with the c that the exporter had.
+    For the variance, BatchNormalization divides by n where PyTorch divides by n - 1, and its
+    attribute `momentum`, c, is a float32: 0.9 is 0.89999998 there. Nodes behind it therefore
+    combine the statistics of the batch, which it returns for c = 0, with the old statistics:
+    c old + (1 - c) batch, with the c that the exporter had.
     """
     x, scale, bias = node.inputs[:3]
     assert x is not None
     wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     momentum = float(str(np.float32(float_attribute(node, "momentum"))))
     if momentum == 1.0:
-        logger.warning("momentum is 1: %s does not change its statistics", describe(node))
+        logger.warning("momentum is 1: %s does not change its statistics", describe_node(node))
     old = [op.Cast(v, to=wide) for v in (mean, variance)]
     operands = [op.Cast(v, to=wide) for v in (x, scale, bias)]
     epsilon = float_attribute(node, "epsilon")
@@ -215,7 +221,7 @@ def _batch_norm(
         y, *batch = normalized_across(op, operands, epsilon, across)
     else:
         unbiased = _share_of_freedom(op, node, wide)
-        # onnxruntime writes the statistics of the batch over the operands, whoever reads these
+        # copies: onnxruntime writes the statistics of the batch over the operands
         operands += [op.Sum(v) for v in old]
         attributes = {"epsilon": epsilon, "momentum": 0.0, "training_mode": 1}
         y, *batch = op.emit_many("BatchNormalization", operands, attributes, 3, fresh=True)
@@ -231,8 +237,8 @@ def _batch_norm(
 
 
 def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
-    """Return (n - 1) / n of the n values per channel; a model in which n is 1 fails."""
-    x, reason = node.inputs[0], f"{describe(node)} needs more than one value per channel"
+    """Return (n - 1) / n for n values per channel; where n is 1, the graph fails when it runs."""
+    x, reason = node.inputs[0], f"{describe_node(node)} needs more than one value per channel"
     assert x is not None
     shape = dims(x)
     lengths = None if shape is None else shape[:1] + shape[2:]
@@ -243,7 +249,7 @@ def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir
             raise ValueError(f"{reason} to train, and its input has the shape {list(shape or ())}")
         return (n - 1) / n
     if shape is None or lengths is None:
-        # fresh: a dropout behind this node may have written the Size of x
+        # fresh: another Size node of x, of a dropout, may come later in the graph
         size = op.emit("Size", [x], {}, fresh=True)
         count = op.Reshape(size / op.Size(node.inputs[_MEAN]), [1])
     else:
@@ -251,14 +257,17 @@ def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir
         for axis, d in enumerate(shape):
             if axis != 1 and not isinstance(d, int):
                 count = _axis_length(op, x, axis, d) * count
-    # onnx has no assertion: where n is 1, the index is out of bounds, and the node has a name
+    # onnx has no assertion: where n is 1, the index is out of bounds, and the Gather has a name
     one = op.Gather([1], op.Cast(op.Equal(count, [1]), to=ir.DataType.INT64))
     one.producer().name = reason
     return op.Cast(count - one, to=dtype) / op.Cast(count, to=dtype)
 
 
 def _axis_length(op: Emit, x: ir.Value, axis: int, symbol: str | None) -> ir.Value:
-    """Return the length of an axis of `x`, from an input that has it too: layers share it then."""
+    """Return the length of an axis of `x`, whose symbol is `symbol`.
+
+    It is read from an input of the graph with this symbol, so that all layers share the node.
+    """
     axes = ((v, i) for v in op.graph.inputs for i, d in enumerate(dims(v) or ()) if d == symbol)
     value, i = next(axes, (x, axis)) if symbol is not None else (x, axis)
     return op.Shape(value, start=i, end=i + 1)
@@ -270,7 +279,7 @@ def _axis_length(op: Emit, x: ir.Value, axis: int, symbol: str | None) -> ir.Val
 def normalized_across(
     op: Any, operands: Sequence[ir.Value], epsilon: float, part: Part
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return y, and the mean and the unbiased variance (C,) of the rows of all processes.
+    """Return normalized data, and the mean and unbiased variance (C,) of the rows of all processes.
 
     Each process sends the number, the mean and the sum of squared deviations of its values, in its
     row of a sum over the processes. They are combined as in Chan, Golub and LeVeque,
@@ -348,7 +357,7 @@ def fold_normalizations(
             continue
         if _can_fold(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
             with op.at(node):
-                replace(op, node, [_convolution_of_both(op, node, conv)])
+                replace_node(op, node, [_convolution_of_both(op, node, conv)])
 
 
 def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
@@ -365,7 +374,7 @@ def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bo
 
 
 def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
-    """Return the result of both nodes."""
+    """Return the result of a Conv and the BatchNormalization `node` behind it, as one Conv."""
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]
     assert w is not None

@@ -24,8 +24,14 @@ from onnxgrad.model.constants import standard
 from onnxgrad.model.scopes import free_name, name_of_floats
 from onnxgrad.operators import RECURRENT
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.flow import MOVES, letter, maker_of, readers, source_of
-from onnxgrad.training.parameters.roles import judge
+from onnxgrad.training.parameters.flow import (
+    MOVES,
+    operand_role,
+    producer_before_moves,
+    reads_of_values,
+    source_of,
+)
+from onnxgrad.training.parameters.roles import judge_constants
 from onnxgrad.training.parameters.table import Tensor
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # "['', 'encoder', 'encoder.query', 'linear_3']"
@@ -49,7 +55,9 @@ _OWNED = re.compile(  # a name that says which layer owns the tensor, of TensorF
 class ModuleNames:
     """The modules of nodes, and the parameters of modules, by the metadata of all nodes.
 
-    `names` are the readable names of constants: they show how the names of modules are written.
+    Args:
+        metadata: the metadata of all nodes.
+        names: the readable names of constants, which show how the names of modules are written.
     """
 
     def __init__(self, metadata: Iterable[Mapping[str, str]], names: Iterable[str]) -> None:
@@ -66,12 +74,12 @@ class ModuleNames:
         return module_of(node.name or "", node.metadata_props)
 
     def parameters(self, metadata: Mapping[str, str]) -> list[str]:
-        """Return the names of the parameters that PyTorch notes for the operator of a node."""
+        """Return the names of the parameters that a node reads, by PyTorch's metadata of it."""
         noted = re.findall(r"%p_(\w+)", metadata.get(_FX_NODE, ""))
         return [self._parameter_name(name) for name in dict.fromkeys(noted)]
 
     def _parameter_name(self, mangled: str) -> str:
-        """Return the name of a parameter of which PyTorch replaced the dots by underscores."""
+        """Return the name with dots of a parameter whose dots PyTorch replaced by underscores."""
         mangled = _mangle_name(mangled)
         if mangled in self._mangled:
             return self._mangled[mangled]
@@ -89,8 +97,8 @@ def module_of(name: str, metadata: Mapping[str, str]) -> str:
     return _dotted_path(_name_parts(name)[:-1]) if "/" in name else ""
 
 
-def owner(name: str) -> str:
-    """Return the layer that the name of a tensor of TensorFlow or Paddle states; "" for others."""
+def layer_in_name(name: str) -> str:
+    """Return the layer in the name of a tensor of TensorFlow or Paddle; "" if there is none."""
     match = _OWNED.fullmatch(name.partition(";")[0])
     if match is None:
         return ""
@@ -98,7 +106,10 @@ def owner(name: str) -> str:
 
 
 def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
-    """Return the paths of the modules around a node, the outermost first, and its own name."""
+    """Return the paths of the modules around a node, the outermost first, then its own name.
+
+    They are read from the metadata of the node; [] if the metadata do not have them.
+    """
     scopes = metadata.get(_SCOPES)
     try:
         if scopes is not None:
@@ -110,7 +121,7 @@ def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _name_parts(name: str) -> list[str]:
-    """Return the parts of the name of a node; the last one is its own."""
+    """Return the parts between slashes of the name of a node, without parts of programs."""
     parts = [part for part in name.partition(";")[0].split("/") if part]
     while len(parts) > 1 and _FUSION.fullmatch(parts[-1]):
         parts.pop()
@@ -120,7 +131,7 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _dotted_path(parts: list[str]) -> str:
-    """Return parts as a path with dots, without operators at its end."""
+    """Return parts of a name as a path with dots, without operators at its end."""
     while parts and _OPERATOR.fullmatch(parts[-1]):
         parts = parts[:-1]
     # PyTorch repeats the name of a container in the names of its members: "mlp/mlp.0"
@@ -135,6 +146,7 @@ def _path_tails(name: str) -> list[str]:
 
 
 def _mangle_name(name: str) -> str:
+    """Return a name in lower case with underscores in place of dots and other characters."""
     return re.sub(r"\W", "_", name).lower()
 
 
@@ -154,60 +166,60 @@ _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
 PARAMETERS_OF_ARITHMETIC = dict.fromkeys(("Mul", "Div"), "weight")
 PARAMETERS_OF_ARITHMETIC |= dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
-_ONLY_MOVES = MOVES - {"Gather"}  # which looks up rows of a table
-_NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
+_ONLY_MOVES = MOVES - {"Gather"}  # Gather looks up rows of a table
+_LAYER_OPERANDS = frozenset("fbst")  # roles of operands of a node that is a layer by itself
 
 
 def aliases(proto: ModelProto) -> dict[str, str]:
-    """Return the aliases of the constants that have one, `{name: alias}`.
+    """Return the aliases of constants, `{name: alias}`.
 
-    A constant has an alias if it plays the role of a weight, its own name is numbered, and the file
-    tells more. Aliases are unique, and none is the name of a constant.
+    A constant has an alias if it has the role of a weight, an exporter numbered its name, and the
+    file tells its name in the module. Aliases are unique, and differ from the names of constants.
     """
-    return read_aliases(*judge(proto))
+    return read_aliases(*judge_constants(proto))
 
 
 def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
     """Return the aliases of the float constants of `graph`, see `aliases`."""
-    numbered = [row for row in rows if row.trains and not readable(row.name)]
+    numbered = [row for row in rows if row.trains and not is_readable(row.name)]
     if not numbered:
         return {}
-    read = _Reader(graph, rows).read
+    read = _AliasReader(graph, rows).read
     return _unique_aliases({row.name: read(row) for row in numbered}, {row.name for row in rows})
 
 
 def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return the aliases of quantized weights: the names of their floats.
+    """Return the aliases of quantized weights, `{name: alias}`: the names of their floats.
 
-    If an exporter numbered their floats, the alias is read from the nodes, as for floats.
+    If an exporter numbered the name of the floats, the alias is read from the nodes, as for floats.
     """
     floats = {row.name: name_of_floats(row.name) for row in rows}
-    numbered = [row for row in rows if not readable(floats[row.name])]
+    numbered = [row for row in rows if not is_readable(floats[row.name])]
     aliases = {name: base for name, base in floats.items() if base != name}
     if not numbered:
         return aliases
-    graph, judged = judge(proto)
-    reader, taken = _Reader(graph, judged), {row.name for row in (*judged, *rows)}
+    graph, judged = judge_constants(proto)
+    reader, taken = _AliasReader(graph, judged), {row.name for row in (*judged, *rows)}
     read = {row.name: reader.read(row, quantized=True) for row in numbered}
     return aliases | _unique_aliases(read, taken)
 
 
 def _unique_aliases(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
-    """Return aliases that are not in `taken`, with a suffix where they are; "" is none."""
+    """Return unique aliases, with a suffix where `taken` has the alias; "" stands for no alias."""
     return {name: free_name(base, taken) for name, base in bases.items() if base}
 
 
-def readable(name: str) -> bool:
-    """Return whether `name` was chosen by a person, and not numbered by a program."""
+def is_readable(name: str) -> bool:
+    """Return whether a person chose the name of a constant, and no program numbered it."""
     name = _SUFFIX.sub("", name)
-    return not (evidence.is_generated(name) or _NUMBERED.fullmatch(name) or owner(name))
+    return not (evidence.is_generated(name) or _NUMBERED.fullmatch(name) or layer_in_name(name))
 
 
-class _Reader:
-    """Reads the names of weights from the nodes around them in `graph`."""
+class _AliasReader:
+    """Reads the aliases of weights from the nodes around them in `graph`."""
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
-        self.sizes = {row.name: row.size for row in rows if readable(row.name)}
+        self.sizes = {row.name: row.size for row in rows if is_readable(row.name)}
         self.modules = ModuleNames((n.metadata_props for n in all_nodes(graph)), self.sizes)
         self.values = graph.initializers
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
@@ -216,12 +228,12 @@ class _Reader:
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
     def read(self, row: Tensor, quantized: bool = False) -> str:
-        """Return the alias of a constant, which need not be unique yet; "" if there is none.
+        """Return the alias of a constant, which may not be unique; "" if the file tells none.
 
-        The role of `quantized` integers is "weight", whatever operator reads them.
+        A `quantized` weight has the role "weight", whatever operator reads it.
         """
         moves = _ONLY_MOVES | {"DequantizeLinear"} if quantized else _ONLY_MOVES
-        uses = readers([self.values[row.name]], moves)
+        uses = reads_of_values([self.values[row.name]], moves)
         use = next(((n, i) for n, i in uses if n.op_type not in moves), None)
         if use is None:
             return ""
@@ -229,27 +241,27 @@ class _Reader:
         role = "weight" if quantized else self._parameter_role(node, index, row.shape)
         beside = self._from_beside(node, role)
         noted = self.modules.parameters(node.metadata_props)
-        noted = [] if _is_recurrent(node) else noted  # there, of all gates
-        fitting = [p for p in noted if fits(p, role)]
+        noted = [] if _is_recurrent(node) else noted  # parameters of all gates
+        fitting = [p for p in noted if fits_role(p, role)]
         missing = [p for p in fitting if p not in self.sizes]
         copied = [p for p in fitting if self.sizes.get(p) == row.size]
         if beside and (not missing or beside in missing):
             return beside
         if len(missing or copied) == 1:
             return (missing or copied)[0]
-        module = owner(row.name) or self.modules.module(node)
-        if not module and letter(node, index) in _NAMED:
+        module = layer_in_name(row.name) or self.modules.module(node)
+        if not module and operand_role(node, index) in _LAYER_OPERANDS:
             module = (_name_parts(node.name or "") or [""])[-1].removeprefix("node_")
         return f"{module}.{role}" if module else ""
 
     def _parameter_role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
-        """Return the word for an operand in names of PyTorch, such as "weight" or "bias_l0"."""
+        """Return the last part of PyTorch's name for an operand, such as "weight" or "bias_l0"."""
         if _is_recurrent(node):
             module = self.modules.module(node)
             layer = self.layers[module, node.op_type].index(node) if module else 0
             role = _RECURRENT.get(index, _OTHER)
             return role if index > 3 else f"{role}_l{layer}"
-        role = _BY_LETTER.get(letter(node, index), _OTHER)
+        role = _BY_LETTER.get(operand_role(node, index), _OTHER)
         if role == _OTHER and not standard(node.domain):
             role = PARAMETERS_OF_ARITHMETIC.get(node.op_type, _OTHER)
             if role == "bias" and sum(n != 1 for n in shape) > 1:
@@ -257,57 +269,74 @@ class _Reader:
         return role
 
     def _from_beside(self, node: ir.Node, role: str) -> str:
-        """Return the name that the weight or bias of the same layer implies; "" without one.
+        """Return the name that the bias beside a weight implies, or the weight beside a bias.
 
-        Exporters store equal tensors once. TorchScript's copies one by an Identity for each, which
-        has its name; otherwise, a tensor that several modules read tells nothing.
+        "" if there is none. Exporters store equal tensors once. TorchScript's exporter has an
+        Identity for each of these, with its name; otherwise, a tensor that several modules read
+        tells nothing.
         """
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
-        for neighbor, value in _operands_beside(node, role):
+        for neighbor, value in _weight_or_bias_beside(node, role):
             source = source_of(value)
             maker = value.producer()
-            copied = maker is not None and maker.op_type == "Identity" and readable(str(value.name))
+            copied = (
+                maker is not None and maker.op_type == "Identity" and is_readable(str(value.name))
+            )
             own = value.name if copied or value.name in self.sizes else source.name
             module, last = str(own).rpartition(".")[::2]
             if not module or other not in last or source.name not in self.sizes:
                 continue
-            sharing = [] if copied else [n for n, _ in readers([source]) if n.op_type not in MOVES]
+            sharing = (
+                []
+                if copied
+                else [n for n, _ in reads_of_values([source]) if n.op_type not in MOVES]
+            )
             modules = {self.modules.module(n) for n in (node, neighbor, *sharing)} - {""}
             if len(modules) < 2:
                 return f"{module}.{last.replace(other, role)}"
         return ""
 
 
-def fits(parameter: str, role: str) -> bool:
-    """Return whether the last part of the name of a parameter fits the role."""
+def fits_role(parameter: str, role: str) -> bool:
+    """Return whether the last part of the name of a parameter fits `role`, "weight" or "bias"."""
     is_bias = "bias" in parameter.rpartition(".")[2]
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _operands_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Yield the bias beside the weight of a layer, or the weight beside its bias.
+def _weight_or_bias_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Yield pairs of node and operand: the bias beside a weight of a layer, or the weight.
 
     It is an operand of `node`, or of the sum behind a product, or of the product before a sum.
+    `role` is the role that `node` has for the known parameter, "weight" or "bias".
     """
     neighbors, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
-        neighbors += [n for x in node.inputs if x is not None and (n := maker_of(x)) is not None]
+        neighbors += [
+            n for x in node.inputs if x is not None and (n := producer_before_moves(x)) is not None
+        ]
     elif not _operand_letters(node).isdisjoint("fq"):
-        through = MOVES | {"Mul"} if node.op_type.endswith("Integer") else MOVES  # by its scale
-        users = (n for n, _ in readers(node.outputs, through) if n.op_type not in through)
+        # behind a product of integers, a Mul multiplies by the scale
+        through = MOVES | {"Mul"} if node.op_type.endswith("Integer") else MOVES
+        users = (n for n, _ in reads_of_values(node.outputs, through) if n.op_type not in through)
         neighbors += [n for n in users if _operand_letters(n).isdisjoint("fq")]
     for neighbor in neighbors:
         adds = role == "weight" and neighbor.op_type == "Add" and not standard(neighbor.domain)
         for i, x in enumerate(neighbor.inputs):
-            if x is not None and maker_of(x) is None and (adds or letter(neighbor, i) in letters):
+            if (
+                x is not None
+                and producer_before_moves(x) is None
+                and (adds or operand_role(neighbor, i) in letters)
+            ):
                 yield neighbor, x
 
 
 def _operand_letters(node: ir.Node) -> set[str]:
-    return {letter(node, i) for i in range(len(node.inputs))}
+    """Return the roles of all operands of a node, as letters of `operand_role`."""
+    return {operand_role(node, i) for i in range(len(node.inputs))}
 
 
 def _is_recurrent(node: ir.Node) -> bool:
+    """Return whether `node` is an RNN, GRU or LSTM of ONNX."""
     return not standard(node.domain) and node.op_type in RECURRENT

@@ -14,26 +14,26 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.modes.stored_integers import Stored, as_floats, stored
+from onnxgrad.training.modes.stored_integers import StoredWeight, store_floats, stored_weights
 from onnxgrad.training.parameters.aliases import integer_aliases, read_aliases
 from onnxgrad.training.parameters.equal_constants import (
-    copies,
+    copies_of_tables,
     separate_merged,
     trains_merged,
     warn_of_merged,
 )
-from onnxgrad.training.parameters.roles import QUANTIZED, judge
+from onnxgrad.training.parameters.roles import QUANTIZED, judge_constants
 from onnxgrad.training.parameters.table import (
     LISTED,
     Tensor,
     Tensors,
-    more,
+    left_out_text,
     names_and_reasons,
     quoted_name,
 )
@@ -46,8 +46,11 @@ LAST = "last"  # instead of a pattern: the weights of the last layer
 WHY = "a quantized weight: it stays; adapters train beside it"
 
 
-def integer_rows(proto: ModelProto) -> list[Tensor]:
-    """Return the quantized weights: the first operand of each node that is a matrix of integers."""
+def quantized_rows(proto: ModelProto) -> list[Tensor]:
+    """Return the quantized weights of a model as rows of the table of `trainable`.
+
+    They are, for each node, the first operand that is a matrix of integers.
+    """
     tensors = [(ref, ref.read()) for ref in constant_refs(proto)]
     found = {r.graph_name for r, t in tensors if t.data_type in _TYPES and len(t.dims) > 1}
     nodes = (node for node in nodes_of(proto) if found.intersection(node.input))
@@ -117,19 +120,21 @@ def trainable(
     """
     proto, train, freeze = with_named_integers(read(model), train, freeze)
     separated = separate_merged(proto)
-    rows = choose(default_rows(separated), train, freeze)
-    rows.extend(integer_rows(separated))
+    rows = apply_choice(default_rows(separated), train, freeze)
+    rows.extend(quantized_rows(separated))
     if pattern is None:
         return rows
-    kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
+    kept = {
+        t.name for t in matching_tensors(rows, pattern, "weight (pattern=)", weights_first=False)
+    }
     return Tensors(t for t in rows if t.name in kept)
 
 
 def default_rows(proto: ModelProto) -> Tensors:
-    """Return the float constants, and which of them train by default."""
-    graph, judged = judge(proto)
-    aliases, tied = read_aliases(graph, judged), copies(proto, graph, judged)
-    adapted, head = fine_tuned(proto), read_note(proto, HEAD)
+    """Return the float constants of a model, and which of them train by default."""
+    graph, judged = judge_constants(proto)
+    aliases, tied = read_aliases(graph, judged), copies_of_tables(proto, graph, judged)
+    adapted, head = fine_tuned_tensors(proto), read_note(proto, HEAD)
     rows = Tensors()
     for row in judged:
         alias, copy_of, why = aliases.get(row.name, ""), tied.get(row.name, ""), row.why
@@ -161,14 +166,15 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     rows = default_rows(proto)
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
-        return [t.name for t in rows]  # the sweep raises an error that explains why
+        return [t.name for t in rows]  # the sweep raises an error that names the remedy
     if not names and needed:
         why = _other_ways_to_fit(proto)
         if not rows:
-            raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
+            why = why or "pass a model with weights in floats"
+            raise ValueError(f"the model has no float constants to train: {why}")
         raise ValueError(
             f"none of the float constants is a weight by its role: {names_and_reasons(rows)}. "
-            f"{why}{why and '. '}Name those to train"
+            f"{why}{why and '. '}Name the constants to train with {argument('train')}"
         )
     if announce:
         announce_choice(rows)
@@ -176,7 +182,7 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
 
 
 def announce_choice(rows: Tensors) -> None:
-    """Log constants that do not train; warn about uncertain decisions and copies of a weight."""
+    """Log the constants that do not train; warn of uncertain decisions and copies of weights."""
     if untrained := rows.frozen:
         logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
     trained, messages = {t.name for t in rows.trained}, []
@@ -186,19 +192,20 @@ def announce_choice(rows: Tensors) -> None:
             for t in doubtful[:LISTED]
         )
         remedy = f"{named('List the weights')} to choose otherwise"
-        messages.append(f"{decisions}{more(doubtful)}. {remedy}")
+        messages.append(f"{decisions}{left_out_text(doubtful)}. {remedy}")
     if copied := [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]:
         pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
         messages.append(
-            f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these copies "
-            "part in training: onnxgrad.graph.tie_copies(model) makes them one tensor"
+            f"{pairs}{left_out_text(copied)}: the exporter stored a shared weight twice, and these "
+            "copies become different in training: onnxgrad.graph.tie_copies(model) makes them one "
+            "tensor"
         )
     for message in messages:
         warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
 def _other_ways_to_fit(proto: ModelProto) -> str:
-    """Return how the first model without gradients in `proto` is fitted, or an empty text."""
+    """Return how the first operator without a gradient can be fitted; "" if all have gradients."""
     for node in nodes_of(proto):
         if how := operator_of(node).fitted:
             name = f" {printable(node.name)!r}" if node.name else ""
@@ -221,11 +228,12 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
     Raises:
         ValueError: a pattern that matches no float constant, or nothing is left to train.
     """
-    train, freeze = None if train is None else as_list(train), as_list(freeze)
+    train, freeze = None if train is None else list_patterns(train), list_patterns(freeze)
     if train is None and read_note(proto, INPUTS) and not read_note(proto, ADAPTERS):
         raise ValueError(
-            f"the model is a base whose adapters are inputs: {named('add_lora')} puts new ones in "
-            "their place, and load_adapter the adapters of a file"
+            f"the model is a base whose adapters are inputs, and has no weight to train: "
+            f"{named('add_lora')} puts new adapters in their place, and load_adapter the adapters "
+            "of a file"
         )
     floats = float_constants(proto)
     if train is not None and set(floats).issuperset([*train, *freeze]):
@@ -233,97 +241,99 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
     else:
         rows = default_rows(proto)
         if train is None and not rows.trained:
-            return default_weights(proto)  # or an error
-        rows = choose(rows, train, freeze)
+            return default_weights(proto)  # raises the error that no constant is a weight
+        rows = apply_choice(rows, train, freeze)
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]
     if not names:
         chosen = f"{argument('train', train)}, {argument('freeze', freeze)}"
-        raise ValueError(f"nothing is left to train: {chosen}")
+        raise ValueError(
+            f"nothing is left to train with {chosen}: name weights to train that are not frozen"
+        )
     return names
 
 
-def separated_choice(
+def choose_and_separate(
     proto: ModelProto, train: Patterns | None, freeze: Patterns, statistics: bool
 ) -> tuple[ModelProto, list[str]]:
-    """Return the model to train, and the weights that `choose_weights` chooses in it.
+    """Return the model to train, and the names of the weights that `choose_weights` chooses.
 
-    Parameters that an exporter merged are separated if one of them trains, or if there are running
-    `statistics` to update. Stored integers that `train` names are brought into the form that
-    trains.
+    Parameters that an exporter stored as one tensor are separated if one of them trains, or if
+    there are running `statistics` to update. Weights stored as integers that `train` names become
+    floats that are rounded.
 
     Raises:
         ValueError: as `choose_weights`, or `train` names a constant that holds no floats.
     """
     proto, train, freeze = with_named_integers(proto, train, freeze)
     separated = separate_merged(proto)
-    _require_floats(separated, as_list(() if train is None else train))
+    _require_floats(separated, list_patterns(() if train is None else train))
     names = choose_weights(separated, train, freeze)
     return (separated if trains_merged(proto, separated, names) or statistics else proto), names
 
 
 def float_constants(proto: ModelProto) -> list[str]:
-    """Return the names of the float constants, in the order of the graph."""
+    """Return the names of the float constants of a model, in the order of the graph."""
     return [ref.name for ref in constant_refs(proto) if ref.read().data_type in FLOATS]
 
 
 def matching_weights(proto: ModelProto, patterns: Patterns, kind: str) -> list[str]:
-    """Return the float constants that one of the patterns names, in the order of the graph.
+    """Return the names of the float constants that patterns match, in the order of the graph.
 
-    Patterns match names and aliases, see `trainable`.
+    Patterns match names and aliases, see `trainable`. `kind` is the noun for a pattern in messages.
 
     Raises:
-        ValueError: a pattern matches none; close names are listed. `kind` is the noun of the
-            message for the patterns.
+        ValueError: a pattern matches no constant; the message lists close names.
     """
-    chosen = set(expand(proto, patterns, kind))
+    chosen = set(expand_patterns(proto, patterns, kind))
     return [name for name in float_constants(proto) if name in chosen]
 
 
-def expand(
+def expand_patterns(
     proto: ModelProto, patterns: Patterns, kind: str, weights_first: bool = True
 ) -> list[str]:
-    """Return the constants that the patterns name, in the order of the patterns, each once.
+    """Return the names of the constants that patterns match, in the order of the patterns.
 
-    With `weights_first`, a pattern chooses among the weights, if it matches any. Names of
-    constants that are no floats count, too.
+    Each name is there once. With `weights_first`, a pattern chooses among the weights, if it
+    matches any. Names of constants that are no floats count, too.
 
     Raises:
         ValueError: as `matching_weights`.
     """
-    patterns = as_list(patterns)
+    patterns = list_patterns(patterns)
     exact = {ref.name for ref in constant_refs(proto)}
     rows = [] if exact.issuperset(patterns) else default_rows(proto)
     names: dict[str, None] = {}
     for pattern in patterns:
-        matched = [] if pattern in exact else matching(rows, pattern, kind, weights_first)
+        matched = [] if pattern in exact else matching_tensors(rows, pattern, kind, weights_first)
         names |= dict.fromkeys([t.name for t in matched] or [pattern])
     return list(names)
 
 
 def _require_floats(proto: ModelProto, names: Collection[str]) -> None:
-    """Raise `ValueError` if one of `names` belongs to a constant that holds no floats."""
+    """Raise `ValueError` if one of `names` is the name of a constant that has no floats."""
     for ref in constant_refs(proto):
         if ref.name in names and (code := ref.read().data_type) not in FLOATS:
             dtype = ir.DataType(code).name.lower()
             raise ValueError(
-                f"{ref.name!r} holds {dtype}: only floats train. A quantized weight does not "
-                "change: train adapters beside it (add_lora), a new head (replace_head) or biases"
+                f"{ref.name!r} has elements of {dtype}, and only floats train. A quantized weight "
+                "does not change: train adapters beside it (add_lora), a new head (replace_head) "
+                "or biases"
             )
 
 
 Patterns = str | Iterable[str]
 
 
-def as_list(patterns: Patterns) -> list[str]:
+def list_patterns(patterns: Patterns) -> list[str]:
     """Return patterns as a list; a string is one pattern."""
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def matching(
+def matching_tensors(
     rows: Sequence[Tensor], pattern: str, kind: str, weights_first: bool = True
 ) -> list[Tensor]:
-    """Return the tensors that `pattern` names, in their order.
+    """Return the tensors that `pattern` matches, in the order of `rows`.
 
     A name counts before an alias, and both before "last", which names the weights of the last
     layer, and before patterns of `fnmatch`, which match either. A pattern with `weights_first`
@@ -331,8 +341,8 @@ def matching(
     "layer4.*" means no constants of its formulas.
 
     Raises:
-        ValueError: none matches; close names and aliases are listed. `kind` is the noun of the
-            message for the pattern.
+        ValueError: the pattern matches no tensor; the message lists close names and aliases. `kind`
+            is its noun for the pattern.
     """
     for exact in ([t for t in rows if t.name == pattern], [t for t in rows if t.alias == pattern]):
         if exact:
@@ -340,7 +350,10 @@ def matching(
     if pattern == LAST:
         if last := [t for t in rows if t.is_last]:
             return last
-        raise ValueError(f"{kind} {LAST!r}: the last layer has no weights in floats")
+        raise ValueError(
+            f"{kind} {LAST!r}: the last layer has no weights in floats: name weights of another "
+            "layer"
+        )
     matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
     if not matched:
         ordered = sorted(rows, key=lambda t: not t.is_weight)
@@ -350,15 +363,15 @@ def matching(
     return weights or matched
 
 
-def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
-    """Return the tensors with the decisions that follow from the arguments, and the reasons.
+def apply_choice(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
+    """Return the tensors with `trains` and `why` by the arguments `train` and `freeze`.
 
     Raises:
         ValueError: a pattern that matches no tensor.
     """
-    patterns = [] if train is None else as_list(train)
+    patterns = [] if train is None else list_patterns(train)
     named = _patterns_by_name(rows, patterns, "train")
-    frozen = _patterns_by_name(rows, as_list(freeze), "freeze", weights_first=False)
+    frozen = _patterns_by_name(rows, list_patterns(freeze), "freeze", weights_first=False)
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
@@ -378,17 +391,17 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
 def _patterns_by_name(
     rows: Tensors, patterns: Sequence[str], option: str, weights_first: bool = True
 ) -> dict[str, str]:
-    """Return the first pattern that names a tensor, by the name of the tensor."""
+    """Return the first pattern of the argument `option` that matches a tensor, by tensor name."""
     kind = f"weight ({argument(option)})"
     return {
         t.name: pattern
         for pattern in reversed(patterns)
-        for t in matching(rows, pattern, kind, weights_first)
+        for t in matching_tensors(rows, pattern, kind, weights_first)
     }
 
 
 def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return up to three names that have a part like the text of `pattern`."""
+    """Return up to three of `names` that have parts similar to the text of `pattern`."""
     text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
     parts: dict[str, str] = {}
     count = len(re.split(r"[./]", text))
@@ -403,15 +416,15 @@ def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
 def with_named_integers(
     proto: ModelProto, train: Patterns | None, freeze: Patterns
 ) -> tuple[ModelProto, Patterns | None, Patterns]:
-    """Return a model in which the stored integers that `train` names are floats that are rounded.
+    """Return a model in which stored integers that `train` names are floats that are rounded.
 
-    `train` and `freeze` have names of the floats that they become, or names of the file; the
-    returned arguments name them as floats. Without `train`, stored integers stay.
+    Also return `train` and `freeze` with the names of the floats. The arguments name a weight by
+    the integers in the file, or by the floats that they become. Without `train`, integers stay.
     """
     if train is None:
         return proto, train, freeze
-    train, freeze = as_list(train), as_list(freeze)
-    found = stored(proto)
+    train, freeze = list_patterns(train), list_patterns(freeze)
+    found = stored_weights(proto)
     chosen = {
         entry.tensor.name: entry.weight
         for entry in found
@@ -419,10 +432,11 @@ def with_named_integers(
     }
     if not chosen:
         return proto, train, freeze
-    model = as_floats(proto, chosen, {})
+    model = store_floats(proto, chosen, {})
     return model, [chosen.get(name, name) for name in train], freeze
 
 
-def _is_named(entry: Stored, patterns: list[str]) -> bool:
+def _is_named(entry: StoredWeight, patterns: list[str]) -> bool:
+    """Return whether a pattern matches the integers of a stored weight, or its floats."""
     names = entry.tensor.name, entry.weight
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

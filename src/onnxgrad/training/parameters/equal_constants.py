@@ -1,6 +1,6 @@
-"""Parameters that an exporter stored once, told apart, and weights that it stored twice, tied.
+"""Separate parameters that an exporter stored as one tensor, and tie weights that it stored twice.
 
-Running statistics that share a tensor with others of equal values are told apart, too.
+Running statistics that share a tensor with other tensors of equal values are separated, too.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import read_adapters
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import free_name
-from onnxgrad.model.traversal import all_nodes, keep_only, names, nodes_of
-from onnxgrad.model.weights import constant_refs, lift
+from onnxgrad.model.traversal import all_nodes, keep_only, nodes_of, value_names
+from onnxgrad.model.weights import constant_refs, lift_constants
 from onnxgrad.operators import RECURRENT
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.aliases import (
     PARAMETERS_OF_ARITHMETIC,
     ModuleNames,
-    fits,
+    fits_role,
+    is_readable,
     module_of,
-    readable,
 )
-from onnxgrad.training.parameters.flow import MOVES, letter, readers
-from onnxgrad.training.parameters.roles import judge
-from onnxgrad.training.parameters.table import LISTED, Tensor, more
+from onnxgrad.training.parameters.flow import MOVES, operand_role, reads_of_values
+from onnxgrad.training.parameters.roles import judge_constants
+from onnxgrad.training.parameters.table import LISTED, Tensor, left_out_text
 
 _WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")
 _FIXED = "constant"  # the key of a constant that is no parameter, such as a fixed initial state
 
 
 def separate_merged(model: ModelLike) -> ModelProto:
-    """Return `model` with one tensor for each parameter, where its exporter merged several.
+    """Return `model` with one tensor for each parameter, where its exporter merged parameters.
 
     Exporters store equal tensors once. In a network that was never trained, that makes one tensor
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
@@ -79,18 +79,24 @@ def separate_merged(model: ModelLike) -> ModelProto:
     """
     proto = read(model)
     separated = separate_statistics(proto)
-    merged = _Merged(separated, proto)
-    groups = {name: parts for name in merged.reads if len(parts := merged.groups(name)) > 1}
+    merged = _MergedParameters(separated, proto)
+    groups = {
+        name: parts for name in merged.reads if len(parts := merged.uses_by_parameter(name)) > 1
+    }
     if not groups:
         return separated
     adapters = {name for adapter in read_adapters(proto) for name in adapter["tensors"]}
-    trains = {row.name for row in judge(separated)[1].trained} - adapters  # one for all its uses
+    # an adapter stays one tensor for all nodes that read it
+    trains = {row.name for row in judge_constants(separated)[1].trained} - adapters
     groups = {name: parts for name, parts in groups.items() if name in trains}
     return _copy_with_parameters(separated, merged, groups) if groups else separated
 
 
 def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
-    """Return whether tensors train that `proto` stores once; warn of new copies of them."""
+    """Return whether parameters train that `proto` stores as one tensor; warn of the new tensors.
+
+    `separated` is the model with one tensor for each parameter.
+    """
     copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
         separate = (
@@ -106,29 +112,35 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
 
 
 def warn_of_merged(proto: ModelProto) -> None:
-    """Warn of parameters that `proto` stores once and that train as one here."""
+    """Warn of parameters that `proto` stores as one tensor, and that train as one tensor."""
     if copies := _separated_names(proto, separate_merged(proto)):
         remedy = "pass onnxgrad.graph.separate_merged(model) to train each"
         _warn_of_names(copies, f"they train as one: {remedy}")
 
 
 def _separated_names(proto: ModelProto, separated: ModelProto) -> list[str]:
+    """Return the names of the initializers of `separated` that `proto` lacks."""
     stored = {t.name for t in proto.graph.initializer}
     return [t.name for t in separated.graph.initializer if t.name not in stored]
 
 
 def _warn_of_names(names: list[str], text: str) -> None:
+    """Warn of parameters that an exporter stored as one tensor; `text` says what happens."""
     shown = ", ".join(repr(printable(name)) for name in names[:LISTED])
-    message = f"{shown}{more(names)}: the exporter stored parameters with equal values once; {text}"
-    warnings.warn(message, stacklevel=frames_inside() + 1)
+    stored = f"{shown}{left_out_text(names)}: the exporter stored parameters with equal values once"
+    warnings.warn(f"{stored}; {text}", stacklevel=frames_inside() + 1)
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A node that reads a tensor, itself or by an alias, as which operand, and its parameter.
+    """A use of a tensor as a parameter.
 
-    `key` is equal for the uses of one parameter; `certain` is whether names say that, and `name`
-    the name of the parameter, "" if unknown.
+    - `node`, `index`: the node that reads the tensor, and the index of the operand.
+    - `alias`: the Identity output by which the node reads the tensor; "" without an Identity.
+    - `role`: the letter of `operand_role`, "a" for arithmetic.
+    - `key`: a text that is equal for all uses of one parameter.
+    - `certain`: whether names in the file decide the key.
+    - `name`: the name of the parameter; "" if unknown.
     """
 
     node: NodeProto
@@ -140,10 +152,10 @@ class _Use:
     name: str = ""
 
 
-class _Merged:
-    """The initializers of a model that several nodes read, and their uses by parameter.
+class _MergedParameters:
+    """The initializers of a model that several nodes read, with their uses by parameter.
 
-    `reads` are (node, index of the operand, alias or "") for each of these initializers.
+    `reads` has a list of (node, index of the operand, alias or "") for each such initializer.
     """
 
     def __init__(self, proto: ModelProto, file: ModelProto) -> None:
@@ -167,7 +179,7 @@ class _Merged:
                     reads[root].append((node, index, name if root != name else ""))
         self.reads = {name: uses for name, uses in reads.items() if len(uses) > 1}
         nodes = self.nodes if self.reads else ()
-        known = [name for name in (*self.tensors, *aliases) if nodes and readable(name)]
+        known = [name for name in (*self.tensors, *aliases) if nodes and is_readable(name)]
         self.modules = ModuleNames(map(_metadata_entries, nodes), known)
         self.owners = {path for name in known for path in _path_prefixes(name)}
         self.paths = {
@@ -175,8 +187,11 @@ class _Merged:
         }
         self.calls = Counter(map(self._module_of_path, self.paths))
 
-    def groups(self, name: str) -> list[list[_Use]]:
-        """Return the uses of a tensor, a list for each parameter; the first keeps the tensor."""
+    def uses_by_parameter(self, name: str) -> list[list[_Use]]:
+        """Return a list for each parameter of the uses of the tensor `name`.
+
+        The first parameter keeps the tensor.
+        """
         uses = [self._use_of_parameter(name, *read) for read in self.reads[name]]
         if len({use.key for use in uses}) == 1:
             return [uses]
@@ -190,28 +205,31 @@ class _Merged:
         return list(groups.values())
 
     def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
-        """Return the letter of an operand, behind moves and inside functions; "a" is arithmetic."""
+        """Return the role of an operand, behind nodes that move it and inside local functions.
+
+        This is a letter of `operand_role`, or "a" for an operand of arithmetic.
+        """
         inputs, inner = self.functions.get((node.domain, node.op_type, node.overload), ((), {}))
         if index < len(inputs):
             uses = inner[inputs[index]]
             return self._operand_role(*uses[0], inner) if uses else ""
         if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
             return self._operand_role(*uses[0], readers)
-        return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else letter(node, index)
+        return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else operand_role(node, index)
 
     def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Use:
-        """Return a use of a tensor, with the parameter that it is of."""
+        """Return the use of a tensor as operand `index` of `node`, with the parameter it is."""
         role, metadata = self._operand_role(node, index, self.readers), _metadata_entries(node)
         word = _WORDS.get(role, "")
         if role == "a":
             word = PARAMETERS_OF_ARITHMETIC.get(node.op_type, "bias")
         noted = self.modules.parameters(metadata)
-        fitting = [p for p in noted if fits(p, word)] or noted
+        fitting = [p for p in noted if fits_role(p, word)] or noted
         named, has_features = alias or tensor, sum(n > 1 for n in self.tensors[tensor].dims) == 1
         use = partial(_Use, node, index, alias, role)
         if len(fitting) == 1:
             return use(fitting[0], True, fitting[0])
-        if readable(named) and (self.aliased or alias):
+        if is_readable(named) and (self.aliased or alias):
             return use(named, self.aliased, named)
         if not word or (role == "a" and not has_features):
             return use(_FIXED)
@@ -224,7 +242,10 @@ class _Merged:
         return use(f"{base}:{role}:{layer}", self.aliased and clear, name)
 
     def _module_of_path(self, path: str) -> str:
-        """Return the module of a path in which "norm_1" may be the second call of "norm"."""
+        """Return the path of a module without numbers of calls: "norm" for "norm_1".
+
+        A number stays if a tensor has this path in its name.
+        """
         parts: list[str] = []
         for part in path.split("."):
             base, own = re.sub(r"_\d+$", "", part), ".".join([*parts, part]) in self.owners
@@ -233,18 +254,22 @@ class _Merged:
         return ".".join(parts)
 
     def _is_fresh(self, name: str) -> bool:
-        """Return whether a tensor is one number that no other tensor of the file repeats."""
-        one, array = self.tensors[name], external.array(self.tensors[name])
-        if not evidence.is_all(array):
+        """Return whether all elements of a tensor are one number, and no other tensor is equal.
+
+        A network that was never trained has such tensors.
+        """
+        tensor, array = self.tensors[name], external.tensor_to_array(self.tensors[name])
+        if not evidence.is_constant_array(array):
             return False
-        likes = [t for t in self.stored if (t.data_type, t.dims) == (one.data_type, one.dims)]
-        return sum(np.array_equal(external.array(t), array) for t in likes) < 2
+        likes = [t for t in self.stored if (t.data_type, t.dims) == (tensor.data_type, tensor.dims)]
+        return sum(np.array_equal(external.tensor_to_array(t), array) for t in likes) < 2
 
     def _layer_key(self, node: NodeProto, role: str, tensor: str) -> str:
-        """Return a text that tells layers apart: the weights beside the use, or else its result.
+        """Return a text that identifies the layer of `node`: the names of weights beside it.
 
-        For a bias, they are the weights of the product that it is added to; for a normalization and
-        other nodes, the weights of the next products.
+        For a bias, these are the weights of the product that it is added to; for a normalization
+        and other nodes, the weights of the next products. Without such weights, the text is the
+        name of the first output of `node`.
         """
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
         for nodes in (near if role in "ab" else [], self._next_products(node)):
@@ -254,20 +279,23 @@ class _Merged:
         return node.output[0]
 
     def _factor_names(self, node: NodeProto) -> Iterator[str]:
-        """Yield the names of the tensors that are factors of a node, behind moves and aliases."""
+        """Yield the names of the tensors that are factors of a node.
+
+        Nodes that move the tensors, and Identity nodes, may stand between.
+        """
         for i, x in enumerate(node.input):
-            if letter(node, i) == "f":
+            if operand_role(node, i) == "f":
                 while (maker := self.makers.get(x)) is not None and maker.op_type in MOVES:
                     x = maker.input[0]
                 if (root := self.aliases.get(x, x)) in self.tensors:
                     yield root
 
     def _next_products(self, node: NodeProto) -> list[NodeProto]:
-        """Return the next products behind `node`, before any normalization or sum of results."""
+        """Return the next products behind `node`, up to a normalization or a sum of results."""
         found, waiting = [], [node]
         for n in waiting:  # the loop appends to it
             for user, _ in (use for y in n.output for use in self.readers[y]):
-                scaled = any(letter(user, i) == "s" for i in range(len(user.input)))
+                scaled = any(operand_role(user, i) == "s" for i in range(len(user.input)))
                 if any(self._factor_names(user)):
                     found.append(user)
                 elif not scaled and sum(x in self.makers for x in user.input) < 2:
@@ -276,15 +304,15 @@ class _Merged:
 
 
 def _copy_with_parameters(
-    proto: ModelProto, merged: _Merged, groups: dict[str, list[list[_Use]]]
+    proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_Use]]]
 ) -> ModelProto:
-    """Return a copy of a model with one tensor for each parameter."""
+    """Return a copy of `proto` with one tensor for each parameter of `groups`, by old tensor."""
     model = deepcopy(proto)
     copied = all_nodes(model.graph.node)
     ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
     tensors = {t.name: t for t in model.graph.initializer}
     stated = {v.name: v for v in model.graph.value_info}
-    taken = set(names(model.graph))
+    taken = set(value_names(model.graph))
     replaced: set[str] = set()  # aliases that become tensors
     for original, part in ((name, part) for name, parts in groups.items() for part in parts[1:]):
         name = part[0].alias
@@ -307,6 +335,7 @@ def _path_prefixes(name: str) -> list[str]:
 
 
 def _metadata_entries(node: NodeProto) -> dict[str, str]:
+    """Return the metadata of a node as a dict."""
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
@@ -345,8 +374,8 @@ def tie_copies(model: ModelLike) -> ModelProto:
         ['Transpose', 'Gather', 'MatMul']
     """
     proto = read(model)
-    graph, rows = judge(proto)
-    originals = copies(proto, graph, rows)
+    graph, rows = judge_constants(proto)
+    originals = copies_of_tables(proto, graph, rows)
     if not originals:
         return proto
     if read_adapters(proto):
@@ -355,7 +384,7 @@ def tie_copies(model: ModelLike) -> ModelProto:
     concerned = {*originals, *originals.values()}
     refs = [ref for ref in constant_refs(tied) if ref.name in concerned]
     arrays = {ref.name: ref.array() for ref in refs}
-    lift(tied, refs)
+    lift_constants(tied, refs)
     made = to_ir(tied)
     values = made.graph.initializers
     op = Emit(made.graph)
@@ -369,12 +398,12 @@ def tie_copies(model: ModelLike) -> ModelProto:
     return to_proto(made)
 
 
-def copies(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return which weights are copies of the table of an embedding, `{name: name of the table}`.
+def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
+    """Return the weights that are copies of the table of an embedding, `{name: name of table}`.
 
-    They are tables and factors with the same numbers, maybe transposed, as the last and
-    the first layer of a language model. Two layers may be equal for other reasons, such as
-    how they began, but not an embedding and a layer.
+    They are tables and factors with the numbers of the table, maybe transposed, as the last and the
+    first layer of a language model. Two layers may be equal for other reasons, such as how they
+    were initialized, but not an embedding and a layer.
     """
     groups: dict[tuple, list[Tensor]] = {}
     for row in rows:
@@ -399,7 +428,7 @@ def copies(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[s
 def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two matrices are equal, maybe transposed."""
     if (table == table[0, 0]).all():
-        return False  # one number: nothing says that they are the same weight
+        return False  # matrices of one number may be equal by chance
     return any(
         np.array_equal(table[0], matrix[0]) and np.array_equal(table, matrix)
         for matrix in (other, other.T)
@@ -407,17 +436,18 @@ def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _operand_letters(value: ir.Value) -> set[str]:
-    """Return the roles of the operands that `value` is, through nodes that only move it."""
-    uses = readers([value], MOVES - {"Gather"})  # which looks up rows of a table
-    return {letter(node, index) for node, index in uses}
+    """Return the roles of the operands that `value` is, also behind nodes that only move it."""
+    uses = reads_of_values([value], MOVES - {"Gather"})  # Gather looks up rows of a table
+    return {operand_role(node, index) for node, index in uses}
 
 
+# operands of BatchNormalization
 _OPERANDS = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}
 _STATISTICS = (3, 4)
 
 
 def separate_statistics(proto: ModelProto) -> ModelProto:
-    """Return `proto` with one tensor for each running statistic, where exporters merged several.
+    """Return `proto` with one tensor for each running statistic, where an exporter merged tensors.
 
     Exporters of PyTorch store tensors of equal values once. In a network that was never trained,
     that merges the running variance (1, 1, ...) with the weight of the same layer, and both with
@@ -437,7 +467,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     keep_only(model.graph.node, lambda node: replaced.keys().isdisjoint(node.output))
     for name, root in replaced.items():
         add_copy(model.graph.initializer, tensors[root], name)
-    taken = set(names(model.graph))
+    taken = set(value_names(model.graph))
     users = _readers_but_copies(model)
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():
@@ -455,11 +485,12 @@ Readers = dict[str, list[tuple[NodeProto, int]]]
 
 
 def _is_batch_norm(node: NodeProto) -> bool:
+    """Return whether `node` is a BatchNormalization of ONNX."""
     return not standard(node.domain) and node.op_type == "BatchNormalization"
 
 
 def initializer_aliases(model: ModelProto) -> dict[str, str]:
-    """Return the initializer that each Identity of the main graph copies, by the copy's name."""
+    """Return the initializer that each Identity of the main graph copies, by the output's name."""
     sources = {t.name: t.name for t in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Identity" and node.input[0] in sources:
@@ -469,7 +500,7 @@ def initializer_aliases(model: ModelProto) -> dict[str, str]:
 
 
 def readers_of(nodes: Iterable[NodeProto]) -> Readers:
-    """Return the nodes that read each value, and as which operand."""
+    """Return pairs of node and operand index for the reads of each value, by value name."""
     readers: Readers = defaultdict(list)
     for node in nodes:
         for index, name in enumerate(node.input):
@@ -478,19 +509,22 @@ def readers_of(nodes: Iterable[NodeProto]) -> Readers:
 
 
 def add_copy(entries: Any, entry: TensorProto | ValueInfoProto, name: str) -> None:
-    """Add a copy of an entry of a graph to `entries`, such as its initializers, with a new name."""
+    """Add a copy of `entry`, called `name`, to entries of a graph, such as its initializers."""
     copy = entries.add()
     copy.CopyFrom(entry)
     copy.name = name
 
 
 def _readers_but_copies(model: ModelProto) -> Readers:
-    """Return the readers of each value, without Identity nodes."""
+    """Return the result of `readers_of` for all nodes of a model but Identity nodes."""
     return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
 
 
 def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:
-    """Return the initializers that are statistics and more, or whose alias is a statistic."""
+    """Return the initializers that are a running statistic and another operand, or an Identity's.
+
+    An initializer also counts if an Identity copies it for a running statistic.
+    """
     roles: dict[str, set[int]] = {t.name: set() for t in model.graph.initializer}
     copied: set[str] = set()
     for name, uses in _readers_but_copies(model).items():
@@ -502,15 +536,15 @@ def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str
 
 
 def _operands_of_batch_norm(uses: Iterable[tuple[NodeProto, int]]) -> set[int]:
-    """Return as which operands of BatchNormalization uses read a value; 0 is another node."""
+    """Return the operand indices at which BatchNormalization nodes read; 0 for any other node."""
     return {operand if _is_batch_norm(node) else 0 for node, operand in uses}
 
 
 def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
-    """Return whether this operand of a BatchNormalization keeps a tensor that was merged.
+    """Return whether operand `operand` of a BatchNormalization keeps a tensor with several `users`.
 
-    Other nodes keep it, else the first weight or bias; else the statistics that share it do, if
-    they are all means or all variances, as in a layer that is applied twice.
+    Other nodes keep the tensor, or else the first weight or bias; or else the statistics that share
+    it do, if all are means or all are variances, as in a layer that is applied twice.
     """
     roles = _operands_of_batch_norm(users)
     if 0 in roles:

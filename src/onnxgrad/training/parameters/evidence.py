@@ -16,16 +16,16 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _NOTE = "pkg.torch.onnx.fx_node"
 
 
-def _test_of(pattern: str, flags: int = 0) -> Callable[[str], bool]:
-    """Return a function that says whether a name matches."""
+def _name_test(pattern: str, flags: int = 0) -> Callable[[str], bool]:
+    """Return a function that says whether a name matches a regular expression."""
     compiled = re.compile(pattern, flags)
     return lambda name: compiled.fullmatch(name) is not None
 
 
-# names that PyTorch's TorchScript exporter gives to Constant nodes
-written_as_constant = _test_of(r"(.*/)?Constant(_\d+)?_output_0")
-# numbered names that exporters and optimizers generate for constants, without a meaning
-is_generated = _test_of(
+# a name that PyTorch's TorchScript exporter gives to a Constant node
+written_as_constant = _name_test(r"(.*/)?Constant(_\d+)?_output_0")
+# a numbered name without a meaning, which exporters and optimizers generate for constants
+is_generated = _name_test(
     r"""(.*/)?(Constant|ConstantOfShape|ConstantFolding|Const)(_\d+)*(_output_\d+)?(:\d+)?
     | (.*/)?(val|const|_?const_fold\w*|ortshared|scalar_tensor|_?tensor_constant|lifted_tensor
       |c_lifted_tensor|full|ones|zeros|ones_like|zeros_like|full_like|value|cst|shape_tensor)
@@ -35,40 +35,40 @@ is_generated = _test_of(
     | .*cst\d* | [\d_.:]+ | _\w*""",
     re.VERBOSE,
 )
-# names of the results of constant folding
-_is_folded = _test_of(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
-_is_learned = _test_of(
+# a name of the result of constant folding
+_is_folded = _name_test(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
+_is_learned = _name_test(
     r"""(.*[._/])?\w*(scale|temp|temperature|tau|alpha|beta|gamma|bias|weight|gain|lambda|slope|logit
     |kernel|coef|param\w*)s?[._\d]*""",
     re.VERBOSE | re.IGNORECASE,
 )
 # a running mean or variance
-sounds_statistic = _test_of(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
+sounds_statistic = _name_test(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
 # anchors, a mask, the units of a target, or the like
-sounds_fixed = _test_of(
+sounds_fixed = _name_test(
     r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
 )
-sounds_affine = _test_of(  # a weight or bias of a layer
+sounds_affine = _name_test(  # a weight or bias of a layer
     r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*",
     re.IGNORECASE,
 )
-# names that skl2onnx gives to the parameters of naive Bayes classifiers
-of_naive_bayes = _test_of(
+# a name that skl2onnx gives to a parameter of a naive Bayes classifier
+of_naive_bayes = _name_test(
     r"(theta|sigma|sigma_sum_log|jointi|class_log_prior|feature_log_proba?)\d*"
 )
 
 
-# zeros that transformers adds to the logits of BART, Marian and others, and does not train
-of_final_logits = _test_of(r"(.*[._/])?final_logits_bias")
+# the zeros that transformers adds to the logits of BART, Marian and others, and does not train
+of_final_logits = _name_test(r"(.*[._/])?final_logits_bias")
 
 
 def sounds_learned(name: str) -> bool:
-    """Return whether a scalar is named as a parameter, or as a function of one."""
+    """Return whether the name of a scalar is a name of a parameter, or of a function of one."""
     return _is_folded(name) or (not is_generated(name) and _is_learned(name))
 
 
 def stated_kinds(graph: GraphProto) -> dict[str, bool]:
-    """Return which constants are parameters according to PyTorch's exporter, `{name: bool}`."""
+    """Return `{name: whether it is a parameter}` for the constants of which PyTorch states it."""
     return {
         value.name: entry.value == "PARAMETER"
         for value in (*graph.value_info, *graph.input)
@@ -77,17 +77,21 @@ def stated_kinds(graph: GraphProto) -> dict[str, bool]:
     }
 
 
-def noted_kind(node: ir.Node) -> bool | None:
-    """Return whether the FX node of `node` takes parameters; None if the metadata do not say.
+def reads_parameters(node: ir.Node) -> bool | None:
+    """Return whether `node` reads parameters, by the metadata of PyTorch's exporter.
 
-    These metadata survive onnxruntime's optimizer; metadata of values do not.
+    None if the metadata do not say it. Metadata of nodes survive onnxruntime's optimizer; metadata
+    of values do not.
     """
     kinds = set(re.findall(r"%([pbc])_", node.metadata_props.get(_NOTE, "")))
     return None if len(kinds) != 1 else kinds == {"p"}
 
 
-def is_mask(array: np.ndarray) -> bool:
-    """Return whether added numbers mask: infinite or huge ones, or two of which one is zero."""
+def is_additive_mask(array: np.ndarray) -> bool:
+    """Return whether an array that is added to scores masks some of them.
+
+    It has infinite or huge numbers, or only zero and one other number.
+    """
     if array.size and not np.abs(array).max() < HUGE:
         return True
     distinct = np.unique(array[np.isfinite(array)])
@@ -95,27 +99,27 @@ def is_mask(array: np.ndarray) -> bool:
 
 
 def is_binary(array: np.ndarray) -> bool:
-    """Return whether an array contains zeros and ones, and nothing else."""
+    """Return whether an array has zeros and ones, and no other numbers."""
     few = array.ravel()[:1000]  # large arrays are rarely masks, and are slow to sort
     return array.size > 1 and set(few.tolist()) <= {0, 1} and {*np.unique(array)} == {0, 1}
 
 
-def is_all(array: np.ndarray, number: float | None = None) -> bool:
+def is_constant_array(array: np.ndarray, number: float | None = None) -> bool:
     """Return whether all elements are equal, and equal to `number` if it is not None."""
     first = array.ravel()[0] if array.size else 0
     return bool((array == (first if number is None else number)).all())
 
 
 def is_ramp(array: np.ndarray) -> bool:
-    """Return whether there are three or more elements in equal steps, such as 0, 1, 2, ..."""
+    """Return whether an array has three or more elements in equal steps, such as 0, 1, 2, ..."""
     steps = np.diff(array.ravel().astype(np.float64))
     size = np.abs(steps).max(initial=0)
     return bool(len(steps) > 1 and size > 0 and (np.abs(steps - steps[0]) <= 1e-3 * size).all())
 
 
 def is_linear(array: np.ndarray) -> bool:
-    """Return whether elements change linearly with distance along the last axis, as in ALiBi."""
-    if array.ndim < 2 or array.shape[-1] < 4 or is_all(array):
+    """Return whether elements change linearly along the last axis, as distances in ALiBi do."""
+    if array.ndim < 2 or array.shape[-1] < 4 or is_constant_array(array):
         return False
     steps = np.diff(array.astype(np.float64), axis=-1)
     size = np.abs(steps).max(-1, keepdims=True)
@@ -123,10 +127,11 @@ def is_linear(array: np.ndarray) -> bool:
 
 
 def are_slopes(array: np.ndarray) -> bool:
-    """Return whether an array holds the slopes of ALiBi, a number for each head.
+    """Return whether an array has the slopes of ALiBi, a number for each head of attention.
 
-    Of a power of two n of heads, they are 2^(-8/n), 2^(-16/n), ...; of other numbers, the slopes of
-    the power before, and then every other slope of the power behind (Press, Smith & Lewis 2022).
+    For n heads, n a power of two, the slopes are 2^(-8/n), 2^(-16/n), ...; for other n, the slopes
+    for the power of two below n, and then every other slope for the power above n (Press, Smith &
+    Lewis 2022).
     """
     heads = max(array.shape, default=1)
     if heads < 2 or array.size != heads:
@@ -139,35 +144,35 @@ def are_slopes(array: np.ndarray) -> bool:
 
 
 def is_wave(array: np.ndarray) -> bool:
-    """Return whether a table contains sines and cosines of positions.
+    """Return whether a table has sines and cosines of positions.
 
     Either an axis runs over positions: then t[p+1] + t[p-1] = 2 cos(a) t[p], with one angle a for
     all p. Or an axis pairs sines with their cosines: then all sums of two squares are equal.
     """
     table = array.reshape([n for n in array.shape if n > 1])
-    if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
+    if table.ndim < 2 or not np.isfinite(array).all() or is_constant_array(array):
         return False
     axes = [_first_rows(np.moveaxis(table, i, -1)) for i in range(table.ndim)]
     return any((t.shape[1] >= 6 and _recurs_like_waves(t[:, :64])) or _has_pairs(t) for t in axes)
 
 
 def _first_rows(table: np.ndarray) -> np.ndarray:
-    """Return the first rows along the last axis, at most 256, and few of very long ones."""
+    """Return the first rows of a table, a matrix: 256 at most, and fewer if rows are very long."""
     most = max(8, min(256, 2**18 // table.shape[-1]))
     return table[:most].reshape(-1, table.shape[-1])[:most]
 
 
 def is_cosine(array: np.ndarray) -> bool:
-    """Return whether a table may contain the cosines or the sines of positions 0, 1, ..."""
+    """Return whether a table may have the cosines or the sines of the positions 0, 1, ..."""
     table = array.reshape([n for n in array.shape if n > 1])
-    if table.ndim < 2 or not np.abs(table).max() <= 1 or is_all(table):
+    if table.ndim < 2 or not np.abs(table).max() <= 1 or is_constant_array(table):
         return False
     firsts = [np.moveaxis(table, i, 0)[0] for i in range(table.ndim)]
-    return any(is_all(first, 0) or is_all(first, 1) for first in firsts)
+    return any(is_constant_array(first, 0) or is_constant_array(first, 1) for first in firsts)
 
 
 def _recurs_like_waves(table: np.ndarray) -> bool:
-    """Return whether rows satisfy t[p+1] + t[p-1] = 2 cos(a) t[p], each with one angle a."""
+    """Return whether rows t satisfy t[p+1] + t[p-1] = 2 cos(a) t[p], each with one angle a."""
     table = table.astype(np.float64).T
     sums, middle = table[2:] + table[:-2], table[1:-1]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -179,10 +184,10 @@ def _recurs_like_waves(table: np.ndarray) -> bool:
 
 
 def _has_pairs(table: np.ndarray) -> bool:
-    """Return whether sums of squares of paired columns are equal, as of sines and cosines."""
+    """Return whether all sums of squares of paired columns are equal, as of sines and cosines."""
     rows, width = table.astype(np.float64), table.shape[1]
     rows = rows[np.abs(rows).max(-1) > 0]  # without zero rows of class tokens or padding
-    if len(rows) < 2 or width < 4 or width % 2 or is_all(rows[1:] - rows[:1]):
+    if len(rows) < 2 or width < 4 or width % 2 or is_constant_array(rows[1:] - rows[:1]):
         return False
     pairs = [rows.reshape(len(rows), -1, 2)]
     pairs += [
@@ -195,13 +200,13 @@ def _has_pairs(table: np.ndarray) -> bool:
 
 
 def is_same_filter(array: np.ndarray) -> bool:
-    """Return whether all channels have the same single filter, such as a blur."""
+    """Return whether all output channels have the same filter of one input channel, as a blur."""
     each = array.ndim > 2 and len(array) > 1 and array.shape[1] == 1
-    return each and not is_all(array) and is_all(array - array[:1], 0)
+    return each and not is_constant_array(array) and is_constant_array(array - array[:1], 0)
 
 
 def is_filter_bank(array: np.ndarray) -> bool:
-    """Return whether a matrix contains windows of frequencies, one per row or column.
+    """Return whether a matrix has windows of frequencies, one for each row or column.
 
     A window is one run of positive numbers among zeros.
     """
@@ -225,7 +230,7 @@ def is_transform(array: np.ndarray) -> bool:
 
 
 def _are_wavelets(filters: np.ndarray) -> bool:
-    """Return whether nearly all filters are windows of a wave, of many different frequencies."""
+    """Return whether nearly all filters are windows of waves of many different frequencies."""
     if len(filters) < 8:
         return False
     power = np.abs(np.fft.rfft(filters.astype(np.float64), axis=1)) ** 2
@@ -236,6 +241,6 @@ def _are_wavelets(filters: np.ndarray) -> bool:
 
 
 def _is_low_pass(filters: np.ndarray) -> bool:
-    """Return whether there is one symmetric filter, as windows of a sinc are."""
-    one = filters[0]
-    return len(filters) == 1 and not is_all(one) and np.allclose(one, one[::-1], rtol=1e-4)
+    """Return whether `filters` is one symmetric filter, as a window of a sinc is."""
+    f = filters[0]
+    return len(filters) == 1 and not is_constant_array(f) and np.allclose(f, f[::-1], rtol=1e-4)

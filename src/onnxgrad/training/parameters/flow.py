@@ -1,4 +1,4 @@
-"""The roles of operands, from what values are computed, and the nodes before and after them."""
+"""The roles of operands, and which values of a graph are computed from which others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxgrad.operators.shapes import dims
 from onnxgrad.training.parameters import evidence
 
 MOVES = names_with_trait("moves")
-MOVES_OR_JOINS = MOVES | REORDERS  # a Concat is the only one to join values
+MOVES_OR_JOINS = MOVES | REORDERS  # Concat is the only operator of these that joins values
 
 _FEW_BITS = frozenset(
     """INT2 UINT2 INT4 UINT4 INT8 UINT8 INT16 UINT16 FLOAT4E2M1 FLOAT8E4M3FN FLOAT8E4M3FNUZ
@@ -47,39 +47,42 @@ _MOMENTS = names_with_trait("moments")
 _IN_PLACE = (ELEMENTWISE & REORDERS) | {"Expand", "Unsqueeze"}  # casts and broadcasts
 # an epsilon shifts or bounds moments, of which roots or reciprocals are taken
 _TO_DEVIATIONS = names_with_trait("powers") | _SHIFTS | _BOUNDS | _IN_PLACE
-# by deviations of the data: a BatchNormalization divides by stored ones
+# operators that divide by deviations of the data; BatchNormalization divides by stored deviations
 _NORMALIZES = names_with_trait("normalizes") - {"BatchNormalization"}
 _AROUND_ROUND = _SHIFTS | _BOUNDS | {"Cast"}
 
 
-def letter(node: ir.Node | NodeProto, index: int) -> str:
-    """Return the role of operand `index` of `node`, a letter of its record, or "" if unknown."""
+def operand_role(node: ir.Node | NodeProto, index: int) -> str:
+    """Return the letter for the role of operand `index` of `node`, as "f" for a factor.
+
+    `Operator.roles` lists the letters; "" if the role is unknown.
+    """
     letters = operator_of(node).roles
     return letters[min(index, len(letters) - 1)] if letters else ""
 
 
 def operands_of_role(node: ir.Node, letters: str) -> list[ir.Value]:
-    """Return the operands of `node` whose roles are among `letters`."""
+    """Return the operands of `node` whose roles are among the `letters` of `operand_role`."""
     operands = enumerate(node.inputs)
-    return [x for i, x in operands if x is not None and letter(node, i) in {*letters}]
+    return [x for i, x in operands if x is not None and operand_role(node, i) in {*letters}]
 
 
 def value_operands(node: ir.Node, smooth: bool = False) -> list[ir.Value]:
-    """Return the operands from whose elements the results are computed.
+    """Return the operands of `node` from whose elements the results are computed.
 
-    With `smooth`, the operands of which the results may be a smooth function: without indices.
+    With `smooth`, indices are left out: the results are no smooth function of them.
     """
     if "shape" in operator_of(node).traits:
         return []
     left_out = ("l", "i") if smooth else ("l",)
     operands = enumerate(node.inputs)
-    return [x for i, x in operands if x is not None and letter(node, i) not in left_out]
+    return [x for i, x in operands if x is not None and operand_role(node, i) not in left_out]
 
 
 def reachable(
     starts: Iterable[ir.Value], onward: Callable[[ir.Value], Iterable[ir.Value | None]]
 ) -> Iterator[ir.Value]:
-    """Yield `starts`, and all values to which `onward` leads from them, each once."""
+    """Yield the values `starts`, and all values that can be reached by `onward`, each once."""
     seen = dict.fromkeys(starts)
     waiting = list(seen)
     for value in waiting:  # the loop appends to it
@@ -89,12 +92,12 @@ def reachable(
         waiting += new
 
 
-def readers(
+def reads_of_values(
     starts: Iterable[ir.Value], through: Collection[str] = MOVES
 ) -> Iterator[tuple[ir.Node, int]]:
-    """Yield (node, operand index) for each read of the values, also behind nodes in `through`.
+    """Yield (node, operand index) for each read of the values `starts`, also behind some nodes.
 
-    `through` has types of nodes, whose reads are yielded, too.
+    These are nodes of the types `through`, such as Reshape, whose own reads are yielded, too.
     """
 
     def results(value: ir.Value) -> Iterator[ir.Value]:
@@ -105,7 +108,10 @@ def readers(
 
 
 def source_of(value: ir.Value, through: Collection[str] = MOVES) -> ir.Value:
-    """Return the value of which `value` is a copy, moved by nodes in `through`, or `value`."""
+    """Return the value of which `value` is a copy, made by nodes of the types `through`.
+
+    Without such nodes, this is `value` itself.
+    """
     node = value.producer()
     while node is not None and node.op_type in through and node.inputs and node.inputs[0]:
         value = node.inputs[0]
@@ -113,19 +119,20 @@ def source_of(value: ir.Value, through: Collection[str] = MOVES) -> ir.Value:
     return value
 
 
-def maker_of(value: ir.Value) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move it."""
+def producer_before_moves(value: ir.Value) -> ir.Node | None:
+    """Return the node that computes `value`, ignoring nodes that only move elements."""
     return source_of(value).producer()
 
 
 class StoredIntegers:
-    """Which values of a graph are stored integers, or are computed from them.
+    """The values of a graph that are stored integers, or are computed from stored integers.
 
     Attributes:
-        sizes: `{value: elements that a scale of it may have}`, of values computed from stored
-            integers and from constants, and of rows that are gathered from them and have no scale
-            yet. As many as integers; of -1, 0 and 1, which may be a mask of a weight, fewer.
-        results: results of products of data with integers that have no scale yet.
+        sizes: `{value: the most elements that its scale may have}`, for values computed from stored
+            integers and constants, and for rows gathered from them that are not scaled yet. A scale
+            may have as many elements as there are integers, and fewer for integers -1, 0 and 1,
+            which may be a mask of a weight.
+        results: results of products of data with integers that are not scaled yet.
     """
 
     def __init__(self, nodes: Iterable[ir.Node], data: Collection[ir.Value]) -> None:
@@ -155,7 +162,10 @@ class StoredIntegers:
                 unscaled.update(() if scaled else node.outputs)
 
     def most_scales_at(self, node: ir.Node, index: int) -> int:
-        """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
+        """Return the most elements of operand `index` as a scale or shift of integers.
+
+        0: the operand is neither scale nor shift.
+        """
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
         if node.op_type in _FACTORS and any(x in self.results for x in others):
             return max(self.sizes.values())
@@ -164,7 +174,7 @@ class StoredIntegers:
         return 0
 
     def most_scales_of(self, value: ir.Value) -> int:
-        """Return how many elements a scale of `value` may have, behind nodes that move it."""
+        """Return the most elements of a scale of `value`, also behind nodes that move it."""
         found = 0
         for node, index in value.uses():
             moved = node.outputs if node.op_type in MOVES and index == 0 else ()
@@ -173,9 +183,9 @@ class StoredIntegers:
 
 
 def _most_scales(x: ir.Value, op_type: str) -> int:
-    """Return how many elements a scale of `x` may have; 0 if `x` is no constant of integers.
+    """Return the most elements that a scale of `x` may have; 0 if `x` has no stored integers.
 
-    Masks of zeros and ones are none, and neither are the sizes that a node computes with.
+    Masks of zeros and ones are no stored integers, and neither are sizes.
     """
     if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
         return 0
@@ -192,18 +202,18 @@ def _most_scales(x: ir.Value, op_type: str) -> int:
 
 
 class Surroundings:
-    """The values of `graph` and its subgraphs: their sources, and the nodes around them.
+    """How the values of `graph` and its subgraphs are computed: from data, weights or positions.
 
     Attributes:
         nodes: all nodes, nodes of subgraphs included.
         bindings: `{value: values}`, from the operands of a node to the inputs of its subgraphs,
-            and from the outputs of these to the results of the node.
+            and from the outputs of its subgraphs to the results of the node.
         data: values computed from the elements of an input, or from random numbers.
         positions: values computed from shapes and ranges, and from no data.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
         fixed: factors that are no weights: `buffers`, transforms of the inputs, and values
-            computed from these only.
+            computed from `fixed` values only.
         stored: the stored integers.
     """
 
@@ -221,10 +231,10 @@ class Surroundings:
         )
         self.fixed: set[ir.Value] = set()
         self.stored = StoredIntegers(self.nodes, self.data)
-        self.fix(buffers)
+        self.add_fixed_factors(buffers)
 
-    def fix(self, factors: Iterable[ir.Value]) -> None:
-        """Add fixed `factors`; find values computed with weights, and values before weights."""
+    def add_fixed_factors(self, factors: Iterable[ir.Value]) -> None:
+        """Add `factors`, which are no weights, to `fixed`; find `weighted` and `hidden` anew."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
@@ -233,26 +243,31 @@ class Surroundings:
         self.hidden = self.values_before(filter(self.is_product, self.nodes))
 
     def values_before(self, nodes: Iterable[ir.Node]) -> set[ir.Value]:
-        """Return the values of which operands of `nodes` may be smooth functions."""
+        """Return the values of which the operands of `nodes` may be smooth functions."""
         operands = (x for node in nodes for x in value_operands(node, smooth=True))
         return set(reachable(operands, self._smooth_sources))
 
     def _computed_from(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
-        """Return `values`, and all computed from them or by nodes for which `starts` is true."""
-        nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
-        return set(reachable([*values, *(y for node in nodes for y in node.outputs)], self.onward))
+        """Return `values`, and all values computed from them or from results of some nodes.
 
-    def onward(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield the results that one node computes from the elements of `value`."""
+        These are the nodes for which `starts` is true.
+        """
+        nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
+        return set(
+            reachable([*values, *(y for node in nodes for y in node.outputs)], self.results_from)
+        )
+
+    def results_from(self, value: ir.Value) -> Iterator[ir.Value]:
+        """Yield the results of all nodes that compute with the elements of `value`."""
         yield from self.bindings.get(value, ())
         for node, _ in value.uses():
             if value in value_operands(node) and not any(subgraphs(node)):  # see `bindings`
                 yield from node.outputs
 
     def _smooth_sources(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield the operands of one node of which `value` may be a smooth function."""
+        """Yield the operands of the node that computes `value`, if it may be smooth in them."""
         yield from self._bound_to.get(value, ())
         node = value.producer()
         yield from () if node is None else value_operands(node, smooth=True)
@@ -261,7 +276,7 @@ class Surroundings:
         """Return whether `node` applies a weight to data."""
         if standard(node.domain) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
-        looks_up = any(x in self.data for x in node.inputs[1:])  # by these indices
+        looks_up = any(x in self.data for x in node.inputs[1:])  # by indices that are data
         tables = operands_of_role(node, "t") if looks_up else ()
         return self.is_product(node) or any(x not in self.data for x in tables)
 
@@ -272,18 +287,18 @@ class Surroundings:
         return weights and any(x in self.data for x in node.inputs)
 
     def reads_other_data(self, node: ir.Node, index: int) -> bool:
-        """Return whether `node` computes with data beside its operand `index`."""
+        """Return whether `node` has an operand of data other than its operand `index`."""
         others = [x for i, x in enumerate(node.inputs) if i != index]
         return any(x in self.data and x in others for x in value_operands(node))
 
     def product_without_bias(self, value: ir.Value) -> ir.Node | None:
-        """Return the product without bias that `value` is a moved copy of, or a sum with data."""
+        """Return the product without bias that `value` moves, or has as a term; else None."""
         made = (v.producer() for v in reachable([value], self._sum_terms))
         products = (node for node in made if node is not None and self.is_product(node))
         return next((node for node in products if not operands_of_role(node, "b")), None)
 
     def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
-        """Return the operands of a sum of data, or the one that a node moves or scales."""
+        """Return the terms of the sum `value`, or the operand that a node moves or scales."""
         node = value.producer()
         if node is None or self.is_product(node):
             return ()
@@ -295,30 +310,32 @@ class Surroundings:
         return node.inputs[:1] if scaled or node.op_type in MOVES else ()
 
     def has_bias(self, product: ir.Node) -> bool:
-        """Return whether a number for each feature is added in or behind the node `product`."""
+        """Return whether a bias, a number for each feature, is added in or behind `product`."""
         users = (
-            user.inputs[1 - i] for user, i in readers(product.outputs) if user.op_type == "Add"
+            user.inputs[1 - i]
+            for user, i in reads_of_values(product.outputs)
+            if user.op_type == "Add"
         )
         added = [x for x in users if x not in self.data]
-        one = has_one_feature(product)
-        behind = any(one or any(n != 1 for n in dims(x) or ()) for x in added)
+        scalar_bias = has_one_feature(product)
+        behind = any(scalar_bias or any(n != 1 for n in dims(x) or ()) for x in added)
         return behind or bool(operands_of_role(product, "b"))
 
-    def leads_to_model(self, node: ir.Node) -> bool:
-        """Return whether a product with a weight or another part of a model follows `node`."""
-        users = (user for v in reachable(node.outputs, self.onward) for user, _ in v.uses())
+    def precedes_model(self, node: ir.Node) -> bool:
+        """Return whether a product with a weight or another part of a model is behind `node`."""
+        users = (user for v in reachable(node.outputs, self.results_from) for user, _ in v.uses())
         return any(self.is_product(user) or _is_of_model(user) for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
-        """Return whether `node` scales a product of integers, or computes the factor for that."""
+        """Return whether `node` scales a product of integers, or computes the scale."""
         return any(
-            maker_type(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
+            producer_type(x) in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear")
             for x in node.inputs
             if x is not None
         )
 
     def is_rounded(self, node: ir.Node) -> bool:
-        """Return whether `node` scales data in front of a Round, or behind one."""
+        """Return whether `node` scales data in front of a Round, or behind a Round."""
 
         def before(value: ir.Value) -> Sequence[ir.Value | None]:
             producer = value.producer()
@@ -333,13 +350,13 @@ class Surroundings:
         )
 
     def _near_round(self, node: ir.Node) -> bool:
-        """Return whether `node` may add a zero point to rounded numbers, or bound them."""
+        """Return whether `node` may add a zero point to rounded numbers, or clip them."""
         constant = sum(x in self.data for x in node.inputs) < 2
         return constant and node.op_type in _AROUND_ROUND
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
         """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
-        node = maker_of(value)
+        node = producer_before_moves(value)
         if node is None or node.op_type in _NORMALIZES:
             return node is not None
         data = [x for x in node.inputs if x is not None and x in self.data]
@@ -351,36 +368,43 @@ class Surroundings:
             return any(map(_is_from_means, data))
         return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_from_means(value)
 
-    def scaled_again(self, node: ir.Node) -> bool:
-        """Return whether the next node multiplies by a constant, as exporters write GroupNorm."""
+    def is_scaled_behind(self, node: ir.Node) -> bool:
+        """Return whether the node behind `node` multiplies its result by a constant.
+
+        Exporters write GroupNorm so, behind an InstanceNormalization.
+        """
         [value] = node.outputs
         while len(users := list(value.uses())) == 1 and users[0][0].op_type in MOVES:
             value = users[0][0].outputs[0]
         return any(n.op_type == "Mul" and n.inputs[1 - i] not in self.data for n, i in value.uses())
 
     def makes_waves(self, node: ir.Node) -> bool:
-        """Return whether a Sin and a Cos read the results."""
-        users = readers(node.outputs, MOVES_OR_JOINS | {"Mul"})
+        """Return whether a Sin and a Cos read the results of `node`."""
+        users = reads_of_values(node.outputs, MOVES_OR_JOINS | {"Mul"})
         return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Return whether `value` is a score of attention: a Softmax and a product follow it."""
+        """Return whether `value` is a score of attention: before a Softmax and a product."""
         return any(
-            letter(user, index) == "m"
+            operand_role(user, index) == "m"
             or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
-            for user, index in readers([value], _TO_SCORES)
+            for user, index in reads_of_values([value], _TO_SCORES)
         )
 
     def _weighs_data(self, weights: ir.Value) -> bool:
-        """Return whether a product with other data reads the result of a Softmax."""
+        """Return whether a product with other data reads `weights`, the result of a Softmax."""
         return any(
-            letter(user, index) == "f" and self.reads_other_data(user, index)
-            for user, index in readers([weights], MOVES | {"Where", "Mul"})
+            operand_role(user, index) == "f" and self.reads_other_data(user, index)
+            for user, index in reads_of_values([weights], MOVES | {"Where", "Mul"})
         )
 
 
 def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
+    """Yield pairs of values that are equal: at the inputs and outputs of subgraphs of `node`.
+
+    These are operands of `node` with inputs of the subgraphs, and outputs of the subgraphs with
+    results of `node` and, in a loop, with inputs of the next iteration.
+    """
     graphs, inputs, results = list(subgraphs(node)), node.inputs, node.outputs
     if not graphs or standard(node.domain):
         return
@@ -400,17 +424,17 @@ def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
         yield from ((a, b) for a, b in zip(sources, targets, strict=False) if a is not None)
 
 
-def maker_type(value: ir.Value) -> str:
-    """Return the type of the node that computes `value`, ignoring nodes that only move it."""
-    node = maker_of(value)
+def producer_type(value: ir.Value) -> str:
+    """Return the type of the node that computes `value`, ignoring nodes that only move elements."""
+    node = producer_before_moves(value)
     return "" if node is None else node.op_type
 
 
 def _is_of_model(node: ir.Node) -> bool:
-    """Return whether `node` is a part of a model, and no transformer in front of one.
+    """Return whether `node` is part of a model of scikit-learn, and not of a transformer before it.
 
-    It is a model of `ai.onnx.ml`, a search for the nearest rows, a comparison with a threshold, or
-    the logarithm of a sum of likelihoods.
+    Parts of models are models of `ai.onnx.ml`, searches for the nearest rows, comparisons with a
+    threshold, and logarithms of sums of likelihoods.
     """
     operator = operator_of(node)
     learns = bool(operator.fitted) or any(is_weight for _, is_weight in operator.coefficients)
@@ -423,7 +447,7 @@ def has_one_feature(product: ir.Node) -> bool:
 
 
 def _is_from_means(value: ir.Value) -> bool:
-    """Return whether `value` is a deviation, or is computed from means or sums like one."""
+    """Return whether `value` is computed from means or sums, as a standard deviation is."""
     waiting, seen = [value], {value}
     for v in waiting:  # the loop appends to it
         node = v.producer()

@@ -1,4 +1,4 @@
-"""The roles that constants play in a graph: which of them are weights, and why."""
+"""The roles of constants in a graph: which constants are weights, and why."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from onnxgrad.training.parameters.flow import (
     WAVES,
     Surroundings,
     has_one_feature,
-    letter,
-    maker_type,
+    operand_role,
     operands_of_role,
+    producer_type,
     source_of,
     value_operands,
 )
 from onnxgrad.training.parameters.table import Tensor, Tensors
 
 QUANTIZED = "scale or zero point of the quantized"
-# of roles that need no evidence
+# reasons, by the letters of roles that need no evidence
 _REASONS = {"r": "running statistic of", "p": "slope of", "k": "rotary table of", "q": QUANTIZED}
 _LARGE = 1000  # elements: most tensors of that size are weights
 
@@ -45,28 +45,34 @@ class Verdict(NamedTuple):
 
     trains: bool
     why: str
-    doubtful: bool = False  # may be wrong: for scalars that train, and large tensors that do not
-    certain: bool = False  # by the elements or by integers: also if the exporter calls it parameter
+    doubtful: bool = False  # whether it may be wrong, as for large tensors that do not train
+    certain: bool = False  # whether it counts even if the exporter calls the constant a parameter
 
 
-Rules = Iterator[tuple[Any, ...]]  # whether a rule applies, and the fields of its verdict
+Rules = Iterator[tuple[Any, ...]]  # whether a rule applies, then the fields of its `Verdict`
 
 
 class Roles(Surroundings):
-    """The roles of the constants of one graph; `buffers` are stated to be no parameters."""
+    """The roles of the constants of one graph.
+
+    Args:
+        graph: the graph, without local functions.
+        producer: the name of the exporter, as in the model.
+        buffers: constants that are no parameters, as the exporter states.
+    """
 
     def __init__(
         self, graph: ir.Graph, producer: str = "", buffers: Collection[ir.Value] = ()
     ) -> None:
         super().__init__(graph, buffers)
-        self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
+        self.from_torch = producer == "pytorch"  # names of initializers are meaningful
         self.from_sklearn = producer == "skl2onnx"
-        # a transform may follow another one
+        # one transform may be behind another
         while transforms := set(self._fixed_transforms()) - self.fixed:
-            self.fix(transforms)
+            self.add_fixed_factors(transforms)
 
     def _fixed_transforms(self) -> Iterator[ir.Value]:
-        """Yield the factors of products before any weight that are fixed transforms."""
+        """Yield the fixed transforms, such as Fourier matrices, among factors before any weight."""
         for node in filter(self.is_product, self.nodes):
             if self.weighted.isdisjoint(x for x in node.inputs if x):
                 for x in operands_of_role(node, "f"):
@@ -75,12 +81,15 @@ class Roles(Surroundings):
                         yield x
 
     def mark_last_layers(self, rows: Tensors, constants: Mapping[str, ir.Value]) -> Tensors:
-        """Return the rows, of which weights are last if no product with weights follows a use."""
-        self.fix(constants[t.name] for t in rows.frozen if t.name in constants)
+        """Return the tensors with `is_last` set for weights of last layers.
+
+        No product with weights is behind a use of such a weight.
+        """
+        self.add_fixed_factors(constants[t.name] for t in rows.frozen if t.name in constants)
         hidden = self.values_before(
             n for n in self.nodes if self.is_product(n) or operator_of(n).coefficients
         )
-        unread = np.empty(0)  # the elements of a weight: no verdict is asked for
+        unread = np.empty(0)  # in place of the elements, as no verdict is needed
         return Tensors(
             replace(t, is_last=any(hidden.isdisjoint(use.node.outputs) for use in uses))
             for t in rows
@@ -90,10 +99,14 @@ class Roles(Surroundings):
         )
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
-        """Return the verdict of the first use as a weight, or else of the first use."""
+        """Return the verdict on a constant: of its first use as a weight, or else its first use."""
         if array.dtype.itemsize < 4:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
-        if self.from_torch and evidence.written_as_constant(name) and evidence.is_all(array):
+        if (
+            self.from_torch
+            and evidence.written_as_constant(name)
+            and evidence.is_constant_array(array)
+        ):
             return Verdict(False, "one number, which the exporter wrote as a Constant")
         if evidence.of_final_logits(name):
             return Verdict(False, "a buffer of transformers, which its models do not train")
@@ -103,10 +116,10 @@ class Roles(Surroundings):
         verdicts = [use.verdict() for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
-            unused = Verdict(False, "no node combines it with data")
+            unused = Verdict(False, "no node combines this constant with data")
             return next((v for v in verdicts if v.doubtful), [*verdicts, unused][0])
         if not np.isfinite(array).all():
-            return Verdict(False, f"it holds infinite or undefined numbers ({learned.why})")
+            return Verdict(False, f"it has infinite numbers or NaN ({learned.why})")
         statistic = next((use.where for use in uses if use.kind == "r"), None)
         if statistic is None:
             return learned
@@ -116,7 +129,7 @@ class Roles(Surroundings):
         return Verdict(True, why, True)
 
     def _uses_of_constant(self, name: str, array: np.ndarray, constant: ir.Value) -> Iterator[_Use]:
-        """Yield the uses of `constant`, itself or in a value computed from constants, with data."""
+        """Yield the uses of `constant`, or of a value computed from it, by a node with data."""
         seen = {constant}
         waiting: list[tuple[ir.Value, frozenset[str], bool, int]]
         waiting = [(constant, frozenset(), False, 0)]
@@ -141,19 +154,19 @@ class Roles(Surroundings):
                     waiting.append(entry)
 
     def _defines_role(self, node: ir.Node, index: int) -> bool:
-        """Return whether this node defines the role of its operand."""
+        """Return whether `node` decides the role of its operand `index`, as it has data, too."""
         if node.domain == "ai.onnx.ml":
             return True
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
-            return False  # see `bindings`; others read only the shape
-        kind = letter(node, index)
-        own = kind == "f" and letter(node, 0) != "f"  # a MatMul has factors only
+            return False  # `bindings` cover subgraphs; other nodes read the shape only
+        kind = operand_role(node, index)
+        own = kind == "f" and operand_role(node, 0) != "f"  # both operands of a MatMul are factors
         depends = kind in {"f", "t", "x", "a", "e", ""}  # on the other operands of the node
         return own or not depends or self.reads_other_data(node, index)
 
 
 def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return the node that passes `value` into a subgraph as `target`, or out of one."""
+    """Return the node that passes `value` into or out of a subgraph, and the operand index."""
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
     return next(into, None if producer is None else (producer, 0))
@@ -161,23 +174,36 @@ def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | No
 
 @dataclass
 class _Use:
-    """A use of a constant: a node that combines it with data, and the verdict on its role there."""
+    """A use of a constant by a node that combines it with data.
+
+    Attributes:
+        around: the roles of the graph.
+        name: the name of the constant.
+        array: the elements of the constant.
+        node: the node.
+        index: the index of the operand of the node.
+        value: the operand: the constant, or a value computed from it.
+        via: the types of the nodes that compute `value` from the constant.
+        at_positions: whether one of these nodes has an operand that is computed from shapes.
+        integers: the most elements that a scale of integers may have here; 0: no integers are
+            scaled or shifted.
+    """
 
     around: Roles
-    name: str  # of the constant
-    array: np.ndarray  # its elements
+    name: str
+    array: np.ndarray
     node: ir.Node
-    index: int  # of the operand
-    value: ir.Value  # the operand: the constant, or a value computed from it
-    via: frozenset[str]  # types of the nodes that compute `value` from the constant
-    at_positions: bool  # whether one of them has an operand computed from shapes
-    integers: int  # elements that a scale of integers may have; 0: it scales and shifts none
+    index: int
+    value: ir.Value
+    via: frozenset[str]
+    at_positions: bool
+    integers: int
 
     def __post_init__(self) -> None:
         node = self.node
-        self.counted = evidence.is_generated(self.name)
-        self.may_be_learned = not (self.counted or evidence.sounds_fixed(self.name))
-        self.kind = letter(node, self.index)
+        self.is_numbered = evidence.is_generated(self.name)
+        self.may_be_learned = not (self.is_numbered or evidence.sounds_fixed(self.name))
+        self.kind = operand_role(node, self.index)
         self.where = f"{node.op_type} {node.name!r}" if node.name else node.op_type
         self.adds = self.kind == "a"
         self.early = self.around.weighted.isdisjoint(x for x in node.inputs if x)
@@ -185,10 +211,11 @@ class _Use:
         self.leads_to_weights = node.outputs[0] in self.around.hidden
 
     def verdict(self) -> Verdict:
-        """Return the verdict on the role; a transformer of scikit-learn before a model stays.
+        """Return the verdict on the role of the constant in this use.
 
-        The layers of its models have a bias, or are operators of `ai.onnx.ml`; projections (PCA),
-        stored rows of kernels, tables of quantiles and imputed values are parts of transformers.
+        Transformers of scikit-learn in front of a model do not train. Layers of models of
+        scikit-learn have a bias, or are operators of `ai.onnx.ml`; projections (PCA), stored rows
+        of kernels, tables of quantiles and imputed values are parts of transformers.
         """
         node, around = self.node, self.around
         verdict = next(Verdict(*fields) for applies, *fields in self._role_rules() if applies)
@@ -201,21 +228,21 @@ class _Use:
         other = node.inputs[1 - self.index] if node.op_type == "Add" else None
         added_to = None if other is None else around.product_without_bias(other)
         layer = node if self.kind == "f" else added_to
-        if (layer is not None and around.has_bias(layer)) or not around.leads_to_model(node):
+        if (layer is not None and around.has_bias(layer)) or not around.precedes_model(node):
             return verdict
         return Verdict(False, f"of a transformer in front of a model ({verdict.why})")
 
     # -- rules, of which the first that applies counts ------------------------------------------
 
     def _role_rules(self) -> Rules:
-        """Yield the rules for the operand, by its kind and its node."""
+        """Yield the rules for the operand, by its role and its node."""
         node, index, kind = self.node, self.index, self.kind
         where, size = self.where, self.array.size
         why = f"scale or zero point of stored integers ({where})"
         yield self.integers >= max(size, 1), False, why, False, True
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
         multiplies = kind == "f" or node.op_type == "Mul"
-        shares = multiplies and any(maker_type(x) == "Softmax" for x in others)
+        shares = multiplies and any(producer_type(x) == "Softmax" for x in others)
         why = f"numbers of classes, of which {where} computes the expected one"
         yield shares and evidence.is_ramp(self.array), False, why, False, True
         if node.domain == "ai.onnx.ml":
@@ -233,10 +260,11 @@ class _Use:
             yield from self._state_rules()
         foreign = standard(node.domain) not in ("", "com.microsoft") and size > 1
         yield foreign, True, f"operand {index} of {where}, an operator of another domain"
-        doubtful = size > (_LARGE if self.counted else 1)
+        doubtful = size > (_LARGE if self.is_numbered else 1)
         yield True, False, f"operand {index} of {where}, which takes no weights", doubtful
 
     def _ml_rules(self) -> Rules:
+        """Yield the rules for an operand of an operator of `ai.onnx.ml`."""
         index, where, names = self.index, self.where, operator_of(self.node).coefficients
         if 1 <= index <= len(names):
             name, trains = names[index - 1]
@@ -247,6 +275,7 @@ class _Use:
         yield True, False, f"operand {index} of {where}"
 
     def _factor_rules(self) -> Rules:
+        """Yield the rules for a factor of a matrix product or convolution."""
         array, via, where, early = self.array, self.via, self.where, self.early
         yield evidence.is_binary(array) and "Mul" in via, False, f"mask of a factor of {where}"
         yield evidence.is_same_filter(array), False, f"the same filter for all channels of {where}"
@@ -261,49 +290,55 @@ class _Use:
         yield True, True, f"factor of {where}"
 
     def _bias_rules(self) -> Rules:
-        one = self.array.size == 1 and "Expand" in self.via
-        yield one, False, f"one number for all features of {self.where}"
+        """Yield the rules for a bias, an operand of a product or convolution."""
+        is_scalar = self.array.size == 1 and "Expand" in self.via
+        yield is_scalar, False, f"one number for all features of {self.where}"
         fixed = any(x in self.around.fixed for x in self.node.inputs)
         yield fixed, False, f"bias of a fixed transform: {self.where}"
         yield True, True, f"bias of {self.where}"
 
     def _position_rules(self, applies: object) -> Rules:
+        """Yield the rule for a constant that is combined with positions, if it `applies`."""
         why = f"it only combines with computed positions before {self.where}"
         doubtful = self.may_be_learned and self.array.size > 1
         yield self.at_positions and applies, False, why, doubtful
 
     def _normalization_rules(self) -> Rules:
+        """Yield the rules for the scale or bias of a normalization."""
         node, array, where, scales = self.node, self.array, self.where, self.kind == "s"
-        unit = evidence.is_all(array, float(scales))
-        follows = node.op_type == "InstanceNormalization" and self.around.scaled_again(node)
-        fixed = unit and (follows or (self.counted and not evidence.noted_kind(node)))
+        unit = evidence.is_constant_array(array, float(scales))
+        follows = node.op_type == "InstanceNormalization" and self.around.is_scaled_behind(node)
+        fixed = unit and (follows or (self.is_numbered and not evidence.reads_parameters(node)))
         yield fixed, False, f"the {array.ravel()[0]:g} of {where} without weights"
         yield True, True, f"{'scale' if scales else 'bias'} of {where}"
 
     def _table_rules(self) -> Rules:
+        """Yield the rules for a table of which a node gathers rows."""
         array, around, where, y = self.array, self.around, self.where, self.node.outputs[0]
         yield evidence.is_wave(array), False, f"table of sines and cosines at positions ({where})"
         of_integers = around.stored.most_scales_of(y) >= max(array.size, 1)
         yield of_integers, False, f"scales of stored integers ({where})", False, True
         indices = self.node.inputs[1]
-        nearest = indices is not None and maker_type(indices) == "TopK"
+        nearest = indices is not None and producer_type(indices) == "TopK"
         nearest = nearest and indices not in around.weighted
         yield nearest, False, f"stored data of which {where} gathers the nearest"
-        mask = around.reaches_softmax(y) and evidence.is_mask(array)
+        mask = around.reaches_softmax(y) and evidence.is_additive_mask(array)
         yield mask, False, f"mask of which {where} gathers rows"
         yield True, True, f"table of {where}"
 
     def _concat_rules(self) -> Rules:
+        """Yield the rules for a constant that is concatenated with data."""
         array, where, last = self.array, self.where, not self.leads_to_weights
-        one = array.size == 1 or (evidence.is_all(array) and self.counted)
+        one = array.size == 1 or (evidence.is_constant_array(array) and self.is_numbered)
         yield one, False, f"a fixed value concatenated with data ({where})"
-        table = evidence.is_wave(array) or evidence.is_mask(array)
+        table = evidence.is_wave(array) or evidence.is_additive_mask(array)
         yield table, False, f"a fixed table concatenated with data ({where})"
         yield from self._position_rules(not self.via <= MOVES_OR_JOINS | {"Add"})
         yield last, False, f"concatenated with results of the last weights ({where})"
         yield True, True, f"learned rows (a class token, queries) concatenated with data ({where})"
 
     def _setting_rules(self) -> Rules:
+        """Yield the rules for a bound, a size or another setting of a node."""
         learned, several = self.may_be_learned, self.array.size != 1
         doubtful = learned and (self.around.from_torch or several)
         power = self.node.op_type == "Pow" and self.index == 1
@@ -312,30 +347,37 @@ class _Use:
         yield True, False, f"bound, size or other setting of {self.where}", doubtful
 
     def _state_rules(self) -> Rules:
-        same = evidence.is_all(self.array, None if self.counted else 0.0)
+        """Yield the rules for an initial state of a loop or recurrent layer."""
+        same = evidence.is_constant_array(self.array, None if self.is_numbered else 0.0)
         yield self.array.size == 1 or same, False, f"fixed initial state of {self.where}"
         yield True, True, f"learned initial state of {self.where}"
 
     def _score_rules(self) -> Rules:
+        """Yield the rules for a constant that is added to scores of attention."""
         array, where = self.array, self.where
-        yield evidence.is_mask(array), False, f"mask: added before a Softmax ({where})"
-        yield evidence.is_all(array), False, f"one number added before a Softmax ({where})"
+        yield evidence.is_additive_mask(array), False, f"mask: added before a Softmax ({where})"
+        yield (
+            evidence.is_constant_array(array),
+            False,
+            f"one number added before a Softmax ({where})",
+        )
         yield evidence.is_linear(array), False, f"distances: added before a Softmax ({where})"
         yield True, True, f"bias of the scores of attention ({where})"
 
     def _where_rules(self) -> Rules:
-        array, fixed = self.array, evidence.is_all(self.array) and self.counted
+        """Yield the rules for values that a Where chooses."""
+        array, fixed = self.array, evidence.is_constant_array(self.array) and self.is_numbered
         scores = self.moved and self.around.reaches_softmax(self.node.outputs[0])
         if array.size > 1 and self.at_positions and scores:
             yield from self._score_rules()  # a bias by distance, -inf at padding
-        fixed = array.size == 1 or fixed or evidence.is_mask(array) or self.at_positions
+        fixed = array.size == 1 or fixed or evidence.is_additive_mask(array) or self.at_positions
         yield fixed, False, f"a fixed value or mask of {self.where}"
         yield True, True, f"learned values that {self.where} chooses (a mask token)"
 
     # -- sums and products, element by element ------------------------------------------------
 
     def _arithmetic_rules(self) -> Rules:
-        """Yield the rules for an operand of a sum, a product, or their kin."""
+        """Yield the rules for an operand of a sum, difference, product or quotient."""
         node, via, array, where, around = self.node, self.via, self.array, self.where, self.around
         adds, word = self.adds, "bias" if self.adds else "scale"
         other = next(x for i, x in enumerate(node.inputs) if i != self.index and x in around.data)
@@ -346,8 +388,8 @@ class _Use:
         rounded = not adds and around.is_rounded(node)
         yield rounded, False, f"scale of numbers that are rounded ({where})"
         if around.is_normalized(other, adds):
-            unit = self.counted and evidence.is_all(array, 0.0 if adds else 1.0)
-            fixed = unit and not evidence.noted_kind(node)
+            unit = self.is_numbered and evidence.is_constant_array(array, 0.0 if adds else 1.0)
+            fixed = unit and not evidence.reads_parameters(node)
             yield fixed, False, f"a fixed number of a normalization ({where})"
             affine = array.size > 1 or evidence.sounds_affine(self.name)
             yield affine, True, f"{word} of a normalization ({where})"
@@ -356,7 +398,7 @@ class _Use:
         waves = via & WAVES or (around.makes_waves(node) and not adds)
         yield waves, False, f"frequencies of sines and cosines ({where})"
         yield evidence.is_binary(array), False, f"mask of zeros and ones ({where})"
-        if adds and (evidence.is_mask(array) or around.reaches_softmax(node.outputs[0])):
+        if adds and (evidence.is_additive_mask(array) or around.reaches_softmax(node.outputs[0])):
             masked = "Gather" in via and via & ARITHMETIC <= {"Add"}  # added to a mask
             yield from self._position_rules(via & ARITHMETIC and not masked)
             yield from self._score_rules()
@@ -368,14 +410,19 @@ class _Use:
         yield from self._neighbor_rules()
 
     def _is_bias(self, product: ir.Node) -> bool:
-        """Return whether an array added to a product has one number for each feature."""
+        """Return whether the constant, added to `product`, has one number for each feature."""
         shape, affine = self.array.shape, evidence.sounds_affine(self.name)
         along_one_axis = bool(shape) and sum(n > 1 for n in shape) < 2
         return along_one_axis and (self.array.size > 1 or has_one_feature(product) or affine)
 
     def _neighbor_rules(self) -> Rules:
-        """Yield the rules that follow from weights before and after the node."""
-        node, early, where, said = self.node, self.early, self.where, evidence.noted_kind(self.node)
+        """Yield the rules that depend on weights in front of the node and behind it."""
+        node, early, where, said = (
+            self.node,
+            self.early,
+            self.where,
+            evidence.reads_parameters(self.node),
+        )
         wide = sum(n > 1 for n in self.array.shape) > 1
         verb = "added to" if self.adds else "a factor of"
         if self.leads_to_weights:
@@ -387,8 +434,8 @@ class _Use:
             yield affine, True, f"{verb} a result of the last weights ({where})"
         rows = early and node.op_type == "Sub" and wide
         yield rows, False, f"stored rows that an input is compared with ({where})"
-        if early and (self.leads_to_weights or self.counted):
-            scores = not self.counted and self.around.reaches_softmax(node.outputs[0])
+        if early and (self.leads_to_weights or self.is_numbered):
+            scores = not self.is_numbered and self.around.reaches_softmax(node.outputs[0])
             yield True, False, f"{verb} an input before any weight ({where})", scores
         yield early, True, f"{verb} an input that no other weight is applied to ({where})"
         doubtful = self.array.size > _LARGE or (said is None and self.may_be_learned)
@@ -400,14 +447,14 @@ class _Use:
         array, where, early = self.array, self.where, self.early
         sounds = evidence.sounds_learned(self.name)
         formula = f"a single number in a formula ({where})"
-        yield self.counted and not sounds, False, formula
+        yield self.is_numbered and not sounds, False, formula
         of_vote = self.around.from_sklearn and not self.adds  # the weight of a vote
         yield of_vote, False, f"a single factor, which no scikit-learn model learns ({where})"
         alone = early and not self.leads_to_weights and (array.ndim or sounds)
         why = f"a single number that is applied to an input, without other weights ({where})"
         yield alone, True, why, True
         yield early, False, f"a single number before any weight ({where})"
-        said = evidence.noted_kind(self.node)
+        said = evidence.reads_parameters(self.node)
         if said is None:
             root = float(np.abs(array.astype(np.float64)).max()) ** -2 if array.all() else 0.0
             fixed = any(abs(n - round(n)) < 1e-4 * n and n > 1.5 for n in (root, root and 1 / root))
@@ -427,8 +474,11 @@ class _Use:
     )
 
 
-def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
-    """Return the graph of `proto`, functions inlined, and its float constants in their order."""
+def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
+    """Return the graph of `proto`, functions inlined, and its float constants with their roles.
+
+    The constants are in the order of the graph.
+    """
     inner = to_ir(inlined(external.without_data(proto), lifted=True))
     external.with_data(inner, proto)
     close_defaults(inner)
@@ -436,7 +486,7 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
     stated = evidence.stated_kinds(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
-    noted, data = constants.noted(proto), unsized_defaults(proto)
+    noted, data = constants.noted_constants(proto), unsized_defaults(proto)
     rows = Tensors()
     for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:
@@ -448,7 +498,7 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
             elif ref.name in data:
                 verdict = Verdict(False, "an input, in whose place another length can be fed")
             elif value is None:
-                verdict = Verdict(False, "no node reads it")
+                verdict = Verdict(False, "no node reads this constant")
             else:
                 by_role = roles.judge(ref.name, value, array)
                 verdict = _verdict_of_exporter(by_role, array, stated.get(ref.name))
@@ -458,7 +508,10 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
 
 
 def _verdict_of_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
-    """Return the verdict of the role, or of the exporter if it states the kind of the tensor."""
+    """Return `verdict`, by the role, or the verdict of the exporter if it states one.
+
+    `parameter`: whether the constant is a parameter, as the exporter states; None: it does not say.
+    """
     if parameter is False:
         why = f"a buffer, as its exporter states ({verdict.why})" if verdict.trains else verdict.why
         return Verdict(False, why)

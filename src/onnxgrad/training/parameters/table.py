@@ -18,19 +18,20 @@ class Tensor:
     """A float constant of a model, and whether it trains.
 
     Attributes:
-        name: its name, as in `weights_to_train`.
-        shape: its shape.
+        name: the name of the constant in the model.
+        shape: the shape of the constant.
         dtype: "float32", "float64", "float16" or "bfloat16"; "int8", "uint4" or similar.
-        size: number of its elements.
-        trains: whether it trains.
-        why: its role in the graph, or the reason why it does or does not train.
+        size: the number of elements.
+        trains: whether the constant trains.
+        why: the role of the constant in the graph, or another reason why it trains or does not.
         doubtful: whether trainers warn about the decision.
         alias: where an exporter numbered the name: the name that the tensor has in its module, as
             "encoder.layer.0.query.weight"; otherwise "".
-        is_weight: whether its role is a weight's: by default weights train.
-        copy_of: the table of an embedding that has the same numbers: the network shares one weight,
-            of which the exporter stored two copies. Otherwise "".
-        is_last: whether it is a weight of a last layer: no product with weights reads its results.
+        is_weight: whether the role of the constant is a weight's: by default weights train.
+        copy_of: the name of the table of an embedding with the same numbers: the network shares one
+            weight, of which the exporter stored two copies. Otherwise "".
+        is_last: whether it is a weight of a last layer, behind which there is no product with
+            weights.
     """
 
     name: str
@@ -74,7 +75,10 @@ class Tensors(list[Tensor]):
         return Tensors(part) if isinstance(part, list) else part
 
     def _table_cells(self) -> list[list[str]]:
-        """Return the head and the rows; there are aliases only if a tensor has one."""
+        """Return the lines of the table as lists of cells, the head first.
+
+        The column of aliases is left out if no tensor has an alias.
+        """
         columns = {
             "name": [_shortened_cell(t.name, "name") for t in self],
             "alias": [_shortened_cell(t.alias, "alias") for t in self],
@@ -88,7 +92,7 @@ class Tensors(list[Tensor]):
         return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _total_line(self) -> str:
-        """Return the line below the table: how many constants and numbers train."""
+        """Return the line below the table: the counts of constants and of elements that train."""
         trained = self.trained
         floats = [t for t in self if "int" not in t.dtype and "float8" not in t.dtype]
         numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in floats):,} numbers"
@@ -113,24 +117,24 @@ class Tensors(list[Tensor]):
 
 
 def names_and_reasons(rows: Iterable[Tensor], most: int = LISTED) -> str:
-    """Return names and reasons as one line of text."""
+    """Return the names of tensors, each with the reason `why`, as one line of text."""
     rows = list(rows)
     text = "; ".join(f"{quoted_name(t)} ({t.why})" for t in rows[:most])
-    return text + more(rows, most)
+    return text + left_out_text(rows, most)
 
 
 def quoted_name(tensor: Tensor) -> str:
-    """Return the name of a tensor for a message, with its alias."""
+    """Return the name of a tensor in quotes for a message, with its alias if it has one."""
     alias = f" ({printable(tensor.alias)})" if tensor.alias else ""
     return f"{printable(tensor.name)!r}{alias}"
 
 
-def more(rows: Sequence[object], most: int = LISTED) -> str:
-    """Return how many of the rows a message that names the first ones leaves out."""
+def left_out_text(rows: Sequence[object], most: int = LISTED) -> str:
+    """Return "; and 3 more" for a message that names the first `most` of some rows; "" for none."""
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
 def _shortened_cell(text: str, column: str) -> str:
-    """Return the text of a cell; of a long one the beginning and the end, which say most."""
+    """Return the text of a cell of the table, cut in the middle if it is too long."""
     text, half = printable(text), (_WIDEST[column] - 3) // 2
     return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

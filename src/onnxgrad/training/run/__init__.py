@@ -1,4 +1,4 @@
-"""Running steps: in one session, in place, for the members of a stack, by several processes.
+"""Runners of steps: in one session, in place, for the members of a stack, by several processes.
 
 `runner.py` makes the one choice of how a step runs: in a session (`sessions.py`) or in stages
 (`stages.py`) whose rows processes divide, or in parts where they need much memory

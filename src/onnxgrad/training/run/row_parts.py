@@ -1,7 +1,7 @@
-"""Batches that are divided: the gradients of parts of the rows add up to the gradient of all.
+"""Batches that are divided: the gradients of parts of the rows add up to the gradient of the batch.
 
-Where the loss is a sum over rows, parts of a batch need nothing of each other but the number of
-terms of the whole batch.
+Where the loss is a sum over rows, parts of a batch share nothing but the count of terms of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.step.inputs import feed_inputs, feed_of
 
 Shapes = Mapping[str, tuple[int, ...]]
-FORWARD_BYTES = 1 << 27  # of the values of a forward pass at once, in a batch that is divided
-# multiply-adds of a part for each weight, at least: each part adds up the gradients, which then
-# takes a fiftieth of its time, by the rates of a product and of a copy
+FORWARD_BYTES = 1 << 27  # bytes of the values of a forward pass, above which a batch is divided
+# least multiply-adds of a part for each weight: adding up the gradients of parts then takes a
+# fiftieth of the time, by the rates of a product and of a copy
 WORK_PER_WEIGHT = 800
 
 
 class Footprint:
     """The memory and work of a forward pass, which say how many rows of a batch to compute at once.
 
-    - `graph`: the graph of an objective, with inputs of the names `data` and `weights`.
-    - `unknown`: whether it has values of unknown shapes.
+    Args:
+        graph: the graph of an objective.
+        data: the names of the data inputs.
+        weights: the names of the inputs of weights.
+
+    Attributes:
+        unknown: whether the graph has values of unknown shapes.
     """
 
     def __init__(self, graph: ir.Graph, data: Collection[str], weights: Collection[str]) -> None:
         shapes = {str(x.name): dims(x) or () for x in graph.inputs}
-        self._data, self._work = {name: shapes[name] for name in data}, work(graph)
+        self._data, self._work = {name: shapes[name] for name in data}, count_multiply_adds(graph)
         sizes = [prod(static(shapes[n]) or ()) for n in weights]
         self._weights = sum(sizes)
-        self._bytes: dict[tuple[str, ...], int] = {}  # by symbols: times the lengths of these
+        self._bytes: dict[tuple[str, ...], int] = {}  # bytes by symbols, times their lengths
         self.unknown = False
         for node in graph:
             for y in node.outputs if node.op_type not in VIEWS else ():
@@ -62,7 +67,7 @@ class Footprint:
         self._bytes[symbols] = self._bytes.get(symbols, 0) + size
 
     def part_rows(self, shapes: Shapes, rows: int) -> int | None:
-        """Return how many of the rows of a batch of these shapes to compute at once; None: all."""
+        """Return how many rows of a batch to compute at once; None: all of its `rows` rows."""
         pairs = [(self._data[n], shape) for n, shape in shapes.items() if n in self._data]
         lengths = {d: n for own, s in pairs for d, n in zip(own, s, strict=False)}
         total = sum(n * prod(lengths.get(s, 0) for s in own) for own, n in self._bytes.items())
@@ -75,70 +80,73 @@ class Footprint:
 
 
 def measure_footprint(objective: Objective, axes: Axes, shapes: Shapes) -> Footprint | None:
-    """Return the footprint for data of these `shapes`; None unless `splits` is true."""
+    """Return the footprint for data of these `shapes`; None unless `is_sum_over_rows` is true."""
     proven = _prove_sums(objective, axes, shapes)
     names = [[str(x.name) for x in own] for own in (objective.data, objective.weights)]
     return None if proven is None else Footprint(proven.graph, *names)
 
 
-def splits(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
+def is_sum_over_rows(objective: Objective, axes: Axes, lengths: Shapes) -> bool:
     """Return whether the gradient of a batch is proven to be the sum of the gradients of its parts.
 
     Args:
         objective: the loss to minimize.
-        axes: the axis of the rows of each input of data, None for one without.
-        lengths: the shapes of these inputs.
+        axes: the axis of the rows of each data input; None for an input without rows.
+        lengths: the shapes of the data, by input.
     """
     return _prove_sums(objective, axes, lengths) is not None
 
 
 def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model | None:
-    """Return a copy of the model with the shapes of the proof, None if there is no proof."""
-    if not mixes_no_rows(objective):
+    """Return a copy of the model whose outputs are proven to be sums over rows; None if not proven.
+
+    The copy has the shapes that the proof has inferred.
+    """
+    if mixes_rows(objective):
         return None
-    again = _copy_with_outputs(objective, _reported_sums(objective))
+    copied = _copy_with_outputs(objective, _reported_sums(objective))
     try:
-        require_sums(again, axes, lengths, list(again.graph.outputs))
+        require_sums(copied, axes, lengths, list(copied.graph.outputs))
     except (UnprovenRows, ModelError) as e:
         logger.debug("the rows of batches are not independent: %s", e)
         return None
-    return again
+    return copied
 
 
 def micro_batch_effect(
     objective: Objective, axes: Axes, lengths: Shapes
 ) -> tuple[Literal["sum", "mean"], str]:
-    """Return whether the loss of a batch is the sum or mean of the losses of its micro-batches.
+    """Return "sum" or "mean", for the loss of a batch over the losses of its micro-batches.
 
-    Also return the reason why it may be neither: the node that may mix rows; empty if none does.
+    Also return the reason why the loss may be neither, the node that may mix rows; "" without one.
 
-    A loss with a sum and a count is the "mean" by counts, also one that a model computes as one
-    number of the batch, unless it is proven to be a "sum" over rows.
+    A loss with a sum and a count is the "mean" by counts, and so is a loss that a model computes as
+    one number of the batch, unless it is proven to be a "sum" over rows.
     """
     own = objective.written.batch_loss
-    again = _copy_with_outputs(objective, _reported_sums(objective) if own is None else [own])
+    copied = _copy_with_outputs(objective, _reported_sums(objective) if own is None else [own])
     try:
         if own is not None:
-            return reduction_over_rows(again, axes, lengths, again.graph.outputs[0]), ""
-        require_sums(again, axes, lengths, list(again.graph.outputs))
+            return reduction_over_rows(copied, axes, lengths, copied.graph.outputs[0]), ""
+        require_sums(copied, axes, lengths, list(copied.graph.outputs))
     except (UnprovenRows, ModelError) as e:
         return "mean", str(e)
     return "mean", ""
 
 
-def mixes_no_rows(objective: Objective) -> bool:
-    """Return whether there are neither statistics of a batch nor random numbers."""
+def mixes_rows(objective: Objective) -> bool:
+    """Return whether an objective has statistics of a batch, or random numbers for its rows."""
     feeds = map(feed_of, feed_inputs(objective.model.graph).values())
-    return not objective.buffers and not any(feed and feed.of_rows for feed in feeds)
+    return bool(objective.buffers) or any(feed and feed.of_rows for feed in feeds)
 
 
 def _reported_sums(objective: Objective) -> list[ir.Value]:
-    """Return the sums and counts that a step reports, by formulas without blocks."""
+    """Return the sums and counts of the loss, in place of sums in blocks the plain sums."""
     return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
 
 
 def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:
-    """Return a copy of the model of an objective that returns `outputs`."""
+    """Return a copy of the model of an objective whose outputs are `outputs`."""
     graph = objective.model.graph
     before = list(graph.outputs)
     graph.outputs[:] = outputs
@@ -148,13 +156,16 @@ def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.
 
 
 def rows_at_once(rows: int, most: int) -> int:
-    """Return the rows of all parts of a batch, `most` at most, but a last one of few or no rows."""
+    """Return the count of rows of a part of a batch of `rows` rows, at most `most`.
+
+    The last part may have fewer rows; the count of parts is chosen so that few rows are left.
+    """
     least = -(-rows // most)
     counts = range(least, min(2 * least, rows) + 1)
     return rows // min(counts, key=lambda count: (rows % count, count))
 
 
 def rows_of_part(rows: int, part: Part, most: int | None = None) -> int:
-    """Return how many rows of a batch of `rows` a process runs at once, `most` at most."""
+    """Return how many rows of a batch of `rows` rows a process computes at once, at most `most`."""
     own = part.count(rows)
     return own if most is None else rows_at_once(own, most)

@@ -1,4 +1,4 @@
-"""Running the steps of a training, and the one choice of how they run."""
+"""`Runner`, which runs the steps of a training, and the choice of how a step runs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from onnxgrad.parallel.collectives import exchanges
 from onnxgrad.parallel.process_groups import Alone, Group
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU
-from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
+from onnxgrad.runtime.session import (
+    WORK_PER_THREAD,
+    count_multiply_adds as multiply_adds,
+    thread_count,
+)
 from onnxgrad.runtime.values import array_of
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.row_parts import (
     Footprint,
+    is_sum_over_rows,
     measure_footprint,
     micro_batch_effect,
-    mixes_no_rows,
-    splits,
+    mixes_rows,
 )
 from onnxgrad.training.run.sessions import OneSession
 from onnxgrad.training.run.stages import Stages
@@ -41,8 +45,8 @@ from onnxgrad.training.step.gradients import Across
 from onnxgrad.training.step.inputs import WHOLE, Call, Slice
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
-SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
-_FEW = 8  # rows for which shapes that are unknown are not inferred
+SECONDS_PER_CALL = 0.2  # callbacks and Ctrl-C wait for the end of a call
+_FEW = 8  # rows of a batch so small that unknown shapes are not inferred
 
 # the losses of batches: the loss of part k is sums[:, k] / counts[:, k]; of a stack, both have a
 # last axis of members
@@ -51,11 +55,11 @@ Losses = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Now:
-    """States and buffers on the device, and the number of steps that led to them.
+    """Weights, slots and buffers on the device, and the count of steps that led to them.
 
-    - `states`: None for a buffer that the first batch sets.
-    - `frozen`: the members of a stack that keep their state, and the numbers of their steps.
-    - `slots`: the slots of all weights, once processes have collected them.
+    - `states`: the weights, slots and buffers; None for a buffer that the first batch sets.
+    - `frozen`: the members of a stack that keep their states, and the counts of their steps.
+    - `slots`: the slots of all weights, once processes have collected them; otherwise None.
     """
 
     states: Sequence[ort.OrtValue | None]
@@ -65,17 +69,18 @@ class Now:
 
 
 class Runner:
-    """Runs slices of batches; keeps the states on the device between calls.
+    """Runs slices of batches, and keeps the states on the device between calls.
 
     One model is a stack without the axis of members, so that `member_shape` is ().
 
     Args:
-        step: its graph is taken over; it runs in pieces if it has nodes that exchange values.
-        target: where the sessions run.
+        step: the step, whose graph is taken over. It runs in pieces if it has nodes that exchange
+            values between processes.
+        target: the device of the sessions, and the work and rows of a batch.
         work: multiply-adds of the rows that this process computes at once.
-        carried: the data inputs of buffers whose first value is in the data.
-        group: the processes that share the step; None: this one computes all of it.
-        part_rows: rows that a process without others computes at once, at most; None: all.
+        carried: the data inputs with the first values of buffers, by the names of the buffers.
+        group: the processes that share the step; None: this process computes all of it.
+        part_rows: the most rows that a process without others computes at once; None: all.
     """
 
     def __init__(
@@ -102,39 +107,41 @@ class Runner:
         self.member_shape = () if step.members is None else (len(step.members.optimizers),)
         self.members = prod(self.member_shape)
         self.now = Now([], 0)
-        self.not_finite: dict[int, int] = {}  # members that a step froze, and their steps
-        self._fine: Any = np.ones(self.member_shape, bool)  # members without NaN in the last call
+        self.not_finite: dict[
+            int, int
+        ] = {}  # members frozen for NaN, and the counts of their steps
+        self._fine: Any = np.ones(self.member_shape, bool)  # whether members have no NaN
         self.seconds_per_batch = SECONDS_PER_CALL
-        self.last = 1
-        self.norms: dict[str, Any] = {}  # of the gradients in the last step
+        self.last_batches = 1  # the count of batches of the last call
+        self.norms: dict[str, Any] = {}  # the norms of gradients in the last step, by weight
 
     @property
-    def of_several(self) -> bool:
+    def has_other_processes(self) -> bool:
         """Whether other processes run parts of the batches."""
         return self.group.size > 1
 
     # -- steps --------------------------------------------------------------------------------
 
     def budget(self) -> int:
-        """Return how many batches the next call may run: one, if other processes must agree."""
-        if self.in_place or self.of_several:
+        """Return how many batches the next call may run: 1 if processes share the batches."""
+        if self.in_place or self.has_other_processes:
             return 1
-        return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
+        return max(1, min(8 * self.last_batches, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
     def run(self, call: Call) -> Losses | None:
-        """Train on the batches of a call.
+        """Train on the batches of a call, and return their losses.
 
-        Return None, and leave the states unchanged, if the loss or a weight is not finite. A member
-        of a stack for which this happens is frozen where it was before that step, and does not
-        change the steps of other members: its losses are NaN, and None says that no member is left.
+        None, with unchanged states, if the loss or a weight is not finite. A member of a stack for
+        which this happens is frozen in its state before that step, and does not change the steps of
+        other members: its losses are NaN, and None says that all members are frozen.
 
         Raises:
-            Asked: any process has requests, of which `ask` was told; the states are unchanged.
+            Asked: a process has passed requests to `ask`; the states are unchanged.
         """
         if len(self.now.frozen) == self.members:
             return None
         losses = self._run_call(call)
-        if losses is None and self.member_shape:  # which member, and when?
+        if losses is None and self.member_shape:  # find the member and the step
             losses = self._run_singly(call)
         if losses is not None:
             for k in self.now.frozen:
@@ -142,7 +149,10 @@ class Runner:
         return losses
 
     def _run_call(self, call: Call) -> Losses | None:
-        """Run the batches of a call at once; return None if a living member has NaN."""
+        """Run the batches of a call at once, and return their losses.
+
+        None, with unchanged states, if a number is not finite, of a member that is not frozen.
+        """
         start, call = time.perf_counter(), self.next_call(call)
         piece, now, values = call.piece, self.now, self.state_values(call.piece)
         read = {(n := str(v.name)): values[n] for v in self.step.carried}
@@ -152,20 +162,23 @@ class Runner:
         self._fine = np.isfinite(losses[0]).all(axis=(0, 1))
         self._fine = self._fine & self.states.are_finite(new, call, now.states)
         for k in now.frozen:
-            self._fine[k] = True  # it keeps its state
+            self._fine[k] = True  # a frozen member keeps its state
         bad = not self._fine.all()
-        # without owners, all processes have the same states
+        # processes must agree only where each updates some of the weights
         if any(self.agree([bad])) if self.step.owners else bad:
             return None
         kept = self.states.keep(new, call, now.states, now.frozen)
         # in one assignment, which cannot be interrupted
         self.now = replace(now, states=kept, steps=now.steps + piece.batches, slots=None)
-        self.last = piece.batches
+        self.last_batches = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
     def _run_singly(self, call: Call) -> Losses | None:
-        """Run the batches of a call one at a time, and freeze members; None if none is left."""
+        """Run the batches of a call one by one, and freeze members that are not finite.
+
+        None if all members are frozen.
+        """
         results = []
         for i in range(call.piece.batches):
             while (losses := self._run_call(call.part_of(i, 1))) is None:
@@ -177,7 +190,7 @@ class Runner:
         return np.concatenate(sums), np.concatenate(counts)
 
     def next_call(self, call: Call) -> Call:
-        """Return a call as the next one, with the steps before it and its micro-batches.
+        """Return `call` with the count of steps done, and the count of its micro-batches.
 
         Raises:
             ValueError: a learning rate that is zero in the dtype of a weight.
@@ -185,22 +198,27 @@ class Runner:
         step, rates, rows, count = self.step, call.rates, call.piece.own, None
         for dtype in {numpy_dtype(group.state) for group in step.groups}:
             if (lost := rates[(rates.astype(dtype) == 0) & (rates != 0)]).size:
-                raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
+                raise ValueError(
+                    f"the learning rate {lost[0]:g} is zero in {dtype}, the dtype of weights: pass "
+                    f"a larger {named('learning_rate')}, or {argument('precision', 'auto')}"
+                )
         if step.accumulate > 1:
             count = micro_batches(rows, step.accumulate, bool(step.buffers))
         if step.fixed_rows is not None:
             count, rest = divmod(rows, step.fixed_rows)
             if rest:
                 raise ValueError(
-                    f"the model takes {step.fixed_rows} rows, and a batch, or the part of this "
-                    f"process, has {rows}: pass a multiple"
+                    f"the model takes {step.fixed_rows} rows at once, and a batch, or the part of "
+                    f"it in this process, has {rows} rows: pass a {named('batch_size')} so that "
+                    f"each has a multiple of {step.fixed_rows}"
                 )
         return replace(call, done=self.now.steps, micro_batches=count)
 
     def state_values(self, piece: Slice) -> dict[str, ort.OrtValue]:
-        """Return states and buffers; a buffer without a value gets zeros, which have its shape.
+        """Return the states by input name, with zeros for buffers that have no value yet.
 
-        Before the first batch, that is a buffer whose first value is in the data.
+        A buffer has no value before the first batch if its first value is in the data, as in
+        `piece`, which has its shape.
         """
         names = [str(v.name) for v in (*self.step.states, *self.step.buffers)]
         values = {}
@@ -213,7 +231,7 @@ class Runner:
         return values
 
     def _read_losses(self, reported: list[np.ndarray], batches: int) -> Losses:
-        """Return the losses from the outputs of a step, and keep the norms of its gradients."""
+        """Return the losses from the reports of a step, and remember the norms of gradients."""
         if self.step.norms:
             *reported, norms = reported  # (batches, members, weights), or without members
             last = norms[-1].T if self.member_shape else norms[-1].tolist()
@@ -227,12 +245,12 @@ class Runner:
     # -- states -------------------------------------------------------------------------------
 
     def load(self, values: Values) -> None:
-        """Set the states; a slot that is missing gets its initial value.
+        """Copy values to the device as the states; a slot that is missing gets its initial value.
 
-        They may share the memory of the values, unless steps update them in place.
+        States may share the memory of `values`, unless steps update them in place.
         """
         if self.in_place:
-            self.now = Now([], values.steps)  # which frees the states before there are new ones
+            self.now = Now([], values.steps)  # frees the old states before new ones are allocated
         arrays: list[np.ndarray | None] = []
         for group in self.step.groups:
             arrays += group.initial(values.weights, values.slots, self.in_place)
@@ -243,14 +261,17 @@ class Runner:
 
     @property
     def holds_all(self) -> bool:
-        """Whether states alone give values at hardly any cost, which are copies for a stack."""
+        """Whether `unpacked` costs next to nothing, so that the host needs no copy of the values.
+
+        For a stack, it copies arrays.
+        """
         return self.device == CPU and not self.member_shape
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
-        """Return the values of `now`, by name.
+        """Return the values of the states `now`, by name.
 
-        The values of a group of one weight share the memory of the states, which steps replace,
-        unless they are updated `in_place`; without `copies`, all values may share it.
+        The value of a weight that is a group by itself shares the memory of the state, unless steps
+        update states in place. Without `copies`, all values may share the memory of states.
         """
         weights: Arrays = {}
         slots: Slots = {}
@@ -268,14 +289,17 @@ class Runner:
         return Values(weights, slots, now.steps, buffers, dict(now.frozen))
 
     def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
-        """Let members of a stack keep their state from now on; `not_finite`: since they have NaN.
+        """Let the members `ids` of a stack keep their states from now on.
+
+        `not_finite`: whether they are frozen because a number is not finite.
 
         Raises:
             ValueError: this is one model.
         """
         if not self.member_shape:
             raise ValueError(
-                f"control.freeze names members of a stack, {ids}, and this is one model"
+                f"control.freeze names the members {ids} of a stack, and a Trainer has one model: "
+                "set control.stop to end its training"
             )
         new = dict.fromkeys((k for k in ids if k not in self.now.frozen), self.now.steps)
         self.now = replace(self.now, frozen={**self.now.frozen, **new})
@@ -284,35 +308,35 @@ class Runner:
     # -- what processes have in common --------------------------------------------------------
 
     def agree(self, requests: Sequence[bool]) -> list[bool]:
-        """Return which requests any of the processes has that share the training."""
+        """Return for each request whether any process of the group has it."""
         counts = np.array(requests, np.float32)
         self.group.sum(counts)()
         return [bool(count > 0) for count in counts]
 
     def ask(self, requests: Sequence[bool]) -> bool:
-        """Let the next step tell the requests of all processes; return whether it can."""
+        """Let the next step exchange the requests of processes; return whether it can."""
         compute = self.compute
-        return self.of_several and isinstance(compute, Stages) and compute.ask(requests)
+        return self.has_other_processes and isinstance(compute, Stages) and compute.ask(requests)
 
     @property
-    def whole(self) -> bool:
-        """Whether this process has all slots: it updates all, or they are collected."""
+    def has_all_slots(self) -> bool:
+        """Whether this process has the slots of all weights."""
         return not self.step.owners or self.now.slots is not None
 
     def collect(self) -> None:
-        """Let every process have the slots of all weights."""
-        if self.whole:
+        """Collect the slots of all weights in every process."""
+        if self.has_all_slots:
             return
         own: Slots = {n: s for n, s in self.unpacked(self.now).slots.items() if s}
         every = self.group.gather(own)
-        # who has read the values of the state before lacks these slots
+        # a new `Now`, so that values which were read before are read again, with these slots
         self.now = replace(self.now, slots={n: s for own in every for n, s in own.items()})
 
 
 class Compiled:
-    """An objective, its step, and the runner, once it is known for which batches.
+    """The objective and the step of a recipe, with the runner for the batches of the last call.
 
-    A job keeps it from call to call, while its recipe stays the same.
+    A job keeps it from call to call, while the `step_key` of the recipe stays the same.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -322,14 +346,15 @@ class Compiled:
         data, weights = ([str(x.name) for x in o] for o in (objective.data, objective.weights))
         self._footprint: Footprint | None = Footprint(objective.model.graph, data, weights)
         self.step: Step | None = None
-        self.adds_losses = False  # whether a batch has the sum of the losses of micro-batches
+        # whether the loss of a batch is the sum of the losses of its micro-batches
+        self.adds_losses = False
         self.running: Runner | None = None
-        self._key: Any = None  # the facts that the runner depends on, beside the objective
+        self._runner_key: Any = None  # the facts of batches on which the runner depends
 
     def runner(self, recipe: Recipe, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
-        """Return the runner for the batches of `source`, which processes may share.
+        """Return the runner for the batches of `source`.
 
-        `fixed`: whether calls to come have batches of this size, too.
+        `fixed`: whether later calls have batches of this size, too.
         """
         job, shared, rows = recipe.job, recipe.sharing, source.batch_size
         work = self.work * rows * job.accumulate / (1 if shared is None else shared.part.size)
@@ -337,14 +362,14 @@ class Compiled:
         if source.cuts and rows == taken and job.accumulate == 1:
             taken = None  # the model takes all rows of a batch
         most = self._part_rows(recipe, source, taken)
-        key = threads(work), work >= WORK_PER_THREAD, most
+        key = thread_count(work), work >= WORK_PER_THREAD, most
         lacks = self.step is not None and taken is not None and self.step.fixed_rows is None
-        if self.running is None or lacks or (fixed and self._key != key):
+        if self.running is None or lacks or (fixed and self._runner_key != key):
             if self.step is not None:  # it has taken the graph of the objective
                 self.objective = recipe.objective()
             self.adds_losses = self._adds_losses(recipe, source, taken)
             self.running = self._build_runner(recipe, source, taken, work, most)
-            self._key = key
+            self._runner_key = key
         self.running.compute.expect(source if fixed and isinstance(source, ArraySource) else None)
         return self.running
 
@@ -356,18 +381,20 @@ class Compiled:
         Args:
             recipe: the job, and facts of its data.
             source: the batches.
-            taken: the rows that the model takes of a batch; None: all.
+            taken: the count of rows of a batch that the model takes at once; None: all.
             work: multiply-adds of the rows of this process.
-            most: rows that run at once, if their gradients are proven to add up; None: all.
+            most: the most rows to compute at once, if gradients of parts are proven to add up;
+                None: all.
         """
         objective, shared, rows = self.objective, recipe.sharing, source.batch_size
         across = group = None
         if shared is not None:
-            shared.warn(objective, source)
+            shared.warn_of_mixed_rows(objective, source)
             rows //= shared.part.size
             across, group = shared.across, shared.group
         if isinstance(source, ArraySource) and most is not None:
-            most = most if splits(objective, source.axes, source.batch_shapes()) else None
+            proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
+            most = most if proven else None
         if most is not None:
             work, rows, across = work * most / rows, most, Across(WHOLE)
         self.step = recipe.step(
@@ -379,22 +406,22 @@ class Compiled:
             adds_losses=self.adds_losses,
         )
         target = Target.of(recipe.job.device, work, rows)
-        return Runner(self.step, target, work, objective.carried, group, most)
+        return Runner(self.step, target, work, objective.carried_inputs, group, most)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:
         """Return whether the loss of a batch is the sum of the losses of its micro-batches.
 
-        Otherwise it is their mean. Warn if neither is proven of micro-batches that a user asks for.
+        Otherwise, it is their mean. Warn if neither is proven, for the argument `accumulate`.
         """
         parts, objective = recipe.job.accumulate, self.objective
         if parts == 1 and taken is None:
             return False
-        if recipe.job.dropout or not mixes_no_rows(objective):
+        if recipe.job.dropout or mixes_rows(objective):
             objective = recipe.objective(training=False)
         if isinstance(source, ArraySource):
             axes, lengths = source.axes, source.batch_shapes()
         else:
-            stated = Fields(objective, recipe.job.batch_axes).row_axes.stated
+            stated = Fields(objective, recipe.job.batch_axes).row_axes.declared_axis
             lengths = assumed_lengths(objective.data)
             axes = {name: stated(name) for name in lengths}
         effect, reason = micro_batch_effect(objective, axes, lengths)
@@ -403,17 +430,17 @@ class Compiled:
         if reason and taken is None:
             warnings.warn(
                 f"{argument('accumulate', parts)} trains another model than whole batches may do: "
-                f"{reason}. The micro-batches are computed by themselves, and their gradients "
-                f"averaged. Pass a smaller {named('batch_size')} or {argument('recompute', 'all')} "
-                "to save memory otherwise",
+                f"{reason}. Each micro-batch is computed alone, and the gradients are averaged. To "
+                f"save memory in another way, pass a smaller {named('batch_size')} or "
+                f"{argument('recompute', 'all')}",
                 stacklevel=frames_inside() + 1,
             )
         return effect == "sum"
 
     def _part_rows(self, recipe: Recipe, source: BatchSource, taken: int | None) -> int | None:
-        """Return how many rows of a batch to compute at once if their gradients add up; None: all.
+        """Return the most rows of a batch to compute at once, if gradients of parts add up.
 
-        All, where anything else divides a batch, or needs all of its rows.
+        None: all rows, as where something else divides a batch, or needs all of its rows.
         """
         job = recipe.job
         whole = recipe.sharing is not None or job.members is not None or job.accumulate > 1
@@ -431,10 +458,10 @@ class Compiled:
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
-    """Return in how many equal micro-batches to split `rows`, none larger than rows / `parts`.
+    """Return the count of equal micro-batches of a batch of `rows` rows, at least `parts`.
 
-    If a step computes `statistics` of each, which a single row lacks, rows stay together that no
-    number divides, and rows that are fewer than `parts`.
+    If a step computes `statistics` of each micro-batch, which a single row lacks, the batch is not
+    cut into single rows, as a prime count of rows would be.
     """
     largest = -(-rows // parts)
     count = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)

@@ -1,4 +1,4 @@
-"""A step in one session; there is one for the shapes of most batches, and one for all others."""
+"""Sessions that run a step: one for the shapes of most batches, and one for all other batches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from onnxgrad.training.step.inputs import Slice
 
 
 class Sessions:
-    """The sessions that run an epoch.
+    """The sessions that run the steps of an epoch.
 
-    Batches of the lengths that `expect` announces have a session in which shapes are constants: it
-    has fewer nodes, and on a CPU these run in an order that saves memory. All other batches, such
-    as a shorter last one, share a session. Each session is created when it is first used. Lengths
-    that do not fit a branch of an If have none: onnxruntime refuses the branch, which may never
-    run.
+    Batches of the shapes that `expect` announces have a session in which shapes are constants: it
+    has fewer nodes, and on a CPU its nodes run in an order that saves memory. All other batches,
+    such as a shorter last batch, share a session. Each session is created when it is first used.
+    Shapes that do not fit a branch of an If have no session: onnxruntime refuses the branch, though
+    it may never run.
     """
 
     def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
@@ -45,26 +45,26 @@ class Sessions:
         self._small = step.accumulate == 1 and not external.files_of(model)
 
     def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
-        """Announce the shapes of most batches; an empty mapping announces none.
+        """Announce the shapes of most batches, by input; an empty mapping announces no shapes.
 
-        Where calls announce other shapes each time, these shapes have no session.
+        Where each call announces other shapes than the call before, shapes get no session.
         """
         lengths = self._symbol_lengths(arrays) if self._small and arrays else {}
         again = self._own is None or lengths in (self._own[0], self._announced)
         self.expected = lengths if again else {}
         self._announced = lengths or self._announced
 
-    def of(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
-        """Return the session for these stacked batches."""
+    def session_for(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
+        """Return the session for stacked batches of the shapes of `arrays`."""
         lengths = self.expected
         if lengths and self._symbol_lengths({n: a.shape[1:] for n, a in arrays.items()}) == lengths:
             if self._own is not None and self._own[0] == lengths:
                 return self._own[1]
-            self._own = None  # before there are two of them
+            self._own = None  # frees the session before, so that memory does not hold two
             try:
                 self._own = lengths, self._new_session(lengths)
                 return self._own[1]
-            except Exception:  # what else is wrong, raises below
+            except Exception:  # if the model is at fault, the session below raises the error
                 logger.debug("no session for %s", lengths, exc_info=True)
                 self._small = False
                 self.expected = {}
@@ -75,6 +75,7 @@ class Sessions:
 
     @garbage_kept()
     def _new_session(self, lengths: dict[str, int]) -> ort.InferenceSession:
+        """Return a new session in which symbolic dimensions have the given lengths."""
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
                 return ordered_session(
@@ -85,7 +86,7 @@ class Sessions:
         return session(self.model, self.device, self.work, self.step.recomputes, lengths)
 
     def _symbol_lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the lengths of the symbolic dimensions of the data."""
+        """Return the lengths of the symbolic dimensions of the data, by symbol."""
         lengths: dict[str, int] = {}
         for name, value in self.step.data.items():
             shape, own = dims(value), arrays.get(name)
@@ -99,8 +100,8 @@ class OneSession:
     """Computes a step in one session: all batches of a slice, or the first half of one step.
 
     Args:
-        step: its graph is taken over.
-        target: where to run.
+        step: the step, whose graph is taken over.
+        target: the device, and the work and rows of a batch.
         work: multiply-adds of a batch.
     """
 
@@ -112,21 +113,22 @@ class OneSession:
         self._outputs = [y.name for y in model.graph.output]
 
     def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if it is not known."""
+        """Announce the source of most batches; None if their shapes are not known."""
         self._sessions.expect({} if source is None else source.batch_shapes())
 
     def run(
         self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
     ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the outputs after the last batch that belong to `states`, and reports by batch.
+        """Return the new states after the last batch, and the reports of the step, by batch.
 
         Args:
-            states: the states that the step reads, by the names of its inputs.
-            fed: data and feeds by name, one of each for every batch along the first axis.
+            states: the states that the step reads, by input name.
+            fed: data and feeds by input name, with the axis of batches first.
             piece: the batches.
-            target_of: returns the array into which to write the output of a state, None for any.
+            target_of: (input name, state) -> the array into which the new state is written; None:
+                onnxruntime allocates an array.
         """
-        whole, running = self.joins_batches, self._sessions.of(piece.fed())
+        whole, running = self.joins_batches, self._sessions.session_for(piece.fed())
         binding, into = running.io_binding(), {}
         names = iter(self._inputs)
         for state in states.values():

@@ -1,6 +1,6 @@
-"""Runs the pieces of a step that processes share, and adds up their gradients and losses.
+"""Runs a step that processes share in pieces, between which they add up gradients and losses.
 
-A process may compute its rows in parts, too, whose sums it adds up before it sends them.
+A process may compute its rows in parts, whose sums it adds up before it sends them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from onnxgrad.training.step.inputs import Slice, feed_of
 Wait = Callable[[], None]
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOATS = (*_HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-LARGE = 1 << 23  # bytes of a message, from which it pays to send half of it earlier
-REQUESTS = 3  # of callbacks, that the first message of a step has
+LARGE = 1 << 23  # bytes from which it pays to send half of a message earlier
+REQUESTS = 3  # requests of callbacks, which are sent with the first message of a step
 
 
 class Asked(Exception):
-    """A process had `requests` when the step began, so that none has done it."""
+    """Raised where a process had `requests` when a step began, so that no process has done it."""
 
     def __init__(self, requests: list[bool]) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Asked(Exception):
 class Stages:
     """Computes a step in pieces, between which processes exchange values.
 
-    A process that is alone may compute the rows in parts, so that few of them need memory at once.
+    A process that is alone may compute the rows in parts, so that few rows need memory at once.
 
     Args:
-        step: it has nodes that exchange values.
-        target: where the sessions run.
+        step: the step, which has nodes that exchange values.
+        target: the device of the sessions, and the work and rows of a batch.
         work: multiply-adds of the rows of this process.
-        group: the processes.
-        part_rows: rows that are computed at once, at most; None: all.
+        group: the group of processes.
+        part_rows: the most rows that are computed at once; None: all.
     """
 
     joins_batches = False
@@ -75,7 +75,7 @@ class Stages:
         self._data = [str(v.name) for v in step.data.values()]
         self._outputs = [str(y.name) for y in step.model.graph.outputs]
         pieces = cut_at_exchanges(step.model, LARGE if group.size > 1 else inf)
-        self._pieces = [_Running(piece, step, target.device, work) for piece in pieces]
+        self._pieces = [_PieceRunner(piece, step, target.device, work) for piece in pieces]
         self._row_values = _names_of_row_values(step)
         given = {name for piece in self._pieces for name in (*piece.inputs, *piece.outputs)}
         for piece in self._pieces:
@@ -84,7 +84,7 @@ class Stages:
         self._telling = next(every, None)
 
     def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if it is not known."""
+        """Announce the source of most batches; None if their shapes are not known."""
         shapes: dict[str, tuple[int, ...]] = {}
         if source is not None:
             rows = rows_of_part(source.batch_size, self.part, self.part_rows)
@@ -93,7 +93,7 @@ class Stages:
             piece.expect(shapes)
 
     def ask(self, requests: Sequence[bool]) -> bool:
-        """Send requests with the next step; return whether a message of it has room for them."""
+        """Send requests with the next step; return whether a message of the step has room."""
         if self._telling is not None:
             self._telling.requests = list(requests)
         return self._telling is not None
@@ -101,10 +101,12 @@ class Stages:
     def run(
         self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
     ) -> tuple[list[Value], list[np.ndarray]]:
-        """Return the outputs after the last batch that belong to `states`, and reports by batch.
+        """Return the new states after the last batch, and the reports of the step, by batch.
+
+        See `OneSession.run` for the arguments.
 
         Raises:
-            Asked: a process has requests.
+            Asked: a process has requests of callbacks.
         """
         every, new = [], list(states.values())
         for i in range(piece.batches):
@@ -118,7 +120,7 @@ class Stages:
         return new, [np.stack(column) for column in zip(*every, strict=True)]
 
     def _split_rows(self, data: Arrays, piece: Slice) -> list[Arrays]:
-        """Return the rows of a batch of `piece` in parts, which run one after the other."""
+        """Return the rows of `data`, a batch of `piece`, in parts that run one after the other."""
         if self.part_rows is None:
             return [data]
         axes, size = piece.row_axes, rows_at_once(piece.own, self.part_rows)
@@ -132,17 +134,17 @@ class Stages:
     def _run_batch(
         self, values: dict[str, Value], parts: Sequence[Arrays], counts: bool
     ) -> Mapping[str, Value]:
-        """Run the step; return all values that pieces gave each other, and the results.
+        """Run the step for one batch; return the results, and all values passed between pieces.
 
         Args:
             values: the inputs other than data, by name.
             parts: the rows of this process, in one or several parts.
-            counts: whether they count; if not, it sends zeros.
+            counts: whether these rows count in the loss; if not, the process sends zeros.
 
         Raises:
-            Asked: a process has requests.
+            Asked: a process has requests of callbacks.
         """
-        own: list[dict[str, Value]] = [dict(part) for part in parts]  # what each part has
+        own: list[dict[str, Value]] = [dict(part) for part in parts]  # values of each part
         waiting: dict[str, Wait] = {}
         for piece in self._pieces:
             for name in piece.reads:
@@ -172,7 +174,7 @@ class Stages:
         return ChainMap(values, own[0])
 
     def _raise_if_asked(self, waiting: Mapping[str, Wait]) -> None:
-        """Break the step off, once it is known that a process has requests."""
+        """Raise `Asked` once it is known that a process has requests."""
         if self._telling is None or not any(requests := self._telling.told()):
             return
         for wait in waiting.values():
@@ -180,8 +182,8 @@ class Stages:
         raise Asked(requests)
 
 
-class _Running:
-    """A piece with its sessions."""
+class _PieceRunner:
+    """The sessions of a piece of a step, and the sums and broadcasts of values behind it."""
 
     def __init__(self, piece: Piece, step: Step, device: Device, work: float) -> None:
         graph = piece.model.graph
@@ -193,9 +195,11 @@ class _Running:
         sums = [e for e in piece.exchanges if e.root is None]
         self.sessions = Sessions(piece.model, step, device, work)
         kinds = dict.fromkeys((e.dtype, e.shape is None) for e in sums)
-        self.sums = [_Sum([e for e in sums if (e.dtype, e.shape is None) == k]) for k in kinds]
+        self.sums = [
+            _SummedValues([e for e in sums if (e.dtype, e.shape is None) == k]) for k in kinds
+        ]
         self._binding: Binding | None = None
-        self._shapes: list[tuple[int, ...]] = []  # for which the binding is
+        self._shapes: list[tuple[int, ...]] = []  # the shapes of data for which the binding is
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Announce the shapes of most batches."""
@@ -203,7 +207,7 @@ class _Running:
         self._binding = None
 
     def run(self, values: Mapping[str, Value], data: Arrays) -> dict[str, Value]:
-        """Return the results of the model for these values."""
+        """Return the results of the piece, by name, for its inputs among `values`."""
         if not self.outputs:
             return {}
         direct: dict[str, np.ndarray] = {}
@@ -212,7 +216,8 @@ class _Running:
                 direct |= sent.views if sent.wide == sent.dtype else {}
         shapes = [array.shape for array in data.values()]
         if self._binding is None or shapes != self._shapes:
-            running = self.sessions.of({name: array[None] for name, array in data.items()})
+            stacks = {name: array[None] for name, array in data.items()}
+            running = self.sessions.session_for(stacks)
             self._binding, self._shapes = Binding(running, self.device), shapes
         inputs = {name: values[name] for name in self.inputs}
         results = self._binding.run(inputs, self.outputs, into=direct)
@@ -221,7 +226,7 @@ class _Running:
 
 
 def _names_of_row_values(step: Step) -> set[str]:
-    """Return the names of the values that depend on the rows of a part."""
+    """Return the names of the values of a step that depend on the rows of a part."""
     fed = ((feed_of(v), v) for v in step.feeds.values())
     found = {*step.data.values(), *(v for feed, v in fed if feed and feed.of_rows)}
     for node in step.model.graph:
@@ -230,10 +235,11 @@ def _names_of_row_values(step: Step) -> set[str]:
     return {str(value.name) for value in found}
 
 
-class _Sum:
-    """Values of one dtype that are added up, in one buffer; 16 bits in float32.
+class _SummedValues:
+    """Values of one dtype that processes add up, in one buffer; floats of 16 bits in float32.
 
-    Behind them, the buffer has room for the `requests` of this process, and then of all.
+    Behind the values, the buffer has room for the `requests` of this process, and after the sum for
+    the requests of all processes.
     """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
@@ -243,24 +249,25 @@ class _Sum:
         self.wide = np.dtype(np.float32) if dtype in _HALF else self.dtype
         self.tells, self.requests = dtype in _FLOATS, [False] * REQUESTS
         self._told: np.ndarray | None = None
-        self._total: np.ndarray | None = None  # of several parts
-        self.whole, self.views = np.empty(0, self.wide), dict[str, np.ndarray]()
+        self._total: np.ndarray | None = None  # the sum over parts of the rows
+        self.buffer, self.views = np.empty(0, self.wide), dict[str, np.ndarray]()
         if all(e.shape is not None for e in exchanges):
             self._set_buffer([e.shape or () for e in self.exchanges])
 
     def _set_buffer(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Set the buffer for values of these shapes: `views` of a vector, and room for requests."""
+        """Allocate the buffer for values of `shapes`, which become `views` of it."""
         lengths = list(map(prod, shapes))
-        self.whole = np.empty(sum(lengths) + REQUESTS, self.wide)
-        self.whole[-REQUESTS:] = 0
-        parts = np.split(self.whole, np.cumsum(lengths))
+        self.buffer = np.empty(sum(lengths) + REQUESTS, self.wide)
+        self.buffer[-REQUESTS:] = 0
+        parts = np.split(self.buffer, np.cumsum(lengths))
         pairs = zip(self.exchanges, parts, shapes, strict=False)
         self.views = {e.sent: part.reshape(shape) for e, part, shape in pairs}
 
     def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
-        """Take the values that part number `part` of `count` sends, added to earlier parts.
+        """Copy the values of a part of the rows into the buffer, added to the parts before.
 
-        The session may have written them into the buffer.
+        `part` is the index of the part, and `count` the count of parts. The session may have
+        written the values into the buffer already.
         """
         arrays = [array_of(values[e.sent]) for e in self.exchanges]
         shapes = [array.shape for array in arrays]
@@ -269,7 +276,7 @@ class _Sum:
         for array, view in zip(arrays, self.views.values(), strict=True):
             if array is not view:
                 np.copyto(view, array)
-        own = self.whole
+        own = self.buffer
         if part == 0:
             self._total = own.copy() if count > 1 else None
         elif self._total is not None:
@@ -285,15 +292,19 @@ class _Sum:
         counts: bool,
         waiting: Mapping[str, Wait],
     ) -> tuple[dict[str, Any], Wait]:
-        """Begin to add up; return the values received, by name, and a function that waits for them.
+        """Begin to sum over processes; return the sums by name, and a function that waits for them.
 
-        `waiting` has such functions for values of earlier messages.
+        Args:
+            values: all values, by name.
+            group: the group of processes.
+            counts: whether the rows of this process count; if not, it sends zeros.
+            waiting: functions that wait for values of earlier messages, by name.
         """
         if not counts:
-            self.whole.fill(0)
-        told = self.whole[-REQUESTS:]
+            self.buffer.fill(0)
+        told = self.buffer[-REQUESTS:]
         told[:], self.requests = self.requests, [False] * REQUESTS
-        summed = group.sum(self.whole)
+        summed = group.sum(self.buffer)
         received = {e.received: self.views[e.sent] for e in self.exchanges}
         scale = self._ratio_scaling({**values, **received}, waiting)
         narrow = received
@@ -313,14 +324,14 @@ class _Sum:
     def _ratio_scaling(
         self, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
-        """Return a function that multiplies sums by their ratio, which is often 1."""
+        """Return a function that multiplies sums by the ratio of their `Exchange`, often 1."""
         scaled = [e for e in self.exchanges if e.ratio]
         if not scaled:
             return lambda: None
         expected, count = (array_of(values[name]) for name in scaled[0].ratio)
         ready = waiting.get(scaled[0].ratio[1])
         size = sum(self.views[e.sent].size for e in scaled)  # these are the last ones
-        part = self.whole[-REQUESTS - size : -REQUESTS]
+        part = self.buffer[-REQUESTS - size : -REQUESTS]
 
         def scale() -> None:
             if ready is not None:
@@ -331,6 +342,6 @@ class _Sum:
         return scale
 
     def told(self) -> list[bool]:
-        """Return the requests that any process has sent, once the sums are received."""
+        """Return for each request whether a process has sent it; [] before the sums are there."""
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]

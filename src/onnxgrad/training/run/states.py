@@ -1,10 +1,10 @@
-"""What becomes of the results of a step: new states, or updates of the states in memory.
+"""The states between steps, weights, slots and buffers: replaced by a step, or updated in place.
 
-States are replaced by the outputs of a call. Of large weights with their slots, there is one copy
-in memory: their step is two models, of which the first computes all gradients, and the second
-updates one group of weights by its gradient. The update runs twice: the first time, its results are
-only checked to be finite, so that a step which is not finite changes no state; the second time,
-they replace the states, part by part. Beside the states, there is nothing but the gradients.
+Usually, states are replaced by the outputs of a call. Large weights and slots are in memory once:
+their step consists of two models, of which the first computes all gradients, and the second updates
+one group of weights by its gradient. The second model runs twice: the first time, its results are
+only checked to be finite, so that a step with NaN or infinity changes no state; the second time,
+they replace the states, part by part. Memory holds the states and the gradients only.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ from onnxgrad.training.step.update import is_divided
 from onnxgrad.training.step.weight_groups import Group as WeightGroup
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
-LARGE_STATE = 1 << 20  # elements of a state
+LARGE_STATE = 1 << 20  # elements from which a state is large
 _DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
 States = Sequence[ort.OrtValue | None]
 TargetOf = Callable[[str, ort.OrtValue], np.ndarray | None]
 
 
 class ReplacedStates:
-    """States that are replaced by the outputs of a call; a stack has an axis of members first."""
+    """States that are replaced by the outputs of a call.
+
+    The states of a stack have the axis of members, the copies of its model, first.
+    """
 
     in_place = False
 
     def __init__(self, step: Step, device: Device) -> None:
         self.device, self.member_axes = device, int(step.members is not None)
-        self._memory: dict[str, list[np.ndarray]] = {}  # of large states, by name
+        self._memory: dict[str, list[np.ndarray]] = {}  # arrays of large states, by input name
 
     def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return an array that a call writes a new state into; None: onnxruntime allocates one.
+        """Return an array into which a call writes a new state; None: onnxruntime allocates it.
 
-        Large states get the array of an earlier state, unless anybody still reads it. onnxruntime
-        divides memory that it frees between smaller values, and takes more for the next state.
+        A large state gets the array of an earlier state that no object refers to any more.
+        onnxruntime would divide freed memory between smaller values, and take more memory for the
+        next state.
         """
         dtype = _DTYPES.get(state.data_type())
         if self.device != CPU or dtype is None or prod(state.shape()) < LARGE_STATE:
@@ -65,13 +69,13 @@ class ReplacedStates:
         return arrays[-1]
 
     def are_finite(self, new: Sequence[Value], call: Call, old: States) -> np.ndarray:
-        """Return whether the new states of each member are finite."""
+        """Return whether all new states are finite, for each member of a stack."""
         return reduce(and_, (is_finite(value, self.member_axes) for value in new))
 
     def keep(
         self, new: Sequence[Value], call: Call, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue]:
-        """Return the states after a call; members that are `frozen` keep their old ones."""
+        """Return the states after a call; `frozen` members of a stack keep their old states."""
         kept = [as_state(value, self.device) for value in new]
         if not frozen:
             return kept
@@ -82,31 +86,31 @@ class ReplacedStates:
         return list(map(self.device.ortvalue, arrays))
 
     def release(self) -> None:
-        """Free what only steps need."""
+        """Free the arrays that only steps need."""
         self._memory.clear()
 
 
 def as_state(value: Value, device: Device) -> ort.OrtValue:
-    """Return a new state on the device; an array, which the next step overwrites, is copied."""
+    """Return a result of a step as a state on the device; an array is copied."""
     return device.ortvalue(value.copy()) if isinstance(value, np.ndarray) else value
 
 
 def _count_references(items: list[Any]) -> list[int]:
-    """Return how many references there are to each item, also from this function."""
+    """Return the count of references to each item, including references of this function."""
     return [sys.getrefcount(items[i]) for i in range(len(items))]
 
 
-# of an item to which nothing but its list refers; versions of Python count differently
+# the count for an item to which only its list refers; versions of Python count differently
 (_UNREAD,) = _count_references([object()])
 
 
 class InPlaceStates:
-    """States that are updated where they are, by the gradients of one batch.
+    """States that models update in place, by the gradients of one batch.
 
     Args:
-        step: the first half of a step, whose `updates` are the second.
+        step: the first half of a step; its `updates` are the second half.
         work: multiply-adds of the step.
-        group: the processes, which update some of the weights each if the step has `owners`.
+        group: the group of processes; if the step has `owners`, each updates some of the weights.
     """
 
     in_place = True
@@ -118,13 +122,16 @@ class InPlaceStates:
             for g, model in zip(step.groups, step.updates or (), strict=True)
         ]
         pairs = zip(step.groups, step.model.graph.outputs, strict=False)
-        # of gradients, which may have other axes than the group
+        # the shapes of gradients, which may have other axes than the weights
         self._shapes = {str(group.state.name): static(dims(y)) for group, y in pairs}
-        # by state; memory that onnxruntime allocates would grow to more than they take
+        # arrays for gradients by state; memory that onnxruntime allocates would grow larger
         self._gradients: dict[str, np.ndarray] = {}
 
     def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return the array of a gradient; None for a buffer, which onnxruntime allocates."""
+        """Return the array into which a call writes a gradient; None for a new buffer.
+
+        onnxruntime allocates buffers.
+        """
         if name in self._shapes and name not in self._gradients:
             shape = self._shapes[name]
             like = array_of(state)
@@ -132,7 +139,7 @@ class InPlaceStates:
         return self._gradients.get(name)
 
     def are_finite(self, results: Sequence[Value], call: Call, old: States) -> bool:
-        """Return whether the new buffers, weights and slots are finite, of which none is kept."""
+        """Return whether the new buffers, weights and slots would be finite; keep none of them."""
         buffers = results[len(self.step.groups) :]
         jobs = self._updates_by_gradients(results, old)
         return all(map(is_finite, buffers)) and all(
@@ -142,7 +149,7 @@ class InPlaceStates:
     def keep(
         self, results: Sequence[Value], call: Call, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue | None]:
-        """Update the states, and give other processes the weights that this one has updated."""
+        """Update the states in place, exchange weights between processes; return the states."""
         arrays, count = self._arrays_by_group(old), len(self.step.states)
         try:
             for update, own, g in self._updates_by_gradients(results, old):
@@ -151,7 +158,7 @@ class InPlaceStates:
                 self.group.broadcast(weights.reshape(-1), owner)
         except BaseException:
             for array in (array for own in arrays for array in own):
-                array.fill(np.nan)  # the next step has replaced some of them
+                array.fill(np.nan)  # some were replaced: weights of two steps must not be mixed
             raise
         buffers = results[len(self.step.groups) :]
         return [*old[:count], *(as_state(value, CPU) for value in buffers)]
@@ -159,14 +166,14 @@ class InPlaceStates:
     def _updates_by_gradients(
         self, results: Sequence[Value], states: States
     ) -> Iterator[tuple[GroupUpdate, list[np.ndarray], np.ndarray]]:
-        """Yield each update of this process, the arrays that it updates, and the gradient."""
+        """Yield each update of this process with the arrays that it changes and the gradient."""
         arrays = self._arrays_by_group(states)
         for update, own, gradient in zip(self.updates, arrays, results, strict=False):
             if update is not None:
                 yield update, own, array_of(gradient).reshape(own[0].shape)
 
     def _arrays_by_group(self, states: States) -> list[list[np.ndarray]]:
-        """Return the arrays of each group, in the memory of the states: the weights, the slots."""
+        """Return for each group views of the states in memory: its weights, then its slots."""
         rest = iter(states)
         return [
             [array_of(state) for _ in group.inputs if (state := next(rest)) is not None]
@@ -174,12 +181,18 @@ class InPlaceStates:
         ]
 
     def release(self) -> None:
-        """Free what only steps need."""
+        """Free the arrays of gradients, which only steps need."""
         self._gradients.clear()
 
 
 class GroupUpdate:
-    """The update of one group, by a session."""
+    """The session that updates one group of weights in place.
+
+    Args:
+        group: the group of weights.
+        model: the model of the update, see `group_update_model`.
+        work: multiply-adds of the step.
+    """
 
     def __init__(self, group: WeightGroup, model: ModelProto, work: float) -> None:
         self.session, self.divided = session(model, CPU, work), is_divided(group)
@@ -197,7 +210,10 @@ class GroupUpdate:
         call: Call,
         write: bool,
     ) -> bool:
-        """Compute the new weights and slots; return whether they are finite, or write them."""
+        """Compute the new weights and slots, and return whether they are finite.
+
+        With `write`, they are written over `states` instead, and the result is True.
+        """
         whole, size = [*states, gradient], gradient.size
         divided = [self.divided and array.shape == gradient.shape for array in whole]
         binding, length = self.session.io_binding(), PART if self.divided else size
@@ -221,6 +237,6 @@ class GroupUpdate:
                 return False
             last = i + length >= size
             for array, new, d in zip(parts, results, divided, strict=False):
-                if write and (d or last):  # a number is read again by the next part
+                if write and (d or last):  # the next part reads a slot of one number again
                     np.copyto(array, new)
         return True

@@ -25,7 +25,7 @@ from onnxgrad.operators import made_by
 from onnxgrad.operators.shapes import dims, rank, static
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.reporting import frames_inside
-from onnxgrad.runtime.session import work
+from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.gradients import (
     SCALE,
@@ -34,7 +34,7 @@ from onnxgrad.training.step.gradients import (
     Ratio,
     accumulate_gradients,
     copy_repeated,
-    counted_across,
+    count_over_processes,
     sum_over_processes,
     write_gradients,
 )
@@ -49,44 +49,63 @@ from onnxgrad.training.step.inputs import (
     stacked_shape,
 )
 from onnxgrad.training.step.members import Members
-from onnxgrad.training.step.update import may_be_in_place, owners_of, sharded, write_update
+from onnxgrad.training.step.update import assign_owners, may_be_in_place, shard_update, write_update
 from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 
 @dataclass
 class Step:
-    """The graph of a step: from weights, slots, buffers, data and feeds to new ones and the loss.
+    """A step as a graph.
 
-    The inputs of the graph are in this order, and its first outputs are the new values of the
-    states and buffers that it reads.
+    The inputs of the graph are weights and slots, buffers, data and feeds, in this order. The
+    outputs are the new weights and slots, the new buffers, and the sums and counts of the loss.
 
     With `updates`, the graph is the first half of a step, which reads the weights, not the slots,
-    and returns the gradient of each group instead of new states. The updates are the second half, a
-    model for each group.
+    and returns the gradient of each group instead of new weights and slots. The updates are the
+    second half, a model for each group.
+
+    Attributes:
+        model: the model of the graph.
+        groups: the groups of weights that are updated together.
+        buffers: the inputs with states that do not train, such as running statistics.
+        data: the inputs of a batch, by their names in the objective.
+        unreached: the names of weights without a gradient, which the step does not change.
+        factors: the factors of the parts of the loss.
+        accumulate: the count of micro-batches of a batch.
+        norms: the names of the weights the norms of whose gradients are returned.
+        rounding: the operators through whose rounding gradients pass unchanged.
+        recomputes: whether the order of the nodes saves memory.
+        updates: a model for each group that updates its weights, None for a group that another
+            process updates. None: nodes of the graph update all groups.
+        owners: the rank of the process that updates each group; empty: each process updates all.
+        members: the members of a stack, whose axis all weights, slots and buffers have.
+        work: multiply-adds of the forward pass, per row.
+        feeds: the inputs that are fed, by the names of their feeds.
+        fixed_rows: rows of a micro-batch, if the model takes a fixed count; otherwise None.
+        warned: whether a warning told of weights that train in 16 bits.
     """
 
     model: ir.Model
     groups: list[Group]
-    buffers: list[ir.Value]  # other states that it replaces
-    data: dict[str, ir.Value]  # the inputs of a batch, by their names in the objective
-    unreached: list[str]  # weights without a gradient, which a step does not change
-    factors: tuple[float, ...]  # of the sums and counts that it reports
-    accumulate: int  # micro-batches of a step
-    norms: list[str]  # weights whose gradient's norm is returned
-    rounding: list[str]  # operators that gradients pass through
-    recomputes: bool  # whether the order of its nodes saves memory
-    # of the groups, if they are not part of the graph; None for one that another process updates
+    buffers: list[ir.Value]
+    data: dict[str, ir.Value]
+    unreached: list[str]
+    factors: tuple[float, ...]
+    accumulate: int
+    norms: list[str]
+    rounding: list[str]
+    recomputes: bool
     updates: Sequence[ModelProto | None] | None
-    owners: list[int]  # the processes that update the groups
-    members: Members | None  # of a stack, whose axis all states have
-    work: float  # multiply-adds of the forward pass, per row
-    feeds: dict[str, ir.Value] = field(default_factory=dict)  # inputs by the names of their feeds
-    fixed_rows: int | None = None  # rows of a micro-batch, if the model states them
-    warned: bool = False  # of weights in 16 bits
+    owners: list[int]
+    members: Members | None
+    work: float
+    feeds: dict[str, ir.Value] = field(default_factory=dict)
+    fixed_rows: int | None = None
+    warned: bool = False
 
     @property
-    def scaled(self) -> bool:
-        """Whether buffers hold a loss scale."""
+    def has_loss_scale(self) -> bool:
+        """Whether the step scales the loss; buffers hold the scale."""
         return any(b.name == SCALE for b in self.buffers)
 
     @property
@@ -96,17 +115,17 @@ class Step:
 
     @property
     def states(self) -> list[ir.Value]:
-        """The weights and slots of all groups."""
+        """The inputs that hold the weights and slots of all groups."""
         return [v for group in self.groups for v in group.inputs]
 
     @property
     def carried(self) -> list[ir.Value]:
-        """The inputs whose new values are the first outputs: states and buffers."""
+        """The inputs whose new values are the first outputs: weights, slots and buffers."""
         read = self.states if self.updates is None else [group.state for group in self.groups]
         return [*read, *self.buffers]
 
     def fed(self, call: Call) -> Arrays:
-        """Return the values of data and feeds for the steps of a call, by the names of inputs.
+        """Return the values of data and feeds for the steps of a call, by input name.
 
         Raises:
             ValueError: the batches cannot be split into micro-batches; see `Slice.fed`.
@@ -130,8 +149,9 @@ class Step:
             more = f" and {len(names) - 3} more" * (len(names) > 3)
             warnings.warn(
                 f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
-                "rates, steps and squares of gradients are rounded, small ones to zero, and NaN is "
-                f"likely. A Trainer with {argument('precision', 'auto')} keeps both in float32",
+                "rates, steps and squares of gradients are rounded, small numbers to zero, and NaN "
+                f"is likely. A Trainer with {argument('precision', 'auto')} has weights and slots "
+                "in float32",
                 stacklevel=frames_inside() + 1,
             )
 
@@ -157,14 +177,16 @@ def build_step(
         objective: the loss to minimize.
         optimizer: of the update.
         recompute: as for `Trainer`.
-        norms: whether it also returns the 2-norm of the gradient of every weight.
+        norms: whether the step also returns the 2-norm of the gradient of every weight.
         packed: elements up to which weights are small, and parts of one input; None: `PACKED`.
         blocks: whether large weights are updated in parts that stay in the cache of a CPU.
-        in_place: whether the update of large states is no part of the graph: see `Step.updates`.
-        members: the members of a stack; None: it trains one model.
-        across: how processes share the step, whose graph has nodes that exchange values.
-        accumulate: the micro-batches whose gradients are added up before the update. The data have
-            another first axis, of this length.
+        in_place: whether models update large weights in place, and not nodes of the graph: see
+            `Step.updates`.
+        members: the members of a stack; None: the step trains one model.
+        across: how processes share the step, whose graph has nodes that exchange values; None: they
+            do not.
+        accumulate: the count of micro-batches whose gradients are added up before the update. The
+            data have a further first axis, of this length.
         counted: another objective of the same loss, which counts its terms in all micro-batches;
             None: the step takes a batch whole.
         adds_losses: whether the loss of a batch is the sum of the losses of its micro-batches, of
@@ -174,7 +196,7 @@ def build_step(
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    multiply_adds = work(objective.model.graph) * accumulate
+    multiply_adds = count_multiply_adds(objective.model.graph) * accumulate
     ratio: Ratio = ()
     scale = LossScale.new() if objective.scales else None
     factor = None if scale is None else scale.scale
@@ -187,7 +209,7 @@ def build_step(
         if across is None:
             seeds = whole.cotangents(op, factor)
         else:
-            whole, seeds, ratio = counted_across(op, whole, factor)
+            whole, seeds, ratio = count_over_processes(op, whole, factor)
         parts = write_gradients(op, whole, seeds, recompute)
     if scale is not None:
         parts = scale.unscale(op, parts)
@@ -206,8 +228,8 @@ def build_step(
         buffers = scale.guard(op, parts.gradients, update, buffers)
     owners: list[int] = []
     if across is not None and across.shards:
-        owners = owners_of(update.groups, across.part.size)
-        update = sharded(op, update, across.part.rank, owners)
+        owners = assign_owners(update.groups, across.part.size)
+        update = shard_update(op, update, across.part.rank, owners)
     step = Step(
         parts.model,
         update.groups,
@@ -231,7 +253,7 @@ def build_step(
 def _set_inputs_and_outputs(
     op: Emit, step: Step, new: list[ir.Value], reported: list[ir.Value]
 ) -> None:
-    """Set the inputs and outputs of the graph of a step, the latter `new` states and reports."""
+    """Set the inputs of the graph of a step, and its outputs: `new` values, then `reported`."""
     graph, carried = op.graph, step.carried
     remove_unread_feeds(graph, but=RATE)
     graph.inputs[:] = [*carried, *step.data.values(), *feed_inputs(graph).values()]
@@ -248,7 +270,7 @@ def _set_inputs_and_outputs(
 
 
 def _write_norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
-    """Return the 2-norms of tensors as one vector, float32 of shape [tensors]."""
+    """Return the 2-norms of gradients as one vector, float32 of shape [gradients]."""
     with op:
         norms = [
             op.Reshape(op.Cast(op.ReduceL2(g, keepdims=0), to=ir.DataType.FLOAT), [1])
@@ -268,11 +290,11 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
 
     With a `target`, the step is in the native form of sessions there; otherwise, all operators are
-    standard ones.
+    operators of ONNX.
 
-    Its inputs are the inputs of the step, in their order; all but the states and buffers are
-    stacked over the batches. Outputs: the states and buffers after the last batch, then the losses
-    and other reports of every batch.
+    The inputs are the inputs of the step, in their order; data and feeds have a further first axis
+    of batches. The outputs are weights, slots and buffers after the last batch, then the losses and
+    other reports of every batch.
     """
     body = step.model.graph
     if target is not None:
@@ -326,7 +348,7 @@ def _is_fixed(value: ir.Value, body: ir.Graph) -> bool:
 
 
 def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
-    """Return a value from outside of the body, repeated for each iteration over `scanned`."""
+    """Return a stack of `value`, from outside of the body, for the iterations over `scanned`."""
     if value.is_initializer() and value.const_value is not None:
         value = op.const(value.const_value.numpy())
     length = op.vector(op.dim(scanned, 0), *[1] * (rank(value) or 0))
@@ -334,11 +356,11 @@ def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
 
 
 def _move_integers(body: ir.Graph, graph: ir.Graph) -> None:
-    """Let `graph` hold large quantized weights of a body.
+    """Move large quantized weights from a body of a Scan to the `graph` around it, in place.
 
-    onnxruntime also keeps the body that it is given. It packs constants for the nodes that read
-    them one graph further in, and no deeper; floats stay, as it fuses and blocks floats of one
-    graph.
+    onnxruntime keeps a copy of the body with its constants. It packs constants for nodes in a
+    subgraph of the graph that holds them, and no deeper. Floats stay in the body, as onnxruntime
+    fuses and blocks floats only where nodes and constants are in one graph.
     """
     for name, value in list(body.initializers.items()):
         tensor = value.const_value

@@ -30,7 +30,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.operators.shapes import dims, static
 from onnxgrad.parallel.collectives import all_reduce
 from onnxgrad.parallel.process_groups import Part
-from onnxgrad.training.objective import Objective, inverse
+from onnxgrad.training.objective import Objective, inverse_count
 from onnxgrad.training.step.inputs import (
     ROWS,
     SHARE,
@@ -43,8 +43,9 @@ from onnxgrad.training.step.inputs import (
 from onnxgrad.training.step.update import Update
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
-Stacks = dict[ir.Value, ir.Value]  # inputs that hold all micro-batches, by the inputs of one
-# by which sums over processes are multiplied: its two numbers, or none
+# inputs that hold all micro-batches, by the input of one micro-batch
+Stacks = dict[ir.Value, ir.Value]
+# the numerator and the denominator of the factor of sums over processes; () without a factor
 Ratio = tuple[()] | tuple[ir.Value, ir.Value]
 SCALE, SKIPPED = "onnxgrad.loss_scale", "onnxgrad.skipped_steps"  # names that no model uses
 _STEPS = "onnxgrad.steps_of_loss_scale"
@@ -53,20 +54,20 @@ INITIAL: dict[str, np.ndarray] = {
     _STEPS: np.array(0, np.int64),
     SKIPPED: np.array(0, np.int64),
 }
-_LEAST, _GROWS_AFTER = 2.0**-10, 2000
+_LEAST, _GROWS_AFTER = 2.0**-10, 2000  # the least scale; steps until the scale is doubled
 
 
 @dataclass
 class Gradients:
     """The first half of a step: the graph that computes the gradients of one batch.
 
-    - `model`: its graph has the weights of `gradients`, the `data` and feeds among its inputs.
-    - `gradients`: by weight.
+    - `model`: the model of the graph; the weights, the `data` and feeds are inputs of the graph.
+    - `gradients`: the gradient of each weight.
     - `data`: the inputs of a batch, by name.
-    - `buffers`: states with their new values after the batch.
+    - `buffers`: inputs with states that do not train, and their new values after the batch.
     - `reported`: the sums of the losses, then as many counts.
     - `unreached`: the names of weights without a gradient.
-    - `rounding`: operators whose rounding gradients pass straight through, one for each node.
+    - `rounding`: the operator of each node through whose rounding gradients pass unchanged.
     """
 
     model: ir.Model
@@ -86,13 +87,19 @@ def write_gradients(
 ) -> Gradients:
     """Write the gradients of one batch.
 
+    Args:
+        op: writes into the graph of the objective.
+        objective: the loss to minimize.
+        seeds: the cotangents with which the sweep begins.
+        recompute: as for `Trainer`.
+
     Raises:
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
     graph, trained = objective.model.graph, objective.weights
     if recompute == "all":
-        attention_by_blocks(op, {*seeds, *objective.referred})
+        attention_by_blocks(op, {*seeds, *objective.named_values})
     recomputation = Recomputation(op, seeds.values(), recompute)
     wrt = trained if objective.job.straight_through else []
     quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
@@ -101,11 +108,15 @@ def write_gradients(
     if not gradients:
         refuse_quantized(list(graph), objective.data, seeds)
         names, loss = [str(w.name) for w in trained], objective.written.sums[0]
-        raise ValueError(f"no differentiable path from any of {names} to the loss {loss.name!r}")
+        raise ValueError(
+            f"no differentiable path leads from any of the weights {names} to the loss "
+            f"{loss.name!r}: name weights that influence the loss with {argument('train')}"
+        )
     for w in gradients:
-        if (stored := objective.stored.get(str(w.name))) is not None:  # sparse: others stay zero
+        # elements that a sparse weight does not store stay zero
+        if (mask := objective.sparse_masks.get(str(w.name))) is not None:
             with op:
-                gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
+                gradients[w] = op.set_type_like(gradients[w] * mask.astype(numpy_dtype(w)), w)
     recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
     replace_calls(op, objective.model)
     unreached = [w for w in trained if w not in gradients]
@@ -151,7 +162,10 @@ def build_gradients(objective: Objective) -> ModelProto:
 
 
 def copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
-    """Return values that a Scan can return: with copies of inputs, and of repeated values."""
+    """Return the values, with copies in place of inputs and of repeated values.
+
+    A Scan cannot return an input, or one value twice.
+    """
     separate: list[ir.Value] = []
     for v in values:
         separate.append(op.copy_of(v) if v.producer() is None or v in separate else v)
@@ -169,10 +183,10 @@ def accumulate_gradients(
     shared: bool = False,
     adds_losses: bool = False,
 ) -> tuple[Emit, Gradients]:
-    """Return the gradients of a batch, summed over its micro-batches, and what writes behind them.
+    """Return the gradients of a batch, summed over its micro-batches, and the emitter behind them.
 
-    Its data have another first axis. The counts of all micro-batches are computed first, so that
-    the sum is the gradient of the one large batch, whatever the counts are.
+    Its data have a further first axis, of micro-batches. The counts of all micro-batches are
+    computed first, so that the sum is the gradient of the one large batch, whatever the counts are.
 
     Args:
         objective: the loss of a micro-batch, whose graph becomes the body of a Scan.
@@ -191,10 +205,10 @@ def accumulate_gradients(
     inner = Emit(body)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="step")
     inverses = [
-        ir.Value(name=inner.name("inverse_count"), type=n.type, shape=ir.Shape([]))
+        ir.Value(name=inner.name("inverse"), type=n.type, shape=ir.Shape([]))
         for n in objective.written.counts
     ]
-    parts = write_gradients(inner, objective, objective.scaled(inner, inverses), recompute)
+    parts = write_gradients(inner, objective, objective.seed_cotangents(inner, inverses), recompute)
     op = Emit(graph, all_names(body))
     stacks = _stack_inputs(parts, graph)
     totals = _write_counts(op, counted, stacks)
@@ -205,16 +219,16 @@ def accumulate_gradients(
         number = op.Cast(op.Reshape(length, []), to=totals[0].dtype)
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
-            scaled = inverse(op, total, scale)
+            scaled = inverse_count(op, total, scale)
             scaled = scaled if number is None else scaled * number
             ir.convenience.replace_all_uses_with(placeholder, scaled)
     return op, _sum_micro_batches(op, parts, stacks, totals, number)
 
 
 def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
-    """Return the inputs of `graph` that hold all micro-batches.
+    """Return inputs of `graph` that hold all micro-batches, by the input of one micro-batch.
 
-    Feeds that are the same for all micro-batches become inputs of `graph`.
+    Feeds with one value for all micro-batches become inputs of `graph` without a further axis.
     """
     stacks = {x: stacked_input(x, "micro_batches") for x in parts.data.values()}
     for value in feed_inputs(parts.model.graph).values():
@@ -231,7 +245,7 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
 
 
 def _write_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
-    """Write the counts of all micro-batches together, by a Scan over labels and weights only.
+    """Return the counts of terms of all micro-batches together, by a Scan over labels and weights.
 
     The Scan takes over the graph of `objective`.
     """
@@ -242,7 +256,8 @@ def _write_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Val
     data = [x for x in objective.data if x.uses() or x in counts] or objective.data[-1:]
     if unknown := [x.name for x in body.inputs if x.uses() and x not in data]:
         raise ValueError(
-            f"the number of terms of the loss depends on {unknown}: use {argument('accumulate', 1)}"
+            f"the count of terms of the loss depends on the inputs {unknown}, and micro-batches "
+            f"need it before the loss is computed: pass {argument('accumulate', 1)}"
         )
     body.inputs[:] = data
     attributes = {"body": body, "num_scan_inputs": len(data)}
@@ -252,14 +267,14 @@ def _write_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Val
     return [_sum_stack(op, _set_stacked_type(stack, one)) for stack, one in pairs]
 
 
-def _set_stacked_type(stack: ir.Value, one: ir.Value) -> ir.Value:
-    """Set the type and shape of a `stack` of values like `one`; return it."""
-    stack.type, stack.shape = one.type, stacked_shape(one, "micro_batches")
+def _set_stacked_type(stack: ir.Value, element: ir.Value) -> ir.Value:
+    """Set the type and shape of a `stack` of values like `element`; return the stack."""
+    stack.type, stack.shape = element.type, stacked_shape(element, "micro_batches")
     return stack
 
 
 def _sum_stack(op: Emit, stack: ir.Value) -> ir.Value:
-    """Return the sum over micro-batches."""
+    """Return the sum of a stack of values over its first axis, the axis of micro-batches."""
     return op.ReduceSum(stack, [0], keepdims=0)
 
 
@@ -270,10 +285,15 @@ def _sum_micro_batches(
     totals: list[ir.Value],
     number: ir.Value | None,
 ) -> Gradients:
-    """Make the graph of `parts` the body of a Scan that sums the gradients; return its results.
+    """Return the gradients of all micro-batches, by a Scan whose body is the graph of `parts`.
 
-    `totals` are the counts that it reports. With a `number` of micro-batches, the losses are their
-    sum, and not their mean.
+    Args:
+        op: writes into the graph around the Scan.
+        parts: the gradients of one micro-batch.
+        stacks: the inputs that hold all micro-batches.
+        totals: the counts of terms of all micro-batches, which are reported.
+        number: the count of micro-batches, if the loss of a batch is the sum of the losses of its
+            micro-batches; None: it is their mean.
     """
     body, graph = parts.model.graph, op.graph
     inner, weights = Emit(body, outer=op), list(parts.gradients)
@@ -284,7 +304,7 @@ def _sum_micro_batches(
         before = ir.Value(name=inner.name(f"{w.name}_sum"), type=w.type, shape=w.shape)
         sums.append(before)
         results.append(inner.Add(before, parts.gradients[w]))
-    before_buffers = [_take_over_name(inner, b) for b in parts.buffers]
+    before_buffers = [_buffer_outside(inner, b) for b in parts.buffers]
     after = [*results, *parts.buffers.values(), *parts.reported]
     body.inputs[:] = [*sums, *parts.buffers, *stacks]
     body.outputs[:] = []
@@ -309,8 +329,8 @@ def _sum_micro_batches(
     )
 
 
-def _take_over_name(inner: Emit, buffer: ir.Value) -> ir.Value:
-    """Return a value with the name of `buffer`, which gets another name in the body."""
+def _buffer_outside(inner: Emit, buffer: ir.Value) -> ir.Value:
+    """Return an input for outside of the body with the name of `buffer`; rename it in the body."""
     outside = ir.Value(
         name=buffer.name, type=buffer.type, shape=buffer.shape, const_value=buffer.const_value
     )
@@ -320,16 +340,21 @@ def _take_over_name(inner: Emit, buffer: ir.Value) -> ir.Value:
 
 # -- the loss scale --------------------------------------------------------------------------------
 #
-# Where a step computes gradients in 16 bits, small ones would be zero: the cotangent of the loss is
-# multiplied by a scale, and the gradients are divided by it. A step whose gradients are not finite
-# is skipped, and halves the scale; it is doubled after many steps without one (Micikevicius et al.
-# 2018, "Mixed Precision Training", arXiv:1710.03740; with the numbers of `torch.amp.GradScaler`,
-# but for the first scale, which float16 holds).
+# Where a step computes gradients in 16 bits, small gradients would be zero: the cotangent of the
+# loss is multiplied by a scale, and the gradients are divided by the scale. A step whose gradients
+# are not finite is skipped, and halves the scale; many steps in a row that are not skipped double
+# it (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740; with the numbers of
+# `torch.amp.GradScaler`, but for the first scale, which float16 holds).
 
 
 @dataclass
 class LossScale:
-    """Buffers of a step: the scale, how many steps it has, and how many were skipped in all."""
+    """The scale of the loss, as buffers of a step.
+
+    - `scale`: the scale.
+    - `steps`: the count of steps since the scale changed.
+    - `skipped`: the count of all steps that were skipped.
+    """
 
     scale: ir.Value
     steps: ir.Value
@@ -337,12 +362,12 @@ class LossScale:
 
     @classmethod
     def new(cls) -> Self:
-        """Return one whose buffers begin with the values of `INITIAL`, by their names."""
+        """Return a loss scale with new buffers, which begin with the values of `INITIAL`."""
         kinds = {n: ir.TensorType(ir.DataType.from_numpy(v.dtype)) for n, v in INITIAL.items()}
         return cls(*(ir.Value(name=n, type=t, shape=ir.Shape([])) for n, t in kinds.items()))
 
     def unscale(self, op: Emit, parts: Gradients) -> Gradients:
-        """Return the gradients of the scaled loss, divided by the scale."""
+        """Return `parts` with the gradients of the scaled loss divided by the scale."""
         with op:
             inverse = op.Reciprocal(self.scale)
             gradients = {
@@ -360,9 +385,9 @@ class LossScale:
     ) -> dict[ir.Value, ir.Value]:
         """Let a step whose gradients are not finite change nothing but the scale.
 
-        Return the new values of the buffers, and of the scale. The update does not count skipped
-        steps. With the least scale, a step is not skipped: then it is the model that is not
-        finite.
+        Return the new values of `buffers` and of the buffers of the loss scale. The update does not
+        count skipped steps. With the least scale, no step is skipped: then the model itself gives
+        numbers that are not finite.
         """
         with op:
             squares = [op.ReduceSumSquare(g, keepdims=0) for g in gradients.values()]
@@ -370,11 +395,11 @@ class LossScale:
             bad = op.Or(op.IsNaN(total), op.IsInf(total))
             bad = op.And(bad, op.Greater(self.scale, op.const(np.float32(_LEAST))))
 
-            def kept(old: ir.Value, new: ir.Value) -> ir.Value:
+            def unless_bad(old: ir.Value, new: ir.Value) -> ir.Value:
                 return op.set_type_like(op.Where(bad, old, new), new)
 
-            update.new = [kept(*pair) for pair in zip(update.states, update.new, strict=True)]
-            result = {old: kept(old, new) for old, new in buffers.items()}
+            update.new = [unless_bad(*pair) for pair in zip(update.states, update.new, strict=True)]
+            result = {old: unless_bad(old, new) for old, new in buffers.items()}
             one, steps = op.const(np.int64(1)), op.Add(self.steps, op.const(np.int64(1)))
             grows = op.Equal(steps, op.const(np.int64(_GROWS_AFTER)))
             half, twice = (op.Mul(self.scale, op.const(np.float32(k))) for k in (0.5, 2.0))
@@ -386,11 +411,11 @@ class LossScale:
                 self.skipped: op.Where(bad, op.Add(self.skipped, one), self.skipped),
             }
             result |= {old: op.set_type_like(value, old) for old, value in new.items()}
-        self._leave_out_skipped(op)
+        self._subtract_skipped_steps(op)
         return result
 
-    def _leave_out_skipped(self, op: Emit) -> None:
-        """Let the update read the number of the steps that were not skipped."""
+    def _subtract_skipped_steps(self, op: Emit) -> None:
+        """Let the nodes that read the number of the step read it without skipped steps."""
         number = STEP.input(op)
         readers = list(number.uses())
         if not readers:
@@ -410,11 +435,12 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Across:
-    """How the processes of a step share it.
+    """How processes share a step.
 
-    - `part`: the rows of this process.
-    - `same_buffers`: whether each computes the buffers of the whole batch; else their mean counts.
-    - `shards`: whether each updates some of the weights only.
+    - `part`: the part of the rows that this process computes.
+    - `same_buffers`: whether each process computes the buffers of the whole batch; if not, their
+      mean over processes is taken.
+    - `shards`: whether each process updates some of the weights only.
     """
 
     part: Part
@@ -422,28 +448,30 @@ class Across:
     shards: bool = False
 
 
-def counted_across(
+def count_over_processes(
     op: Emit, objective: Objective, scale: ir.Value | None
 ) -> tuple[Objective, dict[ir.Value, ir.Value], Ratio]:
-    """Return the objective with the counts of all processes, its cotangents times `scale`, a ratio.
+    """Return the objective with the counts of terms of all processes, its cotangents, and a ratio.
 
-    All processes know how many terms the loss of a batch has, unless some are ignored or weighted,
-    before they exchange anything: each divides its gradients by that number, and their sum is
-    multiplied by the ratio of the number to the count of all processes. So the count of this
-    process is in the same message. Without a ratio, the count is known before the gradients.
+    The cotangents are of the loss times `scale`. All processes know how many terms the loss of a
+    batch has, unless labels are ignored or weighted, before they exchange anything: each process
+    divides its gradients by this expected number, and the sum over processes is multiplied by the
+    ratio of the expected number to the count of all processes. So the count of a process is in the
+    same message as its gradients. If the ratio is (), the counts are exchanged before the sweep.
     """
     ratio, own = _expected_terms(op, objective), objective.written.counts
     counts = [all_reduce(op, n) for n in own]
     objective = replace(objective, written=replace(objective.written, counts=counts))
     if not ratio:
         return objective, objective.cotangents(op, scale), ()
-    return objective, objective.scaled(op, [inverse(op, ratio[0])]), ratio
+    return objective, objective.seed_cotangents(op, [inverse_count(op, ratio[0])]), ratio
 
 
 def _expected_terms(op: Emit, objective: Objective) -> Ratio:
-    """Return the number of terms of all rows, from the feed `ROWS`, and the count of this process.
+    """Return the expected count of terms of all rows, and the count of terms of this process.
 
-    Neither, where the count must be known before the gradients.
+    The expected count is computed from the feed `ROWS`. (): the counts must be exchanged before the
+    sweep.
     """
     counts, labels = objective.written.counts, objective.written.labels
     n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -460,10 +488,10 @@ def _expected_terms(op: Emit, objective: Objective) -> Ratio:
 
 
 def sum_over_processes(op: Emit, parts: Gradients, across: Across, ratio: Ratio) -> Gradients:
-    """Return the gradients, losses and buffers of all processes.
+    """Return `parts` with gradients, losses and buffers summed over the processes.
 
-    The counts that it reports are the counts of all processes already. Buffers are the mean by the
-    share of rows, unless all processes compute the same.
+    The counts in `parts` are summed already. Buffers become the mean of the processes, weighted by
+    their rows, unless all processes compute the same buffers.
     """
     half, buffers = len(parts.reported) // 2, dict(parts.buffers)
     sums = [all_reduce(op, total) for total in parts.reported[:half]]

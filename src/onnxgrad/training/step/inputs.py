@@ -1,8 +1,8 @@
-"""What a step reads beside the weights and slots that it updates.
+"""The inputs of a step other than weights and slots: batches of data, and feeds.
 
-An input whose values follow from the call, such as the learning rate, is declared once, by its
-`Feed`: name, dtype, and the values for the steps of a call. A graph reads it as `Feed.input`, which
-carries the `Feed` in its `meta`; what runs the step feeds all such inputs of its graph.
+A feed is an input whose values follow from the call of the runtime, such as the learning rate. It
+is declared once, by its `Feed`: name, dtype, and the values for the steps of a call. A graph reads
+it as `Feed.input`, which carries the `Feed` in its `meta`; a runner feeds all such inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ WHOLE = Part(0, 1)
 
 
 class Batch(NamedTuple):
-    """Arrays by input, the numbers of their rows, and what has rows of these numbers."""
+    """One batch: arrays by input, the indices of their rows in the data, and a text for messages.
+
+    `of` is the text behind indices of rows in messages: "" for the data, or " of batch 3".
+    """
 
     arrays: Mapping[str, np.ndarray]
     rows: Sequence[int]
@@ -35,11 +38,17 @@ class Batch(NamedTuple):
 class Slice:
     """Batches of one shape for one call of the runtime: each array is [batches, rows, ...].
 
-    An array without rows is [batches, ...]; `row_axes` says where the model has the rows. A batch
-    has `rows` rows. The arrays may have only a `part` of them: `own` rows, of which the first
-    `counted` count; if none does, there is another row, as a model needs one. `numbers` says where
-    all own rows are in the data, if these are in memory. `begins` says which batches begin a
-    sequence; None: none beside the first of an epoch.
+    Attributes:
+        arrays: the data by input; an array without rows is [batches, ...].
+        batches: the count of batches.
+        rows: the count of rows of a batch, in all processes.
+        row_axes: the axes on which the model has the rows.
+        part: the part of each batch that this process has.
+        own: the count of rows of the arrays, for a batch.
+        counted: the count of these rows that count in the loss, the first ones. If it is 0, there
+            is one row all the same, as a model needs a row.
+        numbers: the indices of all own rows in the data; None for data that are not in memory.
+        begins: which batches begin a sequence; None: only the first batch of an epoch does.
     """
 
     arrays: dict[str, np.ndarray]
@@ -59,16 +68,19 @@ class Slice:
             self.counted = len(range(self.rows)[self.part.rows(self.rows)])
 
     def fed(self, micro_batches: int | None = None) -> Mapping[str, np.ndarray]:
-        """Return the arrays as the model has them: [batches, ...], or [batches, parts, ...].
+        """Return the arrays with the axes of the model: [batches, ...], or [batches, parts, ...].
+
+        Args:
+            micro_batches: the count of parts into which the rows of each batch are cut; None: the
+                arrays have no axis of parts.
 
         Raises:
-            ValueError: the rows are to be cut into several `micro_batches`, and these may be on
-                several axes, or are no multiple of them.
+            ValueError: the rows are to be cut, and may be on several axes of an array.
         """
         if micro_batches is None:
             return self.row_axes.as_declared(self.arrays, 1)
         parts, split = micro_batches, {}
-        whole = self.row_axes.without_rows(self.one_batch(), cut=parts > 1)
+        whole = self.row_axes.names_without_rows(self.one_batch(), cut=parts > 1)
         for name, array in self.arrays.items():
             if name in whole:
                 split[name] = np.repeat(array[:, None], parts, axis=1)
@@ -87,7 +99,7 @@ class Slice:
         return {name: array[None] for name, array in taken.items()}
 
     def part_of(self, first: int, batches: int) -> Slice:
-        """Return so many of the batches, the first of which has the number `first` here."""
+        """Return the slice of `batches` batches from the batch with the index `first` on."""
         taken = slice(first, first + batches)
         numbers = self.numbers
         if numbers is not None:
@@ -97,7 +109,7 @@ class Slice:
         return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
 
     def each(self, first: int) -> Iterator[Batch]:
-        """Yield the batches as the model has them; `first` is the number of the first of them."""
+        """Yield the batches, with the axes of the model; `first` is the index of the first."""
         fed = self.fed()
         for i in range(self.batches):
             arrays = {name: stack[i] for name, stack in fed.items()}
@@ -111,11 +123,11 @@ class Slice:
 class Call:
     """The steps of one call of the runtime.
 
-    - `piece`: their batches.
-    - `rates`: the learning rate of each, (steps,); in a stack (steps, members).
-    - `position`: the number of the first batch in its epoch.
-    - `done`: the number of steps before them.
-    - `micro_batches`: into how many parts each batch is split; None: into none.
+    - `piece`: the batches, one for each step.
+    - `rates`: the learning rates of the steps, (steps,); in a stack (steps, members).
+    - `position`: the index of the first batch in its epoch.
+    - `done`: the count of steps before this call.
+    - `micro_batches`: the count of parts into which each batch is split; None: it is not split.
     """
 
     piece: Slice
@@ -125,28 +137,28 @@ class Call:
     micro_batches: int | None = None
 
     def part_of(self, first: int, batches: int) -> Call:
-        """Return the call of so many of the batches, the first of which has the number `first`."""
+        """Return the call for `batches` batches from the batch with the index `first` on."""
         piece, rates = self.piece.part_of(first, batches), self.rates[first : first + batches]
         return Call(piece, rates, self.position + first)
 
     def each(self) -> Iterator[Batch]:
-        """Yield the batches as the model has them."""
+        """Yield the batches of this call, with the axes of the model."""
         return self.piece.each(self.position)
 
     @property
-    def numbers(self) -> np.ndarray:
-        """The numbers of the steps, from 0 on."""
+    def step_indices(self) -> np.ndarray:
+        """The indices of the steps of this call, counted from the first step of the training."""
         return self.done + np.arange(self.piece.batches)
 
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """An input whose values follow from the call: one for each step, or for each micro-batch.
+    """An input of a step whose values follow from the call, one for each step or micro-batch.
 
     - `values`: returns the values for the steps of a call, along the first axis.
-    - `shape`: of one value.
-    - `of_rows`: whether each part of the rows of a batch may read another value.
-    - `of_members`: whether each member of a stack reads another value.
+    - `shape`: the shape of one value.
+    - `of_rows`: whether each part of the rows of a batch has a separate value.
+    - `of_members`: whether each member of a stack has a separate value.
     """
 
     name: str
@@ -157,9 +169,9 @@ class Feed:
     of_members: bool = False
 
     def input(self, op: Emit, wide: bool = False) -> ir.Value:
-        """Return the input of the graph of `op` with these values, a new one unless there is one.
+        """Return the input of the graph of `op` that is fed with these values.
 
-        Floats of a new input are float64 if it is `wide`.
+        If the graph has none, one is added; its floats are float64 if it is `wide`.
         """
         if (known := feed_inputs(op.graph).get(self.name)) is not None:
             return known
@@ -171,7 +183,7 @@ class Feed:
         return value
 
     def mark(self, value: ir.Value) -> ir.Value:
-        """Let what runs a graph feed its input `value` with these values; return `value`."""
+        """Mark `value` as an input that runners feed with the values of this feed; return it."""
         value.meta[marks.FEED] = self
         return value
 
@@ -181,13 +193,13 @@ class Feed:
         return self.values(call).astype(dtype.numpy())
 
 
-FEEDS: dict[str, Feed] = {}  # by name, in the order in which inputs of a step are
+FEEDS: dict[str, Feed] = {}  # by name, in the order of the inputs of a step
 
 
 def declare_feed(feed: Feed) -> Feed:
-    """Add a feed to `FEEDS`; return it.
+    """Add a feed to `FEEDS`, and return it.
 
-    The updates of optimizers read it if `optimizers.Inputs` has a field of its name.
+    The updates of optimizers can read a feed if `UpdateInputs` has a field of its name.
     """
     FEEDS[feed.name] = feed
     return feed
@@ -199,48 +211,48 @@ def feed_of(value: ir.Value) -> Feed | None:
 
 
 def feed_inputs(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Return the inputs of a graph that are fed, by the names of their feeds, in one order."""
+    """Return the inputs of a graph that are fed, by feed name, in the order of `FEEDS`."""
     feeds = ((feed_of(v), v) for v in graph.inputs)
     found = {feed.name: v for feed, v in feeds if feed is not None}
     return {name: found[name] for name in (*FEEDS, *found) if name in found}
 
 
 def remove_unread_feeds(graph: ir.Graph, but: Feed | None = None) -> None:
-    """Remove the inputs that are fed, and that no node reads, `but` the input of one feed."""
+    """Remove the fed inputs of a graph that no node reads, except the input of the feed `but`."""
     for value in feed_inputs(graph).values():
         if not value.uses() and feed_of(value) is not but:
             graph.inputs.remove(value)
 
 
 def draw_numbers(call: Call) -> np.ndarray:
-    """Return numbers that differ between steps, micro-batches, and processes that share a batch."""
+    """Return a number for each draw of random numbers: of a step, micro-batch and process."""
     part = call.piece.part
-    numbers = call.numbers * part.size + part.rank
+    numbers = call.step_indices * part.size + part.rank
     if call.micro_batches is None:
         return numbers
     return (numbers[:, None] << 20) + np.arange(call.micro_batches)
 
 
 def _begins_sequence(call: Call) -> np.ndarray:
-    """Return which batches begin an epoch or a sequence."""
-    first = call.numbers == call.done - call.position
+    """Return for each batch of a call whether it begins an epoch or a sequence."""
+    first = call.step_indices == call.done - call.position
     return first if call.piece.begins is None else first | call.piece.begins
 
 
 def _rows_of_batch(call: Call) -> np.ndarray:
-    """Return the number of rows of each batch, in all processes."""
+    """Return the count of rows of each batch of a call, in all processes together."""
     return np.full(call.piece.batches, call.piece.rows)
 
 
 def _share_of_rows(call: Call) -> np.ndarray:
-    """Return the share of the rows of each batch that this process computes."""
+    """Return for each batch of a call the share of its rows that this process computes."""
     return np.full(call.piece.batches, call.piece.counted / call.piece.rows)
 
 
 RATE = declare_feed(
     Feed("minus_learning_rate", ir.DataType.FLOAT, lambda call: -call.rates, of_members=True)
 )
-STEP = declare_feed(Feed("step", ir.DataType.INT64, lambda call: call.numbers + 1))
+STEP = declare_feed(Feed("step", ir.DataType.INT64, lambda call: call.step_indices + 1))
 DRAW = declare_feed(Feed("draw", ir.DataType.INT64, draw_numbers, of_rows=True))
 FIRST = declare_feed(Feed("first", ir.DataType.BOOL, _begins_sequence))
 ROWS = declare_feed(Feed("rows", ir.DataType.FLOAT, _rows_of_batch))
@@ -248,11 +260,14 @@ SHARE = declare_feed(Feed("share", ir.DataType.DOUBLE, _share_of_rows, of_rows=T
 
 
 def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:
-    """Return an input for `value` outside of a Scan, with another first axis of `length`."""
+    """Return an input of a Scan for its scanned `value`, with a further first axis of `length`.
+
+    With None as `length`, the input has the shape of `value`, for a state of the Scan.
+    """
     shape = value.shape if length is None else stacked_shape(value, length)
     return ir.Value(name=f"{value.name}/all", type=value.type, shape=shape)
 
 
 def stacked_shape(value: ir.Value, length: int | str) -> ir.Shape | None:
-    """Return the shape of `value` with another first axis."""
+    """Return the shape of `value` with a further first axis of `length`; None if it is unknown."""
     return None if value.shape is None else ir.Shape([length, *value.shape])

@@ -1,7 +1,8 @@
-"""The step of the members of a stack: the axis of members is pushed through the step of one.
+"""The step of a stack: the axis of members is pushed through the step of one model.
 
-Members may have optimizers of one kind: their updates are the same nodes, and differ in constants
-only, such as rates of decay, which have the axis, too.
+The members are the copies of a model that a stack trains. They may have optimizers of one kind,
+whose updates have the same nodes and differ in constants only, such as rates of decay. These
+constants get the axis of members, too.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from onnxgrad.training.step.update import Update, update_groups
 from onnxgrad.training.step.weight_groups import Group, graph_input, write_groups
 
 _DOUBLE = ir.DataType.DOUBLE
-Places = dict[tuple[int, int], np.ndarray]  # constants by the node and operand that read them
+Constants = dict[tuple[int, int], np.ndarray]  # by the indices of the node and operand
 
 
 @dataclass
 class GroupOfMembers(Group):
-    """A `Group` of a stack, whose arrays have the axis of members first.
+    """A `Group` of weights of a stack, whose arrays have the axis of members first.
 
     `optimizers` are the optimizers of the members.
     """
@@ -45,7 +46,7 @@ class GroupOfMembers(Group):
         slots: Mapping[str, Mapping[str, np.ndarray]],
         copies: bool = True,
     ) -> list[np.ndarray]:
-        """Return the arrays of the inputs, which are copies, as `Group.initial`."""
+        """Return the initial arrays of the inputs, see `Group.initial`; they are always copies."""
         members = []
         for k, optimizer in enumerate(self.optimizers):
             own = optimizer.for_weight(*next(iter(self.shapes.items())))
@@ -60,7 +61,7 @@ class GroupOfMembers(Group):
     def split(
         self, arrays: Iterable[np.ndarray], copies: bool = True
     ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return the weights, and the slots by weight, which are copies, as `Group.split`."""
+        """Return the weights, and the slots by weight, see `Group.split`; always copies."""
         members = [Group.split(self, own, False) for own in zip(*arrays, strict=True)]
         weights = {name: np.stack([own[name] for own, _ in members]) for name in self.shapes}
         slots = {
@@ -72,13 +73,14 @@ class GroupOfMembers(Group):
 
 @dataclass
 class Members:
-    """The members of a stack.
+    """The members of a stack, the copies of a model that it trains.
 
     Attributes:
         optimizers: the optimizer of each member.
-        weights: (members, ...), by name; a step reads the weights that the loss does not train.
-        constants: values that stand for constants of the update, and the constants of the members,
-            along the first axis.
+        weights: the weights (members, ...), by name. A step reads weights without a gradient from
+            here.
+        constants: values of the update that stand for constants which differ between members, and
+            the constants (members, ...).
     """
 
     optimizers: Sequence[Optimizer]
@@ -88,7 +90,9 @@ class Members:
     def write_update(
         self, op: Emit, gradients: dict[ir.Value, ir.Value], packed: int | None = None
     ) -> Update:
-        """Write the update of one member, as `write_update`: all differ from it in constants only.
+        """Write the update of one member, with values for the constants that differ by member.
+
+        See `write_update` for the arguments.
 
         Raises:
             ValueError: optimizers of different kinds.
@@ -99,36 +103,40 @@ class Members:
         groups: list[Group] = [
             GroupOfMembers(**vars(group), optimizers=self.optimizers) for group in plain
         ]
-        sketch, places = _Sketch(op, groups, own, every[0]), list[Places]()
+        sketch, differing = _UpdateSketch(op, groups, own, every[0]), list[Constants]()
         for k, optimizer in enumerate(every):
             if (known := every.index(optimizer)) < k:  # optimizers are compared, not hashed
-                places.append(places[known])
+                differing.append(differing[known])
                 continue
             optimizer.check_names([str(w.name) for w in gradients])
             alike = _groups_with_optimizer(groups, optimizer)
-            other = None if alike is None else _Sketch(op, alike, own, optimizer)
+            other = None if alike is None else _UpdateSketch(op, alike, own, optimizer)
             differences = None if other is None else sketch.differences(other)
             if differences is None:
                 raise ValueError(
                     f"the members 0 and {k} of a stack have optimizers of different kinds, "
                     f"{self.optimizers[0]} and {self.optimizers[k]}: train a TrainerStack for each "
-                    "kind. Within one, numbers may differ that leave out no part of the update"
+                    "kind. The optimizers of a stack may differ in numbers, unless a number leaves "
+                    "out a part of the update, as momentum=0 does"
                 )
-            places.append(differences)
-        return sketch.write(op, self._write_constants(op, sketch, places))
+            differing.append(differences)
+        return sketch.write(op, self._write_constants(op, sketch, differing))
 
     def _write_constants(
-        self, op: Emit, sketch: _Sketch, places: list[Places]
+        self, op: Emit, sketch: _UpdateSketch, differing: list[Constants]
     ) -> dict[tuple[int, int], ir.Value]:
-        """Return values for the constants that differ between members, by their places."""
+        """Return values for the constants that differ by member, by node and operand index.
+
+        `differing` has the constants of each member that differ from the first member's.
+        """
         values: dict[tuple[int, int], ir.Value] = {}
         known: dict[bytes, ir.Value] = {}
-        for i, j in dict.fromkeys(key for own in places for key in own):
+        for i, j in dict.fromkeys(key for own in differing for key in own):
             operand = sketch.nodes[i].inputs[j]
             first = constant(operand)
             assert operand is not None
             assert first is not None
-            array = np.stack([own.get((i, j), first) for own in places])
+            array = np.stack([own.get((i, j), first) for own in differing])
             key = array.dtype.str.encode() + array.tobytes()
             if key not in known:
                 known[key] = graph_input(op, "of_member", operand)
@@ -139,14 +147,14 @@ class Members:
     def push(self, op: Emit, carried: Sequence[ir.Value]) -> None:
         """Push the axis of members through the graph of a step.
 
-        The inputs `carried`, which are weights, slots and buffers, get the axis, and so do rates;
-        data have none.
+        The inputs `carried`, which are weights, slots and buffers, get the axis of members, and so
+        do learning rates; data have no such axis.
 
         Raises:
             ValueError: a node that cannot be written for all members.
         """
         graph, axis = op.graph, MemberAxis(op, len(self.optimizers), {})
-        Walk(graph).infer(graph)  # a node whose operands have unknown ranks is written for each
+        Walk(graph).infer(graph)  # a node with operands of unknown rank is written for each member
         fed = feed_inputs(graph).values()
         own = {v: feed for v in fed if (feed := feed_of(v)) and feed.of_members}
         for v in (*carried, *own):
@@ -165,7 +173,7 @@ class Members:
 
 @dataclass(frozen=True)
 class _WrittenDecay(AddDecayedWeights):
-    """Weight decay whose nodes are written for decays of 0 and 1, too."""
+    """Weight decay that writes its nodes also for a decay of 0 or 1, where others need no node."""
 
     elementwise = True
 
@@ -175,7 +183,7 @@ class _WrittenDecay(AddDecayedWeights):
 
 
 def _with_written_decays(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose chain writes the same nodes for each weight decay."""
+    """Return an equal optimizer that writes the same nodes whatever its weight decay is."""
     if isinstance(optimizer, Chain):
         return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
     if isinstance(optimizer, Around):
@@ -185,16 +193,17 @@ def _with_written_decays(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the parts of a chain of transforms, or the one optimizer that is no chain."""
     return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
 
 
 def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
-    """Return an optimizer that decays by zero where `other` decays and it has no weight decay."""
+    """Return `optimizer` with a weight decay of zero where `other` has a weight decay."""
     if isinstance(optimizer, Around) and isinstance(other, Around):
         inner = _with_decays_of(optimizer.optimizer, other.optimizer)
         return replace(optimizer, optimizer=inner)
-    parts, wanted = _parts_of(optimizer), _parts_of(other)
+    parts, wanted = _chain_parts(optimizer), _chain_parts(other)
     if optimizer is other or len(wanted) - len(parts) not in (0, 1):
         return optimizer
     if len(wanted) > len(parts):
@@ -207,15 +216,15 @@ def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
 
 
 def _with_equal_parts(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return optimizers that write the same nodes, whatever their weight decays are."""
+    """Return equal optimizers that write the same nodes, whatever their weight decays are."""
     written = [*map(_with_written_decays, optimizers)]
     for other in written:
         written = [_with_decays_of(optimizer, other) for optimizer in written]
     return written
 
 
-class _Sketch:
-    """The update of groups by an optimizer, in a separate graph."""
+class _UpdateSketch:
+    """The update of groups by an optimizer, in a separate graph, to compare it between members."""
 
     def __init__(
         self, op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
@@ -237,13 +246,16 @@ class _Sketch:
         self.feeds = feed_inputs(graph)
         self.inputs = [*update.states, *own, *self.feeds.values()]
 
-    def differences(self, other: _Sketch) -> Places | None:
-        """Return the constants of another sketch that differ; None if anything else differs."""
+    def differences(self, other: _UpdateSketch) -> Constants | None:
+        """Return the constants of `other` that differ from those here, by node and operand.
+
+        None if the sketches differ in anything else.
+        """
         if len(self.nodes) != len(other.nodes):
             return None
         same: dict[ir.Value | None, ir.Value | None] = {None: None}
         same.update(zip(self.inputs, other.inputs, strict=True))
-        places: Places = {}
+        differing: Constants = {}
         for i, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=True)):
             if _node_key(a) != _node_key(b):
                 return None
@@ -256,13 +268,13 @@ class _Sketch:
                 if p is None or q is None or (p.dtype, p.shape) != (q.dtype, q.shape):
                     return None
                 if p.tobytes() != q.tobytes():
-                    places[i, j] = q
+                    differing[i, j] = q
             same.update(zip(a.outputs, b.outputs, strict=True))
         pairs = zip(self.update.new, other.update.new, strict=True)
-        return places if all(same.get(x) is y for x, y in pairs) else None
+        return differing if all(same.get(x) is y for x, y in pairs) else None
 
     def write(self, op: Emit, constants: Mapping[tuple[int, int], ir.Value]) -> Update:
-        """Write the nodes into the graph of `op`, with values in the place of some constants."""
+        """Write the nodes into the graph of `op`, with values in place of some constants."""
         update, wide = self.update, any(v.dtype == _DOUBLE for v in self.feeds.values())
         feeds = [FEEDS[name].input(op, wide) for name in self.feeds]
         states = [v for group in self.groups for v in group.inputs]
@@ -284,7 +296,10 @@ def _node_key(node: ir.Node) -> tuple:
 
 
 def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
-    """Return groups with the optimizers of another member; None if it has other groups or slots."""
+    """Return groups of weights with the optimizer of another member of a stack, or None.
+
+    None: weights would be in other groups, or have other slots, with that optimizer.
+    """
     new = []
     for group in groups:
         own = [optimizer.for_weight(name, shape) for name, shape in group.shapes.items()]
@@ -297,10 +312,11 @@ def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Gr
     return new
 
 
-def evaluated_members(objective: Objective, members: int) -> Objective:
-    """Return the objective of the members of a stack, to evaluate, written into the graph of one.
+def objective_of_stack(objective: Objective, members: int) -> Objective:
+    """Return the objective that evaluates the members of a stack, from the objective of one model.
 
-    Weights have their axis, and inputs that get an output of the batch before.
+    The graph is changed in place. Weights get the axis of members, and so do inputs that get an
+    output of the batch before.
 
     Raises:
         ValueError: a node that cannot be written for all members.

@@ -36,13 +36,15 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass
 class Update:
-    """The nodes that update weights, by the values that they read and write.
+    """The update of groups of weights: as nodes of the graph, or as one model for each group.
 
-    `new` are the new values of the inputs of all groups, in their order, and `gradients` the
-    gradient that the update of each group reads.
-
-    With `models`, one for each group, these update the weights, and `new` are the gradients of the
-    groups; a group that another process updates has None.
+    Attributes:
+        groups: the groups of weights.
+        new: the new values of the inputs of all groups, in their order. With `models`, the
+            gradients of the groups instead.
+        gradients: the gradient that the update of each group reads.
+        models: a model for each group that updates its weights, None for a group that another
+            process updates. None: nodes of the graph update all groups.
     """
 
     groups: list[Group]
@@ -52,7 +54,7 @@ class Update:
 
     @property
     def states(self) -> list[ir.Value]:
-        """The weights and slots before the step, as many as there are new ones."""
+        """The inputs of all groups: the weights and slots before the step."""
         return [v for group in self.groups for v in group.inputs]
 
 
@@ -64,10 +66,10 @@ def write_update(
     blocks: bool = True,
     in_place: bool = False,
 ) -> Update:
-    """Write the nodes that update weights by their gradients, `{weight: gradient}`.
+    """Write the update of weights by their gradients, `{weight: gradient}`.
 
-    With `in_place`, each group has a model that updates it. `write_groups` describes the other
-    arguments, and the errors.
+    With `in_place`, a model updates each group. `write_groups` describes the other arguments, and
+    the errors.
     """
     groups, of_states = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
     return update_groups(op, groups, of_states, optimizer, in_place)
@@ -80,9 +82,9 @@ def update_groups(
     optimizer: Optimizer,
     in_place: bool = False,
 ) -> Update:
-    """Write the nodes that update the states of `groups`, each by its gradient."""
+    """Write the update of `groups`, each by its gradient; with `in_place`, as models."""
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
-    if optimizer.joint:  # no gradient before the first step of its group
+    if optimizer.joint:  # gradients are zero before the first step of their group
         gradients = list(gradients)
         for i, (group, g) in enumerate(zip(groups, gradients, strict=True)):
             if first := group.optimizer.first_step:
@@ -91,7 +93,7 @@ def update_groups(
                 gradients[i] = op.set_type_like(op.Where(begun, g, zero), g)
     cotangents = optimizer.across(op, gradients)
     if in_place:
-        models = [update_of(group, wide, op.opset) for group in groups]
+        models = [group_update_model(group, wide, op.opset) for group in groups]
         return Update(groups, cotangents, cotangents, models)
     updated = []
     with op:
@@ -107,9 +109,9 @@ def update_groups(
 
 
 def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
-    """Return whether weights with their slots are so large that they should be updated in place.
+    """Return whether weights and slots are large enough to be updated in place.
 
-    A CPU must be able to read and write parts of them.
+    The dtypes must be dtypes of numpy, whose arrays are read and written in parts.
     """
     nbytes = 0
     for w in weights:
@@ -122,12 +124,11 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
     return nbytes > without_elements.LARGE
 
 
-def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
-    """Return the update of a group as a model; of any number of its elements, if that can be.
+def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
+    """Return a model that updates a group, or any part of its elements if `is_divided`.
 
-    The learning rate is float64 if it is `wide`.
-
-    Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads.
+    Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads; the learning
+    rate is float64 if `wide`.
     Outputs: the new weight and slots.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
@@ -145,10 +146,10 @@ def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
         results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
     _remove_unread_casts(graph)
     remove_unread_feeds(graph)
-    return _update_model(op, results)
+    return _finish_update_model(op, results)
 
 
-def _update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
+def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
     """Return the graph of `op` as a model that returns the new values of inputs."""
     protected = set(op.graph.inputs)
     op.graph.outputs.extend(
@@ -167,7 +168,7 @@ def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> UpdateInputs:
 
 
 def _remove_unread_casts(graph: ir.Graph) -> None:
-    """Remove the casts of feeds that no optimizer reads."""
+    """Remove the casts of feeds whose results no node reads."""
     for value in feed_inputs(graph).values():
         for cast in list(value.consumers()):
             unread = cast.op_type == "Cast" and not any(y.uses() for y in cast.outputs)
@@ -175,10 +176,10 @@ def _remove_unread_casts(graph: ir.Graph) -> None:
                 cast.graph.remove(cast, safe=True)
 
 
-def sharded(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Update:
-    """Return the update of the groups that the process `rank` owns; others send it the new weights.
+def shard_update(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Update:
+    """Return the update of the groups that the process `rank` owns.
 
-    The groups of weights that it does not update have no slots.
+    The other processes send it the new weights of their groups, which have no slots here.
     """
     if update.models is not None:
         own = [
@@ -192,15 +193,15 @@ def sharded(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> Updat
     for group, owner, g in zip(update.groups, owners, update.gradients, strict=True):
         state, *slots = (next(results) for _ in group.inputs)
         if owner != rank:
-            # the gradient, of the same shape, so that all exchange the same values in one order
+            # the gradient has the shape of the weight, and all processes exchange in one order
             group, state, slots = replace(group, slots={}), g, []
         groups.append(group)
         new += [broadcast(op, state, owner), *slots]
     return replace(update, groups=groups, new=new)
 
 
-def owners_of(groups: Sequence[Group], size: int) -> list[int]:
-    """Return the process that updates each group, so that all have about as many elements."""
+def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
+    """Return the rank of the process that updates each group, with about equal work for all."""
     elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
     loads, owners = [0] * size, [0] * len(groups)
     for i in sorted(range(len(groups)), key=lambda i: -elements[i]):
@@ -210,7 +211,7 @@ def owners_of(groups: Sequence[Group], size: int) -> list[int]:
 
 
 def is_divided(group: Group) -> bool:
-    """Return whether each element of a group can be updated without other elements."""
+    """Return whether the update of each element of a group depends on no other element."""
     return group.optimizer.elementwise and bool(dims(group.state))
 
 
@@ -263,10 +264,10 @@ def build_update(
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
     graph.inputs[:] = [*states, *slots, *graph.inputs]
-    return _update_model(op, {old: new[old] for old in (*states, *slots)})
+    return _finish_update_model(op, {old: new[old] for old in (*states, *slots)})
 
 
-def evaluated(
+def weights_to_evaluate(
     optimizer: Optimizer,
     weights: Mapping[str, np.ndarray],
     slots: Mapping[str, Mapping[str, np.ndarray]],
@@ -274,8 +275,9 @@ def evaluated(
 ) -> Arrays:
     """Return the weights to evaluate and export: averages, if the optimizer keeps them.
 
-    A weight without slots was not trained yet. Arithmetic on arrays of shape () gives numbers.
+    A weight without slots was not trained yet, and is returned unchanged.
     """
+    # `asarray`, as arithmetic on arrays of shape () gives numbers
     return {
         name: np.asarray(
             optimizer.for_weight(name, w.shape).evaluated(w, slots[name], steps), w.dtype
@@ -287,7 +289,7 @@ def evaluated(
 
 
 def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
-    """Give the inputs of a group, and their new values, the shape of its weight."""
+    """Give the inputs of a group that is updated in blocks, and `new`, the shape of the weight."""
     ((name, shape),) = group.shapes.items()
 
     def whole(blocks: ir.Value, name: str) -> ir.Value:

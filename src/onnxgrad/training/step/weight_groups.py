@@ -1,4 +1,4 @@
-"""Groups of weights that a step updates together, and the inputs of a step that hold them."""
+"""Groups of weights that a step updates together, and the inputs that hold their elements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from onnxgrad.graph.tidy import move_out
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 
-_ALIGNED = 16  # bytes, as what numpy allocates
-PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its update
+_ALIGNED = 16  # bytes; numpy allocates arrays at multiples of it
+# elements of a small weight, which is copied into a vector: the nodes of its update cost more
+PACKED = 1 << 14
 # measured with momentum and AdamW in float32 on CPUs with 1 MB of L2 per core
 LARGE = 1 << 16  # elements
 BLOCK_BYTES = 1 << 19  # from here on, onnxruntime divides elementwise operators among two threads
@@ -28,14 +29,14 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Group:
-    """Weights that are updated together: a large one, or small ones in one flat vector.
+    """Weights that are updated together: one large weight, or small weights in one flat vector.
 
     Attributes:
         shapes: the shapes of the weights, by name.
-        state: the input that holds the weights: of the shape of the only one, or two axes if it is
-            updated in blocks, or flat.
-        slots: an input for each slot.
-        optimizer: what `for_weight` returns for each weight of the group.
+        state: the input that holds the weights. It has the shape of a single weight, the axes
+            (blocks, elements of a block) if `in_blocks`, or one axis for several weights.
+        slots: the input of each slot, by the name of the slot.
+        optimizer: the optimizer that `for_weight` returns for each weight of the group.
         in_blocks: whether the state consists of blocks, which are updated one after the other.
     """
 
@@ -47,7 +48,7 @@ class Group:
 
     @property
     def inputs(self) -> list[ir.Value]:
-        """The weights' state, then its slots."""
+        """The input that holds the weights, then the inputs of the slots."""
         return [self.state, *self.slots.values()]
 
     def initial(
@@ -56,15 +57,15 @@ class Group:
         slots: Mapping[str, Mapping[str, np.ndarray]],
         copies: bool = True,
     ) -> list[np.ndarray]:
-        """Return the arrays of the inputs, in their order.
+        """Return the arrays with which the inputs of the group begin, in the order of `inputs`.
 
         Args:
             weights: the weights by name, also of other groups.
-            slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
-            copies: whether the arrays share no memory with these.
+            slots: `{weight: {slot: array}}`; a slot that is missing begins with its initial value.
+            copies: whether the arrays share no memory with `weights` and `slots`.
 
         Raises:
-            ValueError: a slot of another shape, or one that weights of the group must share and
+            ValueError: a slot of another shape, or a slot that the weights of the group share and
                 that differs between them.
         """
         arrays = [self.pack(weights, copies=copies)]
@@ -89,7 +90,7 @@ class Group:
     def split(
         self, arrays: Iterable[np.ndarray], copies: bool = True
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """Return the weights, and the slots by weight, from the arrays of the inputs."""
+        """Return the weights by name, and the slots by weight, from the arrays of the inputs."""
         state, *rest = arrays
         slots: dict[str, Arrays] = {name: {} for name in self.shapes}
         for slot, array in zip(self.slots, rest, strict=True):
@@ -100,9 +101,9 @@ class Group:
     def pack(
         self, arrays: Mapping[str, np.ndarray], slot: str | None = None, copies: bool = True
     ) -> np.ndarray:
-        """Return the weights, or one slot of each, as the array of an input.
+        """Return the array of an input: of the weights, or of one slot of all weights.
 
-        Without `copies`, the array of a single weight shares its memory, if it can.
+        Without `copies`, the array of a single weight shares its memory, if that is aligned.
         """
         like = self.state if slot is None else self.slots[slot]
         parts = []
@@ -112,20 +113,23 @@ class Group:
                 part = np.array(part)
             if part.shape != shape:
                 what = "" if slot is None else f"the slot {slot!r} of "
-                raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
+                raise ValueError(
+                    f"{what}{printable(name)} has the shape {part.shape}, and the step needs "
+                    f"{shape}: set an array of that shape"
+                )
             parts.append(part)
         if slot is not None and self._is_shared(slot):
             if any(part != parts[0] for part in parts):
                 raise ValueError(
                     f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
-                    "and differs between them: set all of them, or none"
+                    "and differs between them: set the slot of all these weights, or of none"
                 )
             parts = parts[:1]
         joined = np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0]
         return joined.reshape(stated_shape(like))
 
     def unpack(self, array: np.ndarray, slot: str | None = None, copies: bool = True) -> Arrays:
-        """Return the array of an input as one array per weight, `copies` or views of it."""
+        """Return one array for each weight from the array of an input, as copies or views."""
         wanted = self._part_shapes(slot)
         if slot is not None and self._is_shared(slot):
             return {name: array.copy() for name in wanted}
@@ -136,7 +140,7 @@ class Group:
         }
 
     def _part_shapes(self, slot: str | None) -> dict[str, Shape]:
-        """Return the shapes of the weights, or of one slot of each, by name."""
+        """Return the shapes of the weights, or of one slot of each weight, by weight."""
         if slot is None:
             return self.shapes
         return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
@@ -153,25 +157,24 @@ def write_groups(
     packed: int | None = None,
     blocks: bool = True,
 ) -> tuple[list[Group], list[ir.Value]]:
-    """Return the groups of the weights, and the gradients of their states.
+    """Return the groups of the weights, and the gradient w.r.t. the state of each group.
 
     Args:
         op: writes into the graph of the gradients.
-        gradients: `{weight: gradient}`. Small weights become parts of one flat input, and large
-            ones an input of two axes; the graph computes the weights from these inputs.
-        optimizer: of the step; `for_weight` chooses the optimizer of each weight.
-        packed: elements up to which a weight is small; None is `PACKED`.
+        gradients: `{weight: gradient}`. Small weights become parts of one flat input, and a large
+            weight an input of two axes; the graph computes the weights from these inputs.
+        optimizer: the optimizer of the step; `for_weight` returns the optimizer of each weight.
+        packed: the count of elements up to which a weight is small; None is `PACKED`.
         blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
 
     Raises:
-        ValueError: a pattern of the optimizer that matches no weight, or a weight that none
-            matches.
+        ValueError: a pattern of the optimizer matches no weight, or no pattern matches a weight.
     """
     optimizer.check_names([str(w.name) for w in gradients])
     pieces: dict[ir.Value, ir.Value] = {}
     groups, of_states = list[Group](), list[ir.Value]()
-    for own, members in _partition_weights(gradients, optimizer, packed):
-        group, g = _write_group(op, members, gradients, own, blocks, pieces)
+    for own, weights in _partition_weights(gradients, optimizer, packed):
+        group, g = _write_group(op, weights, gradients, own, blocks, pieces)
         groups.append(group)
         of_states.append(g)
     return groups, [pieces.get(g, g) for g in of_states]
@@ -184,7 +187,10 @@ def numpy_dtype(value: ir.Value) -> np.dtype:
 
 
 def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-    """Return a new value of the type of `like`, which is not yet an input of the graph."""
+    """Return a new value with the type and shape of `like`, for an input of the graph of `op`.
+
+    `shape`: another shape. The caller adds the value to the inputs.
+    """
     return ir.Value(
         name=op.name(name), type=like.type, shape=like.shape if shape is None else shape
     )
@@ -193,10 +199,13 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
 def _partition_weights(
     weights: Iterable[ir.Value], optimizer: Optimizer, packed: int | None
 ) -> list[tuple[Optimizer, list[ir.Value]]]:
-    """Return groups of weights with one optimizer: small weights by dtype, large ones alone."""
+    """Return pairs of an optimizer and the weights of a group.
+
+    Small weights of one dtype and optimizer are a group; each large weight is a group.
+    """
     limit = PACKED if packed is None else packed
     groups: list[tuple[Optimizer, list[ir.Value]]] = []
-    open_groups: list[tuple[Optimizer, list[ir.Value]]] = []  # which take more small weights
+    open_groups: list[tuple[Optimizer, list[ir.Value]]] = []  # groups of small weights
     for w in weights:
         own = optimizer.for_weight(str(w.name), stated_shape(w))
         small = own.elementwise and 0 < prod(stated_shape(w)) <= limit
@@ -211,33 +220,33 @@ def _partition_weights(
 
 
 def stated_shape(value: ir.Value) -> Shape:
-    """Return the shape of a value; () if a length is unknown."""
+    """Return the static shape of a value; () if the shape is not static."""
     return shapes.static(shapes.dims(value)) or ()
 
 
 def _write_group(
     op: Emit,
-    members: list[ir.Value],
+    weights: list[ir.Value],
     gradients: Mapping[ir.Value, ir.Value],
     optimizer: Optimizer,
     blocks: bool,
     pieces: dict[ir.Value, ir.Value],
 ) -> tuple[Group, ir.Value]:
-    """Return the group of `members` and the gradient of its state.
+    """Return the group of `weights`, and the gradient w.r.t. its state.
 
     Several weights become one input, which the graph splits, so that their update is written once.
     A weight that is updated in blocks becomes an input whose first axis counts the blocks. `pieces`
     gets the value that the graph reads instead of each weight.
     """
-    sizes = [prod(stated_shape(w)) for w in members]
-    w = members[0]
+    sizes = [prod(stated_shape(w)) for w in weights]
+    w = weights[0]
 
     def gradient(w: ir.Value) -> ir.Value:
         return pieces.get(gradients[w], gradients[w])
 
-    alone = len(members) == 1 and optimizer.elementwise and blocks
+    alone = len(weights) == 1 and optimizer.elementwise and blocks
     shape = block_shape(w) if alone else None
-    if len(members) == 1 and shape is None:
+    if len(weights) == 1 and shape is None:
         state, g = w, gradient(w)
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
@@ -246,26 +255,26 @@ def _write_group(
         ir.convenience.replace_all_uses_with(w, pieces[w])
         g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
     else:
-        state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
+        state = ir.Value(name=op.name("packed"), type=weights[0].type, shape=ir.Shape([sum(sizes)]))
         with op.at(next(iter(op.graph), None)):
-            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
-            for w, part, size in zip(members, parts, sizes, strict=True):
+            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(weights))
+            for w, part, size in zip(weights, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
-                pieces[w] = part if _only_broadcast(w) else op.reshape_like(part, w)
+                pieces[w] = part if _is_only_broadcast(w) else op.reshape_like(part, w)
                 ir.convenience.replace_all_uses_with(w, pieces[w])
-        flat = [op.Reshape(gradient(w), [size]) for w, size in zip(members, sizes, strict=True)]
+        flat = [op.Reshape(gradient(w), [size]) for w, size in zip(weights, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
-    prefix = state.name if len(members) > 1 else w.name
+    prefix = state.name if len(weights) > 1 else w.name
     slots = {}
     for slot in optimizer.slots:
         lengths = optimizer.slot_shape(slot, stated_shape(state))
         slots[slot] = graph_input(op, f"{prefix}.{slot}", state, ir.Shape(lengths))
-    names = {str(w.name): stated_shape(w) for w in members}
+    names = {str(w.name): stated_shape(w) for w in weights}
     return Group(names, state, slots, optimizer, shape is not None), g
 
 
-def _only_broadcast(w: ir.Value) -> bool:
-    """Return whether `w` only broadcasts, so that its axes of length one can be dropped."""
+def _is_only_broadcast(w: ir.Value) -> bool:
+    """Return whether all nodes that read `w` broadcast it, so that its leading axes can go."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
         node.op_type in ("Add", "Sub", "Mul", "Div")
@@ -276,9 +285,9 @@ def _only_broadcast(w: ir.Value) -> bool:
 
 
 def block_shape(w: ir.Value) -> tuple[int, int] | None:
-    """Return (blocks, elements of a block) for a weight, or None if it is not to be divided.
+    """Return (count of blocks, elements of a block) for a weight; None if it stays undivided.
 
-    The number of elements must have a divisor that is neither too large nor too small.
+    The count of elements must have a divisor that is neither too large nor too small.
     """
     size = prod(shapes.static(shapes.dims(w)) or ())
     if size < LARGE or w.dtype is None:
@@ -291,11 +300,12 @@ def block_shape(w: ir.Value) -> tuple[int, int] | None:
 def update_in_blocks(
     op: Emit, g: ir.Value, optimizer: Optimizer, slots: dict[str, ir.Value], inputs: UpdateInputs
 ) -> list[ir.Value]:
-    """Return the new weight and slots; the weight, `g` and slots have the axes of `block_shape`.
+    """Return the new weight and slots of a group that is updated in blocks.
 
-    An elementwise update reads and writes memory at every node. A `Scan` over blocks, whose
-    intermediate results stay in the cache, writes only the new weights and slots there: it slices
-    its inputs and outputs without copies. What is computed from numbers alone moves out of it.
+    The weight, its gradient `g` and slots have the axes of `block_shape`. An elementwise update
+    reads and writes memory at every node. The intermediate results of a `Scan` over blocks stay in
+    the cache, and only new weights and slots go to memory: a Scan slices its inputs and outputs
+    without copies. Nodes that read numbers only move out of the Scan.
     """
     body = ir.Graph([], [], nodes=[], name="blocks")
     inner = Emit(body, outer=op)
@@ -317,7 +327,10 @@ def update_in_blocks(
     move_out(body, op)
     for slot in slots.keys() - set(sliced):
         if (node := new[slot].producer()) is not None and node.graph is body:
-            raise ValueError(f"{optimizer} is elementwise, but its number {slot!r} depends on all")
+            raise ValueError(
+                f"{optimizer} has elementwise=True, but its slot {slot!r}, which is one number, "
+                "depends on several elements: set elementwise=False in the class of the optimizer"
+            )
     inner.give(results)
     for result in body.outputs:
         inner.set_type_like(result, weight)
