@@ -176,7 +176,7 @@ def test_each_optional_import_has_an_extra():
     dependencies = {Requirement(text).name.replace("-", "_") for text in PROJECT["dependencies"]}
     known = {*sys.stdlib_module_names, "onnxgrad", *dependencies, *OF_DEPENDENCIES, *NOTEBOOKS}
     found = {DISTRIBUTIONS.get(m, m).replace("_", "-") for m in imported_packages() - known}
-    found |= {name.lower() for name, _ in named_extras()}  # of callbacks: by `optional`
+    found |= {name.lower() for name, _ in named_extras()}  # of callbacks: by `module_importer`
     assert found == set().union(*EXTRAS.values())
 
 
@@ -189,7 +189,7 @@ def named_extras() -> list[tuple[str, str]]:
         words = [getattr(a, "value", None) for a in call.args]
         if getattr(call.func, "id", "") == "not_installed" and isinstance(words[1], str):
             named.append((words[1], words[2]))
-        elif getattr(call.func, "id", "") == "optional":
+        elif getattr(call.func, "id", "") == "module_importer":
             named.append((words[2], words[1]))
     return named
 

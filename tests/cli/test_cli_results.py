@@ -189,7 +189,7 @@ def test_a_divergence_in_the_first_step(here):
     result = run_command(*LINE, *options, "--json")
     made = json.loads(result.stdout)
     assert (made["epoch"], made["step"], made["loss"]) == (0, 0, None)
-    assert_names(result.stderr, "trained.onnx ... as they were")
+    assert_names(result.stderr, "trained.onnx ... weights ... no step")
     shown = run_command(*LINE, *options, "--overwrite").stdout
     assert "epoch" not in shown
     for name, array in weights_of_file("trained.onnx").items():

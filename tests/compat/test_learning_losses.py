@@ -292,7 +292,7 @@ def test_what_cannot_be_built():
     kind = SquareLearningLoss()
     with pytest.raises(EvaluationError, match=naming("SquareLearningLoss", "loss_grad_onnx_")):
         kind.loss_gradient(Y, F)
-    with pytest.raises(ValueError, match=naming("opset 13", "14 to")):
+    with pytest.raises(ValueError, match=naming("opset", "13", "14 to")):
         kind.build_onnx_function(13)
     with pytest.raises(ValueError, match="dtype int64"):
         kind.build_onnx_function(dtype=np.int64)

@@ -718,7 +718,7 @@ WRONG_OPTIONS = [  # and what the message must name
 WRONG_DATA = [
     ((X, Y, None, None, None, 3), "callback|Progress|3"),
     ((X, Y[:40]), "rows|'x': 47, 'label': 40"),
-    ((X[:0], Y[:0]), "'x'|empty"),
+    ((X[:0], Y[:0]), "'x'|no rows"),
     ((X[:, :1], Y), "'x'|(rows, 2)|(47, 1)"),
     ((X, np.ones((47, 2))), "'label'|(rows, 1)"),
     ((NAN, Y), "'x'|float32|NaN|1 of 47 rows: 30"),

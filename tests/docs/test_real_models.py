@@ -15,7 +15,7 @@ from published_training import train
 
 from onnxgrad import hvp, jvp, trainable
 from onnxgrad.model import weights as constants
-from tests.support.published_models import judge_constants, published_folder
+from tests.support.published_models import judge, published_folder
 
 pytestmark = pytest.mark.real
 
@@ -25,14 +25,14 @@ SECOND = {"minilm", "spindle"}
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
 def test_gradient(model):
     """That of all weights, and that of each float input, in a random direction."""
-    errors = judge_constants(model).errors(directions=1)
+    errors = judge(model).errors(directions=1)
     assert all(error < 0.03 for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
 def test_training_step(model):
     """The loss falls, and nothing but weights is another in the model that comes back."""
-    judged = judge_constants(model)
+    judged = judge(model)
     before, after, trained = judged.step()
     assert after < before
     zeros = {name: np.zeros_like(w) for name, w in judged.weights.items()}
@@ -43,7 +43,7 @@ def test_training_step(model):
 @pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
 def test_twenty_steps_of_a_trainer(model):
     """The loss falls without a warning, and the file differs in trained tensors only."""
-    judge_constants(model)  # skips
+    judge(model)  # skips
     result = train(model, published_folder())
     assert result.after < result.before
     assert result.unchanged
@@ -55,7 +55,7 @@ def test_twenty_steps_of_a_trainer(model):
 )
 def test_products(model):
     """J v and H v, by all weights, against central differences of outputs and of gradients."""
-    judged = judge_constants(model)
+    judged = judge(model)
     names = [t.name for t in trainable(judged.proto) if t.trains and t.name not in judged.exponents]
     rng = np.random.default_rng(4)
     weights = {n: judged.weights[n] for n in names}

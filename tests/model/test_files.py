@@ -316,7 +316,7 @@ def test_the_model_and_its_curves_are_two_files(work_folder):
     os.symlink("trained.png", "trained.onnx")
     result = run_command("train", "m.onnx", "d.npz", *TRAIN, "--overwrite")
     assert result.exit_code == 2
-    assert "is the name of the loss curves" in result.stderr
+    assert "of the loss curves" in result.stderr
     assert not Path("trained.png").exists()
 
 

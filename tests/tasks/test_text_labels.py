@@ -184,7 +184,7 @@ def test_what_cannot_be_read(tmp_path):
     for data, options, words in (
         (tmp_path / "a.csv", {}, "row 2 of ... a.csv' ... 'text' is empty"),
         (tmp_path / "b.csv", {}, "row 2 of ... more cells than the header"),
-        (tmp_path / "c.csv", {}, "row 2 of ... 'label' is missing"),
+        (tmp_path / "c.csv", {}, "row 2 of ... 'label'"),
         (tmp_path / "d.xlsx", {}, "d.xlsx ... .csv"),
         (tmp_path / "e.csv", {}, "no rows"),
         (tmp_path / "f.jsonl", {}, "line 2 of ... column (label=) 'label'"),
@@ -203,7 +203,7 @@ def test_what_cannot_be_read(tmp_path):
         (own, {}, "all 1 rows ... 'up'"),
         ([{"text": 3, "label": "up"}], {}, "row 0 ... must be a text, not 3"),
         ([{"text": None, "label": "up"}], {}, "row 0 ... 'text' is empty"),
-        (["good"], {}, "row 0 has no columns"),
+        (["good"], {}, "row 0 ... columns"),
         ([{**r, "label": i / 4} for i, r in enumerate(ROWS)], {}, "row 1 ... 0.25 ... fraction"),
     ):
         with pytest.raises(ValueError, match=naming(*words.split(" ... "))):

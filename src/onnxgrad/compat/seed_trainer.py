@@ -485,7 +485,9 @@ class EstimatorFit(Fit):
         fields.names = self.names
         return fields
 
-    def _all_sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+    def _training_and_validation_sources(
+        self, fields: Fields, shuffle: bool
+    ) -> tuple[BatchSource, BatchSource | None]:
         """Return (source of training batches, source of validation batches or None)."""
         assert self.batch_size is not None
         source = self.data.source(fields, self.batch_size)

@@ -41,11 +41,11 @@ class Draft:
         opset = WORKING_OPSET if opset is None else operator.index(opset)
         if not OLDEST_OPSET <= opset <= newest_opset():
             raise ValueError(
-                f"opset={opset}: pass an opset from {OLDEST_OPSET} to {newest_opset()}"
+                f"opset {opset}: pass an opset from {OLDEST_OPSET} to {newest_opset()}"
             )
         self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
         if not self.dtype.is_floating_point():
-            raise ValueError(f"dtype={np.dtype(dtype)}: pass a dtype of floats")
+            raise ValueError(f"dtype {np.dtype(dtype)}: pass a dtype of floats")
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
         self.op = Emit(self.graph)
         self._defaults: dict[ir.Value, float] = {}

@@ -161,13 +161,14 @@ def examine_predictions(
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
     count = losses = 0
-    reader, order = getattr(source, "reader", None), getattr(source, "numbers", None)
+    reader = getattr(source, "reader", None)
+    order = source.numbers if reader is None else source.order
     numbers = order if numbers is None else numbers
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
         for label, output in outputs.items():
             output.add_rows(*_aligned_predictions(output.info, predictions, arrays[label]))
-        whole = evaluator.fields.row_axes.without_rows(arrays)
+        whole = evaluator.fields.row_axes.names_without_rows(arrays)
         rows = next(len(array) for name, array in arrays.items() if name not in whole)
         for i in range(rows if single and losses == count else 0):
             if time.monotonic() > deadline:

@@ -46,7 +46,9 @@ class Network:
         self.front = FrozenPart(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self.trainer._is_watched = False  # estimators print nothing unless they are `verbose`
+        self.trainer._change_job(
+            shows_progress=False
+        )  # estimators print nothing unless they are `verbose`
         self._encoder: RowPredictor | None = None
         self._predictor: RowPredictor | None = None
 
