@@ -162,7 +162,7 @@ def examine_predictions(
     worst: list[Any] = []
     count = losses = 0
     reader = getattr(source, "reader", None)
-    order = source.numbers if reader is None else source.order
+    order = source.numbers if isinstance(source, ArraySource) else source.order
     numbers = order if numbers is None else numbers
     deadline = time.monotonic() + seconds
     for arrays, predictions in evaluator.examine(values, source):
