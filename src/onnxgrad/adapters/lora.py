@@ -158,10 +158,10 @@ def _matching_constants(
             told = [
                 f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
             ]
+            kinds = "name weights of MatMul, Gemm, Conv or Gather that are no adapters"
             raise ValueError(
                 f"no weight that {pattern!r} matches can have an adapter: "
-                f"{'; '.join(told[:_LISTED]) or 'it matches adapters, or no factors of products'}"
-                f"{left_out_text(told, _LISTED)}"
+                f"{'; '.join(told[:_LISTED]) or kinds}{left_out_text(told, _LISTED)}"
             )
         chosen |= possible
         for name in sorted(matched & set(reasons)):

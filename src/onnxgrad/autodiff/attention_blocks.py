@@ -202,7 +202,7 @@ class _Attention:
         stacks += [] if keys is None else [keys.firsts]
         with inner:
             for v, one in (*self.inner.items(), (self.y, self.last)):
-                z = self._write_for_block(inner, one, new, keys)
+                z = self._copy_for_block(inner, one, new, keys)
                 lengths = [*(dims(v) or ())]
                 if len(lengths) > 1 and lengths[-2] == self.rows:
                     lengths[-2] = size
@@ -220,10 +220,10 @@ class _Attention:
         found.shape = ir.Shape([blocks.length, *(dims(new[self.y]) or ())])
         return blocks.join_blocks(op, found, self.y, op.dim(self.last.b, -1))
 
-    def _write_for_block(
+    def _copy_for_block(
         self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
     ) -> ir.Value:
-        """Write a node or product for some queries, and for the keys near them."""
+        """Write a copy of the node or product `one` for a block of queries and the keys near it."""
         if isinstance(one, _Product):
             axis = -2 if one is self.last else -1
             b = one.b if keys is None else keys.nearby_part(one.b, axis)
@@ -303,7 +303,7 @@ class _Keys:
         return cls(inner, firsts, begin, end, op.name("keys"))
 
     def nearby_part(self, x: ir.Value, axis: int) -> ir.Value:
-        """Return the part of `x` for these keys; all keys are along `axis`."""
+        """Return the slice of `x` along `axis`, the axis of keys, for the keys near a block."""
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
             lengths[axis] = self.length
@@ -369,7 +369,7 @@ class _Blocks:
         return op.Transpose(parts, perm=[n - 2, *range(n - 2), n - 1, n])
 
     def join_blocks(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
-        """Return the result `like`, of rows of `width` elements, from the results of blocks."""
+        """Return the stacked rows of all blocks as one tensor, of the type and shape of `like`."""
         n = len(dims(like) or ())
         y = op.Transpose(stack, perm=[*range(1, n - 1), 0, n - 1, n])
         total = self.count * self.size

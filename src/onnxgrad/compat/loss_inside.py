@@ -106,7 +106,7 @@ class OrtGradientOptimizer(SeedTrainer):
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
-    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
+    def _training_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
         return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
 
     def _save_gradient_model(self, call: EstimatorFit) -> None:

@@ -109,7 +109,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
     trained_coef_ = Fitted(lambda self: self.get_state())
     train_session_ = Fitted(
-        lambda self: self._forward_backward(self._job_loss(False).outputs(read(self.model_onnx)))
+        lambda self: self._forward_backward(
+            self._training_loss(False).outputs(read(self.model_onnx))
+        )
     )
     train_function_ = Fitted(
         lambda self: self._build_cached("function", self.train_session_.new_instance)
@@ -129,7 +131,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     zero_onnx_ = Fitted(lambda self: self._graph_by_name("zero_onnx_"))
     epoch_onnx_ = Fitted(lambda self: self._graph_by_name("epoch_onnx_"))
 
-    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> RowsAndPenalty:
+    def _training_loss(
+        self, weighted: bool, weights: Sequence[str] | None = None
+    ) -> RowsAndPenalty:
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         if weights is not None:
             penalty.check(weights)
@@ -181,7 +185,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return an `Evaluator` of the trained model; `weighted`: it reads sample weights."""
 
         def build() -> Evaluator:
-            loss, device = self._job_loss(weighted), Device.of(self.device)
+            loss, device = self._training_loss(weighted), Device.of(self.device)
             job = Job(self.get_trained_onnx(), loss=loss, device=device)
             return kind(Recipe(job, weight_axes=int(weighted)))
 
@@ -316,7 +320,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return {name: graph} of what `save_onnx_graph` writes."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
         losses, (rate, optimizer) = (
-            self._job_loss(False, names),
+            self._training_loss(False, names),
             self._learning_rate_and_optimizer(),
         )
         objective = build_objective(Recipe(Job(proto, names, losses)))

@@ -115,7 +115,7 @@ class Arguments(BaseEstimator):
 
 
 class SeedTrainer(Arguments):
-    """Trains weights of a model; subclasses define the loss by `_job_loss`."""
+    """Trains weights of a model; subclasses define the loss by `_training_loss`."""
 
     random_state: int | None
     weight_init: str
@@ -225,7 +225,7 @@ class SeedTrainer(Arguments):
             return expand_patterns(read(self.model_onnx), self.weights_to_train, "weight")
         return default_weights(read(self.model_onnx), announce)
 
-    def _job_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
+    def _training_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
         """Return the loss of a `Job` that trains `weights`, or evaluates if it is None."""
         raise NotImplementedError
 
@@ -451,7 +451,7 @@ class EstimatorFit(Fit):
         job = Job(
             estimator._model_to_train(self.before),
             names,
-            estimator._job_loss(weighted, names),
+            estimator._training_loss(weighted, names),
             optimizers=[optimizer],
             learning_rates=[rate],
             callbacks=Callbacks(_callbacks_of_fit(estimator, data, function)),

@@ -71,8 +71,9 @@ def number_classes(
         return list(range(len(folders))), folders
     if max(stated) > _CLASSES:
         raise ValueError(
-            f"{source!r}: the class {str(max(stated))!r} is a whole number, and so the number of "
-            f"a class: if it is a name, say so with {argument('classes', folders)}"
+            f"{source!r}: the class {str(max(stated))!r} is read as the index of a class, and "
+            f"there are at most {_CLASSES} classes: if it is a name, pass "
+            f"{argument('classes', folders)}"
         )
     return stated, list(map(str, range(max(stated) + 1)))
 

@@ -348,7 +348,7 @@ class Batches(IteratedReader):
         yield from batches
 
     def describe(self) -> dict[str, Any]:
-        """Return the type, the count of batches, and for a list a digest of some batches."""
+        """Return facts of the iterable: its type, count of batches and, of a list, a digest."""
         entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
         if listed := [batch for batch in self._listed_batches() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))

@@ -152,9 +152,10 @@ def _check_same_interface(model: ModelProto, like: ModelFolder) -> None:
     if lost or new:
         differs = f"lacks the outputs {lost[:3]}" if lost else f"needs the inputs {new[:3]}"
         raise ValueError(
-            f"the model {differs}, unlike {str(like.model)!r}, which it would replace: write the "
-            f"trained tensors into this file, adapters by {named('save_adapter')} and "
-            f"{named('load_adapter')}, weights by {named('replace_initializers_into_onnx')}"
+            f"the model {differs}, unlike {str(like.model)!r}, so that it cannot take the place of "
+            "that file: write the trained tensors into that file, adapters by "
+            f"{named('save_adapter')} and {named('load_adapter')}, weights by "
+            f"{named('replace_initializers_into_onnx')}"
         )
 
 

@@ -66,7 +66,7 @@ def _shapes_of_attention(inputs: Sequence, attributes: Mapping[str, Any]) -> lis
     return [(batch, rows, width), (2, batch, heads, keys, divide_length(width, heads))]
 
 
-def _remedy_of_rotary(node: ir.Node) -> str | None:
+def _rotary_remedy_text(node: ir.Node) -> str | None:
     if not node.attributes.get_int("do_rotary", 0):
         return None
     return (
@@ -80,13 +80,13 @@ def _remedy_of_rotary(node: ir.Node) -> str | None:
     "attention",
     shape=_shapes_of_attention,
     roles="xfbchmc",
-    remedy=_remedy_of_rotary,
+    remedy=_rotary_remedy_text,
 )
 def attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
     x, weights, b, mask, past, bias, used = optional_inputs(node.inputs, 7)
     get = node.attributes
-    if _remedy_of_rotary(node) or (mask is not None and rank(mask) is None):
+    if _rotary_remedy_text(node) or (mask is not None and rank(mask) is None):
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(sum_terms(op.MatMul(x, weights), b), sizes, 2)

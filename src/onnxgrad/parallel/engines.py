@@ -79,7 +79,9 @@ class _ProcessGroup:
         """Return a context manager: if its block fails in one process, it raises in all."""
         global _broken_engine
         if _broken_engine is not None and _broken_engine() is self._engine():
-            raise self._process_lost_error("a failed call has left exchanges unfinished")
+            raise self._process_lost_error(
+                "an earlier call failed between two exchanges of the processes: start them again"
+            )
         self._call, self._failures = next(_call_numbers), {}
         try:
             yield

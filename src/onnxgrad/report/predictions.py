@@ -146,7 +146,7 @@ def examine_predictions(
             "predictions can be examined only if one process trains the model: each of several has "
             "only a part of the rows"
         )
-    source, name = _examined_data(call)
+    source, name = _data_to_report(call)
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
     one = evaluator.described
@@ -198,7 +198,7 @@ def examine_predictions(
     }
 
 
-def _examined_data(call: Any) -> tuple[BatchSource, str]:
+def _data_to_report(call: Any) -> tuple[BatchSource, str]:
     """Return the data to examine, with "validation", or "training" if in memory."""
     if call.validated is not None:
         return call.validated, "validation"

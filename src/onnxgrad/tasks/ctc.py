@@ -394,7 +394,7 @@ class TextRecognition(Task):
         return [file]
 
     def _read_line_images(self, rows: Sequence[tuple[Any, str]]) -> og.data.Reader:
-        """Return a reader of images, and labels: the count of time steps, then classes.
+        """Return a reader of images with labels: a count of time steps, then class indices.
 
         Raises:
             ValueError: as of `read`.

@@ -121,7 +121,7 @@ def as_pixels(pixels: Any) -> Callable[[np.ndarray], np.ndarray] | None:
 
 
 def normalization_from_one(normalize: Any, scale: float | None) -> Normalize | None:
-    """Return `scale` and `normalize` as one normalization of 0 to 1; None if unchanged."""
+    """Return `scale` and `normalize` as one normalization of pixels from 0 to 1, or None."""
     if normalize is None and scale is None:
         return None
     white = checked_scale(1.0 if scale is None else scale)

@@ -106,7 +106,10 @@ class Dataset:
         if y is not None:
             raise ValueError(f"a {type(X).__name__} brings its labels: pass {argument('y', None)}")
         if weight is not None:
-            raise ValueError(f"a {type(X).__name__} brings its sample weights: pass None")
+            raise ValueError(
+                f"a {type(X).__name__} brings its sample weights: leave out "
+                f"{argument('sample_weight')}"
+            )
         return own
 
     @property

@@ -367,7 +367,7 @@ def find_failed_step(call: Any) -> FailedStep | None:
 
 
 def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bool] | None:
-    """Return the model of the step of a `Fit` with inputs, while its loop runs.
+    """Return the model of the running step of a `Fit`, and inputs with which it can be run.
 
     The results are the model, its inputs, with the states and a full batch of the loop, and two
     arguments of `session`: the multiply-adds, and whether nodes run in order. The model is one

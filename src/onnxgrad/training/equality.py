@@ -116,7 +116,7 @@ class BuildCache:
 
     def fingerprint(self, values: Mapping[str, Any]) -> Any:
         """Return `fingerprint(values)`, without describing the values of the last call again."""
-        items = _contained_items(values)
+        items = _flatten_containers(values)
         old, found = self._described
         if len(items) != len(old) or not all(map(operator.is_, items, old)):
             found = fingerprint(values)
@@ -138,7 +138,7 @@ class BuildCache:
         return new
 
 
-def _contained_items(values: Mapping[str, Any]) -> list[Any]:
+def _flatten_containers(values: Mapping[str, Any]) -> list[Any]:
     """Return one list of the values of a mapping, with the elements of lists and dicts in it."""
     items: list[Any] = []
     for value in values.values():

@@ -98,7 +98,7 @@ class Objective:
 
     @property
     def carried_inputs(self) -> dict[str, str]:
-        """The input whose data are the first value of a buffer, by the name of the buffer."""
+        """The name of the input whose data initialize a buffer, by the name of the buffer."""
         begun_by_data = (str(b.name) for b in self.buffers if b.const_value is None)
         return dict(zip(begun_by_data, self.job.carry, strict=True))
 

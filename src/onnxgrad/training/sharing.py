@@ -232,7 +232,7 @@ class GroupSource(BatchSource):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The description of the data, for the identity of a training."""
+        """The facts of the data that a checkpoint stores, to recognize the same data."""
         return self._source.description
 
     def _share_numbers(self, *numbers: int) -> np.ndarray:

@@ -436,10 +436,10 @@ def scatter_cotangents(op, node):
 
 
 def _repeats_elements(op, weight, dx, windows: Windows) -> bool:
-    """Return whether `dx` has each element of g once per element of its window.
+    """Return whether `dx` repeats each cotangent over all elements of its window.
 
-    It is the gradient of an average over windows that do not overlap. Only of constants that the
-    rule of a pool has written, the values decide.
+    Such a `dx` is the gradient of an average over windows that do not overlap. The values of
+    `weight` decide only if the rule of a pool has written it.
     """
     if op.primal is None or op.primal.op_type not in ("AveragePool", "LpPool"):
         return False

@@ -195,7 +195,7 @@ class FixedRows(RowWalk):
         return None if rest else times
 
     def _reshapes_rows(self, node: ir.Node) -> bool:
-        """Return whether a node reshapes, or takes the only row out of its axis."""
+        """Return whether a node is a Reshape of rows, or removes the axis of a single row."""
         x = node.inputs[0]
         if node.domain or x not in self.states:
             return False

@@ -357,7 +357,7 @@ def fold_normalizations(
             continue
         if _can_fold(node, conv, trained) and not {x, *node.outputs} & {*kept, *op.graph.outputs}:
             with op.at(node):
-                replace_node(op, node, [_convolution_of_both(op, node, conv)])
+                replace_node(op, node, [_fuse_normalization(op, node, conv)])
 
 
 def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
@@ -373,7 +373,7 @@ def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bo
     return _ROWS * prod(pixels) >= prod(shape[1:])
 
 
-def _convolution_of_both(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
+def _fuse_normalization(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
     """Return the result of a Conv and the BatchNormalization `node` behind it, as one Conv."""
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]

@@ -443,7 +443,7 @@ class _Use:
         yield True, False, why, doubtful
 
     def _scalar_rules(self) -> Rules:
-        """Yield the rules for a scalar, which may be learned, such as a temperature."""
+        """Yield the rules that decide whether a scalar, such as a temperature, is a weight."""
         array, where, early = self.array, self.where, self.early
         sounds = evidence.sounds_learned(self.name)
         formula = f"a single number in a formula ({where})"

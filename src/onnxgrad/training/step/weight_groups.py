@@ -157,7 +157,7 @@ def write_groups(
     packed: int | None = None,
     blocks: bool = True,
 ) -> tuple[list[Group], list[ir.Value]]:
-    """Return the groups of the weights, and the gradient w.r.t. the state of each group.
+    """Group the weights; return the groups, and the gradient w.r.t. the weights of each group.
 
     Args:
         op: writes into the graph of the gradients.
