@@ -227,7 +227,7 @@ def _rename_inputs(
     inputs = {str(x.name): x for x in graph.inputs if x.const_value is None}
     for old, new in rename.items():
         if old not in inputs:
-            raise unknown("input of the head, as a key of rename=,", old, inputs)
+            raise unknown("input of the head (rename=)", old, inputs)
         if old in fed:
             raise ValueError(
                 f"rename={{{old!r}: ...}}: mapping feeds this input: remove it from rename"
