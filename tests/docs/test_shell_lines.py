@@ -46,7 +46,7 @@ IMPORTED = {  # by extras that pages install, and by the hidden cells of pages
     "torch": ["torch"],
     "cli/predict.md": ["tokenizers"],
     "parallel.md": ["torch"],
-    "report.md": ["PIL"],
+    "report.md": ["PIL", "IPython"],  # the page links to a report in a notebook
     "solvers.md": ["casadi"],
 }
 QUICK = "hold/index.md"
