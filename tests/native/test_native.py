@@ -13,7 +13,7 @@ import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
-from onnxgrad.native.target import PLAIN
+from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.training.step import build
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep

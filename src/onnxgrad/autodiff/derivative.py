@@ -11,8 +11,14 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
-from onnxgrad.autodiff.primal.prepare import listed_as, prepare, values_by_name
+from onnxgrad.autodiff.primal.prepare import (
+    has_default,
+    is_weight,
+    listed_as,
+    prepare,
+    restore_defaults,
+    values_by_name,
+)
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import node_text, unknown
 from onnxgrad.graph.emit import Emit, garbage_kept

@@ -17,8 +17,12 @@ from onnxgrad.autodiff.derivative import (
     warn_of_dropped_outputs,
 )
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
-from onnxgrad.autodiff.primal.prepare import prepare, values_by_name
+from onnxgrad.autodiff.primal.prepare import (
+    has_default,
+    prepare,
+    restore_defaults,
+    values_by_name,
+)
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit

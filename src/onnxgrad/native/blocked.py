@@ -11,8 +11,8 @@ from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import correlate_images, transposed_conv
-from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.target import BLOCKS, LEAST_PIXELS, NODES
+from onnxgrad.native.blocked_layout import BLOCKS, Layout, sizes
+from onnxgrad.native.single_nodes import LEAST_PIXELS, NODES
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.operators.windows import Windows, auto_pad, stated_windows

@@ -23,6 +23,7 @@ from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"
+BLOCKS = "native.blocks"  # the group of rewrites into this layout
 _WIDEST = 32  # channels, a multiple of all blocks
 Pixels = Sequence[int]  # lengths of the two spatial axes
 

@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
-from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.target import BLOCKS
+from onnxgrad.native.blocked_layout import BLOCKS, Layout, sizes
 from onnxgrad.operators import ELEMENTWISE, marks
 from onnxgrad.operators.shapes import Dims, dims, equal, static
 

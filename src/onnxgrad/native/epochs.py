@@ -16,9 +16,12 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.scans import LoopBody, moved_before_scan, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
-from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
 from onnxgrad.operators import made_by, names_with_trait
 from onnxgrad.operators.shapes import constant, dims, static
+
+EPOCH = "native.epoch"  # the group of rewrites of the loop over the batches
+# Elements of the data of one step up to which the loop over batches adds a column of ones to them.
+MOST_DATA_ELEMENTS = 1 << 15
 
 
 @rewrites(*sorted(names_with_trait("exact")), group=EPOCH)

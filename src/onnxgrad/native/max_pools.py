@@ -20,12 +20,14 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
-from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
-from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
+from onnxgrad.native.blocked_layout import BLOCKS, DOMAIN, Layout, Pixels, sizes
+from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
 from onnxgrad.operators.windows import auto_pad, stated_windows
 
+# Elements of a row of a pool from which comparing elements costs less than the output of indices.
+LEAST_POOL_ELEMENTS = 1 << 9
 _FLOAT = ir.DataType.FLOAT
 
 

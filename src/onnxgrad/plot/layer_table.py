@@ -10,8 +10,8 @@ from math import ceil, prod
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.prepare import close_defaults
 from onnxgrad.errors import join_first, printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import reads

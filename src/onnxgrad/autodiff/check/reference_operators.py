@@ -16,6 +16,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_conv, op_conv_transpose, op_max_pool
 
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import load_session
 
 
 def erf_of_elements(x: np.ndarray) -> tuple[np.ndarray]:
@@ -94,10 +95,8 @@ def _session_of_node(node: NodeProto, opset: int) -> ort.InferenceSession | None
     graph.node[0].input[:] = ["x"]
     proto = ModelProto(ir_version=8, graph=graph)
     proto.opset_import.add(version=opset)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        return ort.InferenceSession(proto.SerializeToString(), options, providers=CPU.providers)
+        return load_session(proto, providers=CPU.providers)
     except Exception:  # onnxruntime's errors have no common base
         return None
 

@@ -21,7 +21,6 @@ from onnxgrad.autodiff.primal.bodies import (
     function_body,
     operators_with_body,
 )
-from onnxgrad.autodiff.primal.defaults import close_defaults, open_defaults
 from onnxgrad.autodiff.primal.final_states import FINAL_STATES
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
@@ -41,10 +40,11 @@ from onnxgrad.model.opsets import (
     onnxruntime_runs_node,
     opset_has_node,
 )
+from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import OPERATORS, marks, operator_of
-from onnxgrad.operators.shapes import dims
+from onnxgrad.operators.shapes import dims, is_real, static
 from onnxgrad.reporting import escape_loggers
-from onnxgrad.runtime.run_shapes import confirmed_by_run
+from onnxgrad.runtime.session import confirmed_by_run
 
 escape_loggers("onnx_ir")  # of its passes, too
 
@@ -253,3 +253,64 @@ def _free_outputs(model: ir.Model) -> None:
         result = op.set_type_like(op.copy_of(y), y)
         result.name, y.name = y.name, op.name(str(y.name))
         graph.outputs[list(graph.outputs).index(y)] = result
+
+
+# -- inputs with a default: initializers among the inputs, in whose place arrays can be fed --------
+#
+# `open_defaults` makes them plain inputs, of which no pass and no rule reads the elements, and
+# `restore_defaults` gives them back their elements and their shapes.
+
+
+def open_defaults(model: ir.Model, origin: ModelProto, own: bool) -> None:
+    """Make inputs with a default plain inputs, in place.
+
+    Before IR version 4, all initializers were among the inputs, and could not be fed. Where a file
+    still lists all of them, weights too, integers and settings remain constants, as rules read
+    them, unless it is a prepared one.
+    """
+    if origin.ir_version < 4:
+        return
+    optional = [x for x in model.graph.inputs if x.is_initializer()]
+    stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
+    sized = [x for x in optional if static(dims(x)) is not None]
+    constants = {x for x in sized if not is_real(x) or is_setting(x)}
+    if own or len(optional) < stored or len(constants) == len(sized):
+        constants = set()
+    for x in optional:
+        if x in constants:
+            continue
+        assert x.const_value is not None
+        x.meta[marks.INPUT_DEFAULT] = x.const_value, x.shape
+        pairs = zip(dims(x) or (), x.const_value.shape, strict=False)
+        x.shape = ir.Shape([d if d == length else None for d, length in pairs])
+        del model.graph.initializers[str(x.name)]
+        x.const_value = None
+
+
+def close_defaults(model: ir.Model) -> None:
+    """Remove initializers from the inputs, in place: they are constants of the default's shape."""
+    for graph in model.graphs():
+        for x in [x for x in graph.inputs if x.is_initializer()]:
+            graph.inputs.remove(x)
+            if x.const_value is not None:
+                x.shape = ir.Shape(x.const_value.shape.numpy())
+
+
+def has_default(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default, in whose place anything can be fed."""
+    return marks.INPUT_DEFAULT in x.meta
+
+
+def is_weight(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default whose stated shape is static."""
+    if not has_default(x):
+        return False
+    _, stated = x.meta[marks.INPUT_DEFAULT]
+    return static(dims(ir.Value(shape=stated))) is not None
+
+
+def restore_defaults(graph: ir.Graph) -> None:
+    """Make the inputs with a default initializers again, in place."""
+    for x in filter(has_default, graph.inputs):
+        x.const_value, x.shape = x.meta.pop(marks.INPUT_DEFAULT)
+        graph.initializers.add(x)

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.defaults import close_defaults
 from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.prepare import close_defaults
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.model import external, weights as constants
 from onnxgrad.model.constants import standard
