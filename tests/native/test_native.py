@@ -304,7 +304,7 @@ def test_a_failing_session_means_no_blocks(monkeypatch):
 
 
 def test_wrong_numbers_mean_no_blocks(monkeypatch):
-    monkeypatch.setattr(blocked_layout.Layout, "plain", lambda layout, y: layout.op.Neg(y))
+    monkeypatch.setattr(blocked_layout.BlockedLayout, "to_nchw", lambda layout, y: layout.op.Neg(y))
     assert blocked_layout.block_size.__wrapped__() == 0
 
 

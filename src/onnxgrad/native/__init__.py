@@ -36,14 +36,16 @@ PHASES = (NODES, BLOCKS, PLAIN, LOOPS)  # groups of rewrites, in the order in wh
 
 @dataclass(frozen=True)
 class Target:
-    """The device and the thread count of a session, and the row count of a batch."""
+    """The device and the thread count of a session, and the row count of a batch: a rewrite's
+    `op.target`.
+    """
 
     device: Device
     threads: int
     rows: int = 1
 
     @staticmethod
-    def of(device: Any, work: float, rows: int) -> Target:
+    def for_step(device: Any, work: float, rows: int) -> Target:
         """Return the target for a step of `work` multiply-adds on batches of `rows` rows."""
         return Target(Device.of(device), thread_count(work), rows)
 

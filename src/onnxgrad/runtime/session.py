@@ -40,7 +40,7 @@ WORK_PER_THREAD = 1e6
 _PROCESS_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING_LIMIT = "optimization.constant_folding_max_output_size_in_bytes"
-_MOST_FOLDED = 1 << 18  # bytes of a constant
+_MOST_FOLDED = 1 << 18  # bytes of a folded constant
 _LARGE_MODEL = 1 << 24  # bytes from which copies of a model take much memory
 _SPINNING = "session.force_spinning_stop"
 
@@ -101,13 +101,15 @@ def ordered_session(
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
 ) -> ort.InferenceSession:
-    """Return a `session` whose nodes run in the order of the list `order`.
+    """Return a session that runs the nodes of the optimized graph in the order that the function
+    `order` sets.
 
     `order` sorts the nodes of a graph in place. It gets the graph that onnxruntime has optimized
     for these lengths, in which the operands and the sizes of results of all nodes are known;
     onnxruntime itself would put fused nodes last. See `session` for the other arguments.
     """
-    options, _ = _session_options(0.0, lengths=lengths)  # a session that only optimizes
+    # of a session that never runs: it optimizes the graph
+    options, _ = _session_options(0.0, lengths=lengths)
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         load_session(model, options, providers=device.providers)
@@ -130,16 +132,16 @@ def ordered_session(
 
 
 def _release_freed_memory() -> None:
-    """Give memory that copies of a model have freed back to the system, unlike glibc."""
-    gc.collect()  # graphs refer to themselves
+    """Return freed memory of the process to the system, which glibc does not do by itself."""
+    gc.collect()  # a graph and its nodes refer to each other
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
         if trim is not None:
             trim(0)
 
 
 def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
+    """Set unknown shapes in the optimized `graph` to the shapes that `model` declares.
 
     onnxruntime infers no shapes behind a Reshape to a computed shape, with which a recomputed part
     of a graph begins.
@@ -192,7 +194,7 @@ def _session_options(
 def load_session(
     model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
 ) -> ort.InferenceSession:
-    """Return a session of onnxruntime for a model of any size; by default without a log.
+    """Return an onnxruntime session for a model of any size; without `options`, its log is off.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
@@ -290,7 +292,7 @@ def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
 
 # -- the time of each operator, from the profile of onnxruntime ------------------------------------
 
-_KERNEL = "_kernel_time"  # the end of the name of an event that is a run of a node
+_KERNEL = "_kernel_time"  # suffix of the name of an event: the run of a node
 
 
 @dataclass(frozen=True)
@@ -341,22 +343,23 @@ def operator_times(
 
 # -- the shapes of outputs, where a file may declare wrong shapes ----------------------------------
 
-# the lengths of symbolic dimensions in a run: of first axes, and of other axes. A Squeeze without
-# axes removes axes of length one: a second run, in which all are one, shows such a rank
+# Lengths of symbolic dimensions in a run: of first axes, and of other axes. A Squeeze without axes
+# removes axes of length one: a second run, in which all lengths are one, shows whether ranks vary.
 _LENGTHS, _ONES = (3, 2), (1, 1)
 _MODELS_KEPT = 64  # models whose shapes are remembered: a training prepares a model several times
 _shapes_of_runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
-    """Return a function that corrects an output's declared shape by running the model.
+    """Return a function that corrects an output's declared shape, after it has run the model.
 
     The model runs on random inputs when the first output is asked for. The run gives the rank,
     unless a second run, in which all lengths are one, gives another rank; lengths that the run
     contradicts become unknown. A model that fails on these inputs keeps its stated shapes.
     """
 
-    def confirm(y: ir.Value, stated: Dims) -> Dims:
+    def confirmed_shape(y: ir.Value, stated: Dims) -> Dims:
+        """Return the shape `stated` of the output `y`, corrected where a run contradicts it."""
         shapes = _shapes_in_run(proto, _LENGTHS)
         node = y.producer()
         if (actual := shapes.get(str(y.name))) is None or node is None or node.graph is None:
@@ -379,7 +382,7 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
             )
         return confirmed
 
-    return confirm
+    return confirmed_shape
 
 
 def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:

@@ -80,7 +80,9 @@ def pool_by_onnxruntime(self: Any, x: np.ndarray, **attributes: Any) -> tuple[np
 
 
 def _session_of_node(node: NodeProto, opset: int) -> ort.InferenceSession | None:
-    """Return a session of the node, which reads `x` of float64; None if onnxruntime refuses it."""
+    """Return a session of a node of one float64 input, `x`; None if onnxruntime refuses the
+    node.
+    """
     float64, int64 = (
         TypeProto(tensor_type=TypeProto.Tensor(elem_type=t))
         for t in (TensorProto.DOUBLE, TensorProto.INT64)
@@ -115,11 +117,7 @@ def convolve(
 
 
 def convolve_transposed(
-    self: Any,
-    x: np.ndarray,
-    w: np.ndarray,
-    b: Any = None,
-    **attributes: Any,
+    self: Any, x: np.ndarray, w: np.ndarray, b: Any = None, **attributes: Any
 ) -> tuple[np.ndarray]:
     """Compute ConvTranspose: a convolution of x, with zeros between its elements, by w reversed.
 
@@ -170,7 +168,9 @@ def _add_bias(y: np.ndarray, b: np.ndarray | None) -> np.ndarray:
 
 
 def _operator_class(name: str, run: Callable, base: type = OpRun) -> type:
-    """Return the class of an operator for `new_ops`, which has the operator's name."""
+    """Return a class that computes the operator `name` by `run`, for
+    `ReferenceEvaluator(new_ops=)`.
+    """
     return type(name, (base,), {"_run": run if base is not OpRun else staticmethod(run)})
 
 
