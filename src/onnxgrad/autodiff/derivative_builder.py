@@ -89,7 +89,9 @@ class Builder:
         self.dummies: dict[ir.Value, ir.Value] = {}
 
     def _chosen_inputs(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
-        """Return the inputs to differentiate w.r.t.: those in `names`, or by default all floats."""
+        """Return the inputs to differentiate w.r.t.: the inputs called `names`, or by default
+        all floats.
+        """
         chosen = choose_inputs(self.model.graph, names)
         return [x for x in chosen if names is not None or not rows or not has_default(x)]
 

@@ -153,7 +153,7 @@ def _check_casadi_names(builder: Builder) -> None:
     clashes += [y for y in outputs if _DERIVATIVE.match(y)]
     if clashes:
         raise ValueError(
-            f"CasADi gives the names {clashes} a meaning of its own: rename these inputs and "
+            f"CasADi reads another meaning into the names {clashes}: rename these inputs and "
             "outputs, for example by `onnx.compose.add_prefix(model, 'f_')`"
         )
     others = [str(y.name) for y in builder.kept if y not in builder.differentiated]

@@ -39,7 +39,7 @@ from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.operators.shapes import is_real
 
 Names = Sequence[str] | None
-_MOST_DIRECTIONS = 16  # up to so many inputs and weights, each has a direction of its own
+_MOST_DIRECTIONS = 16  # up to so many inputs and weights, each has a separate direction
 
 
 def check_gradient(

@@ -106,7 +106,7 @@ def join_padded_parts(op, node):
 
 
 def _padded_part(x):
-    """Return what a Pad extends by zeros along one axis to `x`, as a `_PaddedPart`; None for
+    """Return the operand and the zeros of the Pad that computes `x` along one axis; None for
     other nodes.
     """
     node = made_by(x, "Pad")
