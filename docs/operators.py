@@ -19,7 +19,7 @@ sys.path.insert(0, str(FOLDER.parent))
 
 import onnx
 
-from onnxgrad.autodiff.primal.bodies import has_body
+from onnxgrad.autodiff.primal.bodies import has_function_body
 from onnxgrad.operators import OPERATORS, Operator
 from onnxgrad.operators.registry import Unsupported
 from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
@@ -104,7 +104,7 @@ def _how(schema: Any) -> str | None:
     operator = _operator((schema.domain, schema.name))
     if operator.rule or operator.subgraph_rule:
         return "rule"
-    return "lowering" if operator.lowering else "body" if has_body(schema) else None
+    return "lowering" if operator.lowering else "body" if has_function_body(schema) else None
 
 
 def _operator(key: tuple[str, str]) -> Operator:

@@ -285,7 +285,7 @@ def test_wrong_kinds(make):
     with pytest.raises(ValueError, match="input 'I' holds INT64"):
         make(two, inputs=["I"])
     flat = parse_model("m (double[N] X) => (double[N] Y) { Y = Sign(X) }")
-    with pytest.raises(ValueError, match="differentiable path"):
+    with pytest.raises(ValueError, match=naming("'X'", "'Y'", "differentiable path")):
         make(flat)
 
 
@@ -553,7 +553,7 @@ def test_rows_that_mix_are_refused(body):
     made = model_of_rows(body)
     with pytest.raises(ValueError, match=r"batched=False, or batched=\"unchecked\""):
         jacobian(made, batched=True)
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(ValueError, match="batched=False"):
         hessian(made, batched=True)
     jacobian(made)
 
@@ -602,13 +602,13 @@ def test_fixed_number_of_rows():
             other=np.int64([1, 0]), shift=np.int64([1, 0, -1, 0]), one=np.int64([1]),
             least=np.int64([-9]), zero=np.int64([0]), back=np.int64([-1]),
         )  # fmt: skip
-        with pytest.raises(ValueError, match="mixes"):
+        with pytest.raises(ValueError, match=naming("output 'Y'", "mixes", "batched=False")):
             jacobian(moved, batched=True)
     turned = parse_model("m (double[2,4] X) => (double[4,2] Y) { Y = Transpose(X) }")
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(ValueError, match=naming("'Y'", "axis 1", "transpose")):
         jacobian(turned, batched=True)
     flat = parse_model("m (double[2,4] X) => (double Y) { Y = ReduceSum<keepdims=0>(X) }")
-    with pytest.raises(ValueError, match="a scalar"):
+    with pytest.raises(ValueError, match=naming("'Y'", "a scalar", "choose")):
         jacobian(flat, batched=True)
 
 

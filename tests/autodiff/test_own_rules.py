@@ -112,7 +112,7 @@ def test_stop_gradient():
 def test_stop_gradient_at_an_output():
     made = model_of_vector("H = Exp(X)  Y = Identity(H)")
     for name in ("H", "Y"):
-        with pytest.raises(ValueError, match="differentiable path"):
+        with pytest.raises(ValueError, match=naming("'X'", "differentiable path")):
             onnx_derivative(made, stop_gradient=[name])
 
 
@@ -137,7 +137,7 @@ def test_straight_through(body, name, expected):
 
 
 def test_straight_through_is_asked_for():
-    with pytest.raises(ValueError, match="differentiable path"):
+    with pytest.raises(ValueError, match=naming("'X'", "differentiable path")):
         onnx_derivative(model_of_vector("Y = Round(X)"))
     np.testing.assert_array_equal(
         gradient_of_ones(model_of_vector("Y = Round(X)"), straight_through=["Y"]), [1, 1]
@@ -214,7 +214,7 @@ def test_a_registration_holds_before_that_of_nodes_with_subgraphs(last):
           else_branch = e () => (float[2] z) { z = Log(X) }> }""")
     if last == "rule":
         rule("If")(lambda op, node, g: (None,))
-        with pytest.raises(ValueError, match="differentiable path"):
+        with pytest.raises(ValueError, match=naming("'X'", "differentiable path")):
             onnx_derivative(made)
         return
     x = made.graph.input[0].name

@@ -18,6 +18,7 @@ from onnxgrad.runtime.session import WORK_PER_THREAD, count_multiply_adds, sessi
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run import sessions
+from tests.support.errors import naming
 from tests.support.models import operator_names, parse_model
 from tests.support.optimized_models import optimized_model
 from tests.support.running import in_sweep
@@ -267,7 +268,7 @@ def test_work_counts_products_with_weights_of_4_bits():
 
 
 def test_unknown_recompute():
-    with pytest.raises(ValueError, match="cheap"):
+    with pytest.raises(ValueError, match=naming("recompute", "'cheep'", "cheap")):
         og.Trainer(deep_network(), "cross_entropy", recompute="cheep")
 
 

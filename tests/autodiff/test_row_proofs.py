@@ -5,7 +5,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart, require_sums
+from onnxgrad.autodiff.row_proofs import (
+    UnprovenRows,
+    require_independent_rows,
+    require_sums_over_rows,
+)
 from tests.support.models import parse_model
 from tests.support.running import session_of
 
@@ -125,7 +129,7 @@ def model_of_sum(nodes: str) -> onnx.ModelProto:
 def prove_sums(proto: onnx.ModelProto) -> None:
     copy = ir.from_proto(proto)
     lengths = {name: array.shape for name, array in ARRAYS.items()}
-    require_sums(copy, AXES, lengths, list(copy.graph.outputs))
+    require_sums_over_rows(copy, AXES, lengths, list(copy.graph.outputs))
 
 
 def totals_of_whole_and_parts(proto: onnx.ModelProto) -> tuple[float, float]:
@@ -161,7 +165,9 @@ def test_other_values_are_refused(name):
 def prove_apart(nodes: str) -> onnx.ModelProto:
     proto = model_of_sum(nodes)
     proto.graph.output[0].type.tensor_type.ClearField("shape")
-    require_apart(ir.from_proto(proto), AXES, {n: array.shape for n, array in ARRAYS.items()})
+    require_independent_rows(
+        ir.from_proto(proto), AXES, {n: array.shape for n, array in ARRAYS.items()}
+    )
     return proto
 
 

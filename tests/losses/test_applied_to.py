@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxgrad import Trainer, add_loss_output
-from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.derivative import make_weights_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.compat import OrtGradientOptimizer
 from onnxgrad.compat.learning_losses import FunctionLearningLoss
@@ -164,7 +164,7 @@ def prediction_of(body, inputs, trained=True):
     proto = constant_model(body, inputs)
     model = prepare(proto)
     if trained:
-        as_inputs(proto, model.graph, None)
+        make_weights_inputs(proto, model.graph, None)
     return model.graph.outputs[0]
 
 

@@ -13,7 +13,7 @@ import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
-from onnxgrad.native.target import PLAIN
+from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.training.step import build
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep
@@ -304,7 +304,7 @@ def test_a_failing_session_means_no_blocks(monkeypatch):
 
 
 def test_wrong_numbers_mean_no_blocks(monkeypatch):
-    monkeypatch.setattr(blocked_layout.Layout, "plain", lambda layout, y: layout.op.Neg(y))
+    monkeypatch.setattr(blocked_layout.BlockedLayout, "to_nchw", lambda layout, y: layout.op.Neg(y))
     assert blocked_layout.block_size.__wrapped__() == 0
 
 

@@ -18,8 +18,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_ir, to_proto
-from onnxgrad.native import Target, max_pools, single_nodes
-from onnxgrad.native.target import PHASES
+from onnxgrad.native import PHASES, Target, max_pools, single_nodes
 from onnxgrad.operators.shapes import is_real
 from onnxgrad.runtime.device import CPU
 from tests.support.emitters import assert_ordered

@@ -13,11 +13,11 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.native.order import (
     LiveMemory,
     MemoryUse,
-    nbytes,
     order_depth_first,
     order_freeing_early,
     peak_nbytes,
     reorder_graph,
+    value_nbytes,
 )
 from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training.run import sessions
@@ -70,7 +70,7 @@ def test_bytes_of_a_value(node, expected):
         <int64[3] five = {{5, 1, 1}}> {{ {node}  q = Neg(x) }}"""
     model = ir.from_proto(parse_model(text))
     infer(model)
-    assert nbytes(list(model.graph)[-2].outputs[0]) == expected
+    assert value_nbytes(list(model.graph)[-2].outputs[0]) == expected
 
 
 def test_values_that_are_read_late_are_computed_late():
@@ -106,16 +106,16 @@ def by_all_gains(memory: MemoryUse, nodes: list[ir.Node]) -> list[ir.Node]:
     lives, position, result = LiveMemory(memory), {n: i for i, n in enumerate(nodes)}, []
     ready = [n for n in nodes if not memory.before[n]]
     for node in ready:
-        lives.ready(node)
+        lives.mark_ready(node)
     while ready:
-        node = min(ready, key=lambda n: (-max(0, lives.gain(n) + 1), position[n]))
+        node = min(ready, key=lambda n: (-max(0, lives.freed_nbytes(n) + 1), position[n]))
         ready.remove(node)
         result.append(node)
-        lives.run(node)
+        lives.mark_run(node)
         done = set(result)
         for other in memory.behind[node]:
             if memory.before[other] <= done:
-                lives.ready(other)
+                lives.mark_ready(other)
                 ready.append(other)
     return result
 

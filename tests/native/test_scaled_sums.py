@@ -9,7 +9,7 @@ import pytest
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target
-from onnxgrad.native.target import PLAIN
+from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.runtime.device import CPU
 from tests.support.models import parse_model
 from tests.support.running import run

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import defs
 
-from onnxgrad.autodiff.primal.bodies import has_body
+from onnxgrad.autodiff.primal.bodies import has_function_body
 from onnxgrad.operators import OPERATORS, Operator
 from tests.support import covered
 from tests.support.paths import DOCS
@@ -79,7 +79,7 @@ def attributes_of_operators() -> list:
     for schema in covered.newest_schemas():
         key = (schema.domain, schema.name)
         operator = OPERATORS.get(key, Operator())
-        known = operator.rule or operator.lowering or has_body(schema)
+        known = operator.rule or operator.lowering or has_function_body(schema)
         if not schema.domain and known and not operator.no_gradient:
             made += [(schema.name, a) for a in schema.attributes.values()]
     return made

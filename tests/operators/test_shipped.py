@@ -140,8 +140,8 @@ def test_enough_agree(frozen, bar):
     """Every case not excepted is compared above; here they are counted."""
     every = (case for module in module_names() for case in cases_of(module, frozen))
     agreeing = but_for(every, NOT_RUN, NOT_IN_FLOAT32)
-    on_onnxruntime = sum(c.forward[1] for c in agreeing)
-    assert on_onnxruntime >= bar
+    load_on_onnxruntime = sum(c.forward[1] for c in agreeing)
+    assert load_on_onnxruntime >= bar
     assert len(agreeing) >= bar + 45  # the others agree on the reference of onnx
 
 

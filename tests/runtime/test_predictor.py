@@ -110,7 +110,7 @@ def test_an_output_as_long_as_a_part_of_a_static_batch_has_no_rows():
 
 
 def test_a_static_batch_needs_a_row():
-    with pytest.raises(ValueError, match=naming("4 rows", "no row")):
+    with pytest.raises(ValueError, match=naming("4 rows", "pass")):
         Predictor(two_input_model(4)).run_rows({"x": X[:0], "k": COUNTS[:0]})
 
 

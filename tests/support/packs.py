@@ -17,7 +17,12 @@ import onnx_ir as ir
 from onnx import TensorProto
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from onnxgrad.autodiff.check.runtimes import NoKernelError, on_either, on_onnxruntime, on_reference
+from onnxgrad.autodiff.check.runtimes import (
+    NoKernelError,
+    load_on_either,
+    load_on_onnxruntime,
+    load_on_reference,
+)
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import in_precision, to_proto
 from onnxgrad.model.weights import is_setting
@@ -53,10 +58,10 @@ class Runtime:
 
 STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 RUNTIMES = {
-    "float64": Runtime(on_onnxruntime, np.float64, 1e-6, STEPS),
-    "reference": Runtime(on_reference, np.float64, 1e-6, STEPS),
-    "mixed": Runtime(on_reference, np.float64, 1e-6, STEPS, on_onnxruntime),
-    "float32": Runtime(on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+    "float64": Runtime(load_on_onnxruntime, np.float64, 1e-6, STEPS),
+    "reference": Runtime(load_on_reference, np.float64, 1e-6, STEPS),
+    "mixed": Runtime(load_on_reference, np.float64, 1e-6, STEPS, load_on_onnxruntime),
+    "float32": Runtime(load_on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
 }
 
 
@@ -98,7 +103,7 @@ class Pack:
 
     def __init__(self, parts: Sequence[Part], runtime: str) -> None:
         self.parts, self.runtime = parts, RUNTIMES[runtime]
-        self.on_onnxruntime = self.runtime.load is on_onnxruntime
+        self.load_on_onnxruntime = self.runtime.load is load_on_onnxruntime
         self.model = side_by_side([part.model for part in parts])
         if self.runtime.dtype is np.float64:
             self.model = in_precision(self.model, ir.DataType.DOUBLE)
@@ -138,7 +143,7 @@ class Pack:
 
     def inferred(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a model in the precision for which onnxruntime has all kernels."""
-        return model if self.on_onnxruntime else in_precision(model, ir.DataType.FLOAT)
+        return model if self.load_on_onnxruntime else in_precision(model, ir.DataType.FLOAT)
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class Pack:
         }
         cotangents = {f"{name}_grad": u for name, u in factors.items()}
         names = self._float_names(self.gradient)
-        run = on_either(self.gradient, self.runtime.load_gradient or self.runtime.load)
+        run = load_on_either(self.gradient, self.runtime.load_gradient or self.runtime.load)
         results = dict(zip(names, run(self.feed | cotangents), strict=True))
         sums = [Objective(f"r{i}_", factors, ys) for i in range(len(self.parts))]
         for part, f in zip(self.parts, sums, strict=True):

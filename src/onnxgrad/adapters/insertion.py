@@ -25,7 +25,7 @@ from onnxgrad.adapters.graph import (
 from onnxgrad.adapters.places import AdapterPlace, take_places, transpose_pair
 from onnxgrad.adapters.torch_modules import FAMILIES, module_names
 from onnxgrad.adapters.uses import LEFT, Target, Use, find_targets
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.model.notes import ADAPTERS, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
 
@@ -36,7 +36,7 @@ _FAMILY = "onnxgrad.genai_family"  # a list of one name
 def copy_inlined(model: ModelLike) -> ModelProto:
     """Return a copy of `model` with its local functions inlined."""
     proto = read(model)
-    return inlined(proto) if proto.functions else deepcopy(proto)
+    return inline_functions(proto) if proto.functions else deepcopy(proto)
 
 
 def adopt_adapters(model: ModelLike) -> tuple[ModelProto, dict[str, AdapterPlace]]:

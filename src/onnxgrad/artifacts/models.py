@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_constants
-from onnxgrad.autodiff.primal.local_functions import replace_calls
+from onnxgrad.autodiff.derivative import make_inputs_constants
+from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
@@ -170,7 +170,7 @@ def _evaluation_model(
         lambda name: recipe.state.weights[name],
     )
     graph, op = one.model.graph, Emit(one.model.graph)
-    as_constants(graph, [w for w in one.weights if w.name in step.unreached])
+    make_inputs_constants(graph, [w for w in one.weights if w.name in step.unreached])
     if LOSS in one.predictions:
         raise ValueError(
             f"the output {LOSS!r} of the model is no loss, and the artifacts need its name: rename "
@@ -181,7 +181,7 @@ def _evaluation_model(
     read = [w for w in one.weights if w.name not in step.unreached]
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
-    replace_calls(op, one.model)
+    inline_ruled_calls(op, one.model)
     _assign_names(op, outputs)
     tidy(one.model)
     return _graph_to_model(graph), list(one.predictions)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onnxgrad.autodiff.primal.bodies import function_body
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.bodies import inline_function_body
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -41,7 +41,7 @@ def at_opset(model: ModelProto, target: int | None) -> ModelProto:
     if get_onnx_opset(model) <= target:
         return model
     if model.functions:
-        model = inlined(model)
+        model = inline_functions(model)
     return downgrade_opset(_expand_newer_operators(model, target), target)
 
 
@@ -62,7 +62,7 @@ def _expand_newer_operators(model: ModelProto, target: int) -> ModelProto:
     new = to_ir(model)
 
     def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-        return function_body(op, node) if _is_newer_operator(node, target) else None
+        return inline_function_body(op, node) if _is_newer_operator(node, target) else None
 
     while True:
         infer(new)

@@ -20,19 +20,19 @@ from onnxgrad.operators import ELEMENTWISE, REORDERS, SELECTS, made_by, marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import constant, dims, is_stated, rank
 
-# queries of a block: at most, and for so many keys; for more keys, down to half of them, as
-# each block adds to the gradients of all keys
+# the most queries of a block, for up to `KEYS` keys; for more keys, a block has down to half of
+# them, as each block adds to the gradients of all keys
 ROWS, KEYS = 512, 2048
-LEAST = 1024  # fewer queries stay together
+LEAST = 1024  # queries: shorter attentions are not cut
 _AFTER_SOFTMAX = (ELEMENTWISE & REORDERS) | SELECTS | {"IsNaN", "Where"}
 
 
-# how many keys before and behind its own position a query sees, None for all
+# how many keys before and behind its own position a query sees; None: all keys
 _Window: TypeAlias = tuple[int | None, int | None]
 
 
-def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
-    """Let the graph of `op` compute each attention of long sequences by blocks of queries.
+def compute_attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
+    """Rewrite each attention of long sequences in the graph of `op`: a Scan over blocks of queries.
 
     An attention is a Softmax over keys between two products, with elementwise operators around it.
     An attention stays unchanged if it is in a body of the graph, if anything else, such as a
@@ -44,14 +44,14 @@ def attention_by_blocks(op: Emit, keep: Collection[ir.Value]) -> None:
     """
     kept = {*keep, *op.graph.outputs}
     for node in list(op.graph):
-        if node.op_type in ("MatMul", "Reshape") and (found := _Attention.of(node, kept)):
+        if node.op_type in ("MatMul", "Reshape") and (found := _Attention.match(node, kept)):
             with op.at(node):
-                ir.convenience.replace_all_uses_with(found.y, found.write(op))
+                ir.convenience.replace_all_uses_with(found.y, found.write_scan(op))
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product a b, computed by `nodes`.
+    """The matrix product a b of two values, and the `nodes` that compute it.
 
     With `heads`, the numbers of heads of a and of b, several heads of a share one of b.
     """
@@ -62,17 +62,19 @@ class _Product:
     heads: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, y: ir.Value | None) -> _Product | None:
-        """Return the product that is `y`, where a has as many axes, or None."""
+    def match(cls, y: ir.Value | None) -> _Product | None:
+        """Return the operands and nodes if `y` is a matrix product with as many axes as a; else
+        None.
+        """
         node = made_by(y, "MatMul")
         if node is not None and y is not None:
             a, b = node.inputs
             if a is None or b is None or rank(y) != rank(a) or (rank(b) or 0) < 2:
                 return None
             return cls(a, b, (node,))
-        apart = _split_axis(y)
-        one = None if apart is None else cls.of(apart[0])
-        joined = None if one is None or one.heads else _split_axis(one.a)
+        apart = _match_head_split(y)
+        one = None if apart is None else cls.match(apart[0])
+        joined = None if one is None or one.heads else _match_head_split(one.a)
         if y is None or apart is None or one is None or joined is None:
             return None
         (_, heads, after), (a, shared, before), b = apart, joined, one.b
@@ -84,7 +86,9 @@ class _Product:
         return cls(a, b, (before, *one.nodes, after), (heads, shared))
 
     def write_for_block(self, op: Emit, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Write the product for some rows of a, and some columns or rows of b."""
+        """Write the product of a block's rows of `a` and the columns or rows of `b` that it may
+        see.
+        """
         if self.heads is None:
             return op.emit("MatMul", [a, b], {}, fresh=True)
         heads, shared = self.heads
@@ -92,8 +96,8 @@ class _Product:
         return op.emit("Reshape", [y, op.const([0, heads, -1, 0])], {}, fresh=True)
 
 
-def _split_axis(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
-    """Return x, n and the node where y = Reshape(x, [0, n, -1, 0])."""
+def _match_head_split(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
+    """Return x, n and the Reshape node if `y` = Reshape(x, [0, n, -1, 0]); None otherwise."""
     node = made_by(y, "Reshape")
     x = None if node is None else node.inputs[0]
     if node is None or x is None or "allowzero" in node.attributes or rank(x) != 4:
@@ -106,7 +110,8 @@ def _split_axis(y: ir.Value | None) -> tuple[ir.Value, int, ir.Node] | None:
 
 @dataclass
 class _Attention:
-    """softmax(...) V of the queries along the last axis but one, of length `rows`.
+    """softmax(scores) V, where `rows` is the number of queries, the length of the last axis but
+    one.
 
     - `y`: the result.
     - `last`: the product with V.
@@ -122,10 +127,10 @@ class _Attention:
     sliced: list[ir.Value] = field(default_factory=list)
 
     @classmethod
-    def of(cls, node: ir.Node, keep: Collection[ir.Value]) -> _Attention | None:
-        """Return the attention whose result `node` computes, or None."""
+    def match(cls, node: ir.Node, keep: Collection[ir.Value]) -> _Attention | None:
+        """Return the attention if `node` computes the result of one; None otherwise."""
         y = node.outputs[0]
-        last, shape = _Product.of(y), dims(y)
+        last, shape = _Product.match(y), dims(y)
         if last is None or shape is None or len(shape) < 3:
             return None
         if any(n.outputs[0] in keep for n in last.nodes):
@@ -137,22 +142,24 @@ class _Attention:
         return found if found._collect_value(last.a, keep) and found._is_attention() else None
 
     def _collect_value(self, v: ir.Value, keep: Collection[ir.Value]) -> bool:
-        """Collect `v` and the nodes that compute it; return whether blocks of rows can be cut."""
+        """Collect the value `v` and the nodes that compute it; return whether `v` can be cut into
+        blocks of queries.
+        """
         shape = dims(v)
         if shape is None or v in self.inner or v in self.sliced:
             return shape is not None
-        if len(shape) < 2 or shape[-2] == 1:  # the same for all queries
+        if len(shape) < 2 or shape[-2] == 1:  # `v` is the same for all queries
             return True
         if shape[-2] != self.rows:
             return False
-        node, product = v.producer(), None if v in keep else _Product.of(v)
+        node, product = v.producer(), None if v in keep else _Product.match(v)
         if product is not None and any(n.outputs[0] in keep for n in product.nodes):
             product = None
         if product is not None and (dims(product.a) or (None, None))[-2] == self.rows:
             if product.a not in self.sliced:
                 self.sliced.append(product.a)
             self.inner[v] = product
-        elif node is None or v in keep or not _is_by_rows(node):
+        elif node is None or v in keep or not _computes_by_row(node):
             self.sliced.append(v)
         elif all(x is None or self._collect_value(x, keep) for x in node.inputs):
             self.inner[v] = node
@@ -161,7 +168,9 @@ class _Attention:
         return True
 
     def _is_attention(self) -> bool:
-        """Return whether it has one Softmax, of products, whose large values nothing else reads."""
+        """Return whether the collected nodes are an attention: one Softmax, of matrix products,
+        whose scores and weights no other node reads.
+        """
         own, after, large = set(self.last.nodes), set[ir.Value](), list[ir.Value]()
         for v, one in self.inner.items():
             if isinstance(one, _Product):
@@ -183,11 +192,11 @@ class _Attention:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, op: Emit) -> ir.Value:
-        """Write the Scan, and return the result."""
+    def write_scan(self, op: Emit) -> ir.Value:
+        """Write the Scan over blocks of queries, and return the result of the attention."""
         near = self._visible_window()
         keys_of_all = op.dim(self.last.b, -2)
-        blocks = _Blocks.of(op, self.rows, self.sliced[0], keys_of_all, near)
+        blocks = _Blocks.choose(op, self.rows, self.sliced[0], keys_of_all, near)
         inner = Emit(ir.Graph([], [], nodes=[], name="queries"), outer=op)
         size: Any = blocks.size if isinstance(blocks.size, int) else op.name("queries")
         shapes = {x: [*(dims(x) or ())[:-2], size, (dims(x) or ())[-1]] for x in self.sliced}
@@ -198,7 +207,7 @@ class _Attention:
             name = inner.name(f"{x.name}_of_some")
             new[x] = ir.Value(name=name, type=x.type, shape=ir.Shape(shape))
         inner.graph.inputs[:] = list(new.values())
-        keys = _Keys.of(op, inner, blocks, near, keys_of_all) if near else None
+        keys = _Keys.locate(op, inner, blocks, near, keys_of_all) if near else None
         stacks += [] if keys is None else [keys.firsts]
         with inner:
             for v, one in (*self.inner.items(), (self.y, self.last)):
@@ -206,7 +215,7 @@ class _Attention:
                 lengths = [*(dims(v) or ())]
                 if len(lengths) > 1 and lengths[-2] == self.rows:
                     lengths[-2] = size
-                if keys is not None and v is not self.y and lengths[-1] == self.keys:
+                if keys is not None and v is not self.y and lengths[-1] == self.key_count:
                     lengths[-1] = keys.length
                 z.type, z.shape = v.type, ir.Shape(lengths)
                 new[v] = z
@@ -223,7 +232,9 @@ class _Attention:
     def _copy_for_block(
         self, inner: Emit, one: Any, new: dict[ir.Value, ir.Value], keys: _Keys | None
     ) -> ir.Value:
-        """Write a copy of the node or product `one` for a block of queries and the keys near it."""
+        """Write a copy of `one`, a node or a product, for a block of queries and the keys near
+        it.
+        """
         if isinstance(one, _Product):
             axis = -2 if one is self.last else -1
             b = one.b if keys is None else keys.nearby_part(one.b, axis)
@@ -231,18 +242,19 @@ class _Attention:
         operands = []
         for x in one.inputs:
             some = None if x is None else new.get(x, x)
-            if some is not None and keys is not None and x not in self.inner:
-                some = keys.nearby_part(some, -1) if (dims(x) or (1,))[-1] == self.keys else some
+            over_keys = x not in self.inner and (dims(x) or (1,))[-1] == self.key_count
+            if some is not None and keys is not None and over_keys:
+                some = keys.nearby_part(some, -1)
             operands.append(some)
         return inner.copy_node(one, operands)[0]
 
     @property
-    def keys(self) -> Any:
+    def key_count(self) -> Any:
         """The number of keys: the length of the last axis of the weights."""
         return (dims(self.last.a) or (None,))[-1]
 
     def _visible_window(self) -> _Window | None:
-        """Return how many keys before and behind its position a query sees, None if not known."""
+        """Return how many keys before and behind its own position a query sees; None if unknown."""
         nodes = [one for one in self.inner.values() if isinstance(one, ir.Node)]
         [masked] = [n.inputs[0] for n in nodes if n.op_type == "Softmax"]
         total = made_by(masked, "Add")
@@ -259,16 +271,16 @@ class _Attention:
                 conditions += [] if both is None else both.inputs
         alike = all(
             one.op_type in ELEMENTWISE | {"Softmax"}
-            and all((dims(x) or (1,))[-1] in (1, self.keys) for x in one.inputs)
+            and all((dims(x) or (1,))[-1] in (1, self.key_count) for x in one.inputs)
             for one in nodes
         )
         near = found.get(marks.FIRST_KEY), found.get(marks.LAST_KEY)
-        return near if alike and is_stated(self.keys) and near != (None, None) else None
+        return near if alike and is_stated(self.key_count) and near != (None, None) else None
 
 
 @dataclass
 class _Keys:
-    """The keys that the queries of a block may see, from `begin` (None: the first) to `end`.
+    """The keys that the queries of a block may see, from `begin` (None: the first key) to `end`.
 
     `firsts` are the first queries of all blocks, and `length` stands for the number of these keys.
     """
@@ -281,8 +293,8 @@ class _Keys:
     parts: dict[tuple[ir.Value, int], ir.Value] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
-        """Return the keys of a window.
+    def locate(cls, op: Emit, inner: Emit, blocks: _Blocks, near: _Window, keys: Any) -> _Keys:
+        """Write nodes that compute the first and the last key that the queries of a block see.
 
         The rows that are repeated at the end see keys that are that much further in front.
         """
@@ -303,11 +315,14 @@ class _Keys:
         return cls(inner, firsts, begin, end, op.name("keys"))
 
     def nearby_part(self, x: ir.Value, axis: int) -> ir.Value:
-        """Return the slice of `x` along `axis`, the axis of keys, for the keys near a block."""
+        """Return the slice of `x` along its axis of keys, `axis`, for the keys that a block
+        sees.
+        """
         if (x, axis) not in self.parts:
             lengths = [*(dims(x) or ())]
             lengths[axis] = self.length
-            at, op = [len(lengths) + axis], self.inner  # two nodes, whose gradients are a Pad each
+            # of each of the two Slices, the gradient is one Pad
+            at, op = [len(lengths) + axis], self.inner
             y = op.emit("Slice", [x, [0], self.end, at], {}, fresh=True)
             y.type, y.shape = x.type, ir.Shape([*lengths])
             if self.begin is not None:
@@ -320,7 +335,7 @@ class _Keys:
 
 @dataclass
 class _Blocks:
-    """How the axis of the queries is cut, the last but one.
+    """The number and the size of the blocks into which the queries, the last axis but one, are cut.
 
     - `rows`, `count`, `size`: of all, of blocks and of one block: ints, or int64 tensors [1].
     - `repeats`: whether blocks have more rows than there are: then the last ones are there twice,
@@ -333,8 +348,8 @@ class _Blocks:
     repeats: bool
 
     @classmethod
-    def of(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
-        """Return the blocks of `x`, which has so many rows."""
+    def choose(cls, op: Emit, rows: Any, x: ir.Value, keys: Any, near: _Window | None) -> _Blocks:
+        """Choose the number and the size of the blocks of `x`, which has `rows` queries."""
         bounds = [n for n in near or () if n is not None]
         narrow = len(bounds) == 2
         most = min(ROWS, max(ROWS // 2, sum(bounds))) if narrow else ROWS
@@ -355,11 +370,11 @@ class _Blocks:
 
     @property
     def length(self) -> int | None:
-        """The number of blocks, if it is known."""
+        """The number of blocks if it is static; None otherwise."""
         return self.count if isinstance(self.count, int) else None
 
     def stack_blocks(self, op: Emit, x: ir.Value) -> ir.Value:
-        """Return `x` as blocks, stacked in front."""
+        """Return `x` cut into blocks of queries, which are stacked along a new first axis."""
         n, last = len(dims(x) or ()), op.dim(x, -1)
         if self.repeats:
             start = 2 * self.rows - self.count * self.size
@@ -369,7 +384,7 @@ class _Blocks:
         return op.Transpose(parts, perm=[n - 2, *range(n - 2), n - 1, n])
 
     def join_blocks(self, op: Emit, stack: ir.Value, like: ir.Value, width: Any) -> ir.Value:
-        """Return the stacked rows of all blocks as one tensor, of the type and shape of `like`."""
+        """Return the stacked blocks of queries as one tensor, of the type and shape of `like`."""
         n = len(dims(like) or ())
         y = op.Transpose(stack, perm=[*range(1, n - 1), 0, n - 1, n])
         total = self.count * self.size
@@ -379,8 +394,8 @@ class _Blocks:
         return op.set_type_like(y, like)
 
 
-def _is_by_rows(node: ir.Node) -> bool:
-    """Return whether a row of the result is computed from the same row of operands that have it.
+def _computes_by_row(node: ir.Node) -> bool:
+    """Return whether each row of a node's result depends on the same row of the operands only.
 
     Rows are along the last axis but one, and operands may be broadcast along it.
     """

@@ -30,7 +30,7 @@ Value: TypeAlias = Hashable
 NetworkNode: TypeAlias = tuple[Value, bool]
 Capacities: TypeAlias = dict[NetworkNode, dict[NetworkNode, float]]  # of the edges from each node
 
-_HIGHEST = 1e18  # price: infinite ones cannot be subtracted from each other
+_HIGHEST = 1e18  # price: the difference of infinite prices would be NaN
 
 
 def cheapest_values(
@@ -38,13 +38,14 @@ def cheapest_values(
     price: Callable[[Any], float],
     made_of: Callable[[Any], Sequence[Value] | None],
 ) -> set[Value]:
-    """Return the values of the lowest total price from which all `demands` can be computed.
+    """Return the values of the lowest total price from which all values in `demands` can be
+    computed.
 
     `made_of` returns the values that are needed to compute a value, or None if it cannot be
     computed again. Of several cheapest sets, the one nearest to the demands is returned.
     """
     demands = list(demands)
-    residual, ends = _network_of(demands, price, made_of)
+    residual, ends = _flow_network(demands, price, made_of)
     exhausted: set[NetworkNode] = set()  # nodes from which no more flow can pass
     for demand in demands:
         while (path := _augmenting_path(residual, (demand, False), ends, exhausted)) is not None:
@@ -57,10 +58,10 @@ def cheapest_values(
     }
 
 
-def _network_of(
+def _flow_network(
     demands: Sequence[Value], price: Callable, made_of: Callable
 ) -> tuple[Capacities, set[NetworkNode]]:
-    """Return the capacities of the edges from the demands to values that cannot be computed again.
+    """Return the edge capacities of the network from `demands` to values that cannot be recomputed.
 
     The second result are the network nodes of these values.
     """
@@ -82,7 +83,7 @@ def _network_of(
 def _augmenting_path(
     residual: Capacities, start: NetworkNode, ends: set[NetworkNode], exhausted: set[NetworkNode]
 ) -> list[NetworkNode] | None:
-    """Return a shortest augmenting path from `start`, or None if there is none.
+    """Return a shortest augmenting path of the flow network from `start`; None if there is no path.
 
     `residual` is how much more flow can pass along each edge. `exhausted` is extended.
     """
@@ -106,12 +107,13 @@ def _augmenting_path(
 # -- segments --------------------------------------------------------------------------------------
 
 CUTS = 128  # positions among which the cuts are chosen
-_LIMITS = 64  # sizes of the largest segment that are tried
+_LIMITS = 64  # limits of the largest segment that are tried
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A value by positions of nodes: `first` computes it, and `last` is the last one to read it.
+    """The time of a value in memory: from node number `first`, which computes it, to node number
+    `last`, the last reader.
 
     `read` is whether the backward pass reads it.
     """
@@ -123,7 +125,7 @@ class Lifetime:
 
 
 def segment_cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
-    """Return the positions behind which to cut `length` nodes, in order; empty for no cut.
+    """Return, in order, the positions behind which to cut a list of `length` nodes into segments.
 
     The first segment begins at position 0, and the last one ends at `length` - 1.
     """
@@ -140,7 +142,9 @@ def segment_cuts(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
 
 
 def _cut_candidates(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
-    """Return positions that few bytes cross, one of every `length` / `CUTS`."""
+    """Return candidate positions for cuts: of each `length` / `CUTS` nodes, the position that the
+    fewest bytes cross.
+    """
     changes = np.zeros(length + 1)
     for v in lifetimes:
         changes[v.first] += v.nbytes
@@ -153,8 +157,8 @@ def _cut_candidates(lifetimes: Sequence[Lifetime], length: int) -> list[int]:
 def _segment_costs(
     lifetimes: Sequence[Lifetime], ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two matrices of bytes, whose entries [i, j] are of the nodes behind `ends[i]` up to
-    `ends[j]`: a segment.
+    """Return two matrices of bytes for each pair i, j: of the segment of nodes behind `ends[i]` up
+    to `ends[j]`.
 
     The second matrix counts the results of the segment that later nodes read: the cut keeps them.
     The first matrix counts the other results of the segment that the backward pass reads.

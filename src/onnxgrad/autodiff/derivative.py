@@ -11,8 +11,14 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.defaults import has_default, is_weight, restore_defaults
-from onnxgrad.autodiff.primal.prepare import listed_as, prepare, values_by_name
+from onnxgrad.autodiff.primal.prepare import (
+    has_default,
+    is_weight_input,
+    original_output,
+    prepare,
+    restore_defaults,
+    values_by_name,
+)
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import node_text, unknown
 from onnxgrad.graph.emit import Emit, garbage_kept
@@ -122,18 +128,20 @@ def onnx_derivative(
 def _checked_labels(
     options: DerivativeOptions, loss: str | None, label: str | Sequence[str] | None
 ) -> list[str]:
-    """Check the options against each other; return the names of the labels."""
+    """Return the names of the label inputs as a list; raise if the options contradict each
+    other.
+    """
     if not isinstance(options, DerivativeOptions):
         raise TypeError(f"options must be DerivativeOptions, not {type(options).__name__}")
     flags = DerivativeOptions
     if options & flags.KeepYieldOp and options != flags.KeepYieldOp:
-        raise ValueError("KeepYieldOp cannot be combined with another option")
+        raise ValueError("options: KeepYieldOp excludes all other options; pass it alone")
     if options & flags.FillGrad and not options & (flags.KeepOutputs | flags.Loss):
         raise ValueError("FillGrad needs KeepOutputs: use FillGrad | KeepOutputs")
     if options & flags.Loss and (loss is None or label is None):
-        raise ValueError("option Loss needs the names of the loss output and of the label input")
+        raise ValueError("option Loss needs the names of the output `loss` and the input `label`")
     if not options & flags.Loss and (loss is not None or label is not None):
-        raise ValueError("loss and label are used with options=DerivativeOptions.Loss only")
+        raise ValueError("leave out `loss` and `label`, or pass options=DerivativeOptions.Loss")
     return [label] if isinstance(label, str) else list(label or ())
 
 
@@ -169,7 +177,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     )
     straight_through = {y: _straight_through_origin(y) for y in straight}
     chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)
-    weights = as_inputs(proto, graph, request.weights)
+    weights = make_weights_inputs(proto, graph, request.weights)
     wrt = [*chosen_inputs, *weights]
     require_unique_names("input or weight", [str(x.name) for x in wrt])
 
@@ -184,7 +192,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         asked = [*(chosen_inputs if request.inputs else ()), *(weights if request.weights else ())]
         require_path(asked, gradients, differentiated)
     if request.weights is None:
-        as_constants(graph, [w for w in weights if w not in gradients])
+        make_inputs_constants(graph, [w for w in weights if w not in gradients])
 
     kept = _kept_outputs(proto, original_outputs, request)
     protected = {*graph.inputs, *kept, *seeds.values()}
@@ -215,12 +223,12 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
 def _kept_outputs(
     proto: ModelProto, outputs: list[ir.Value], request: DerivativeRequest
 ) -> list[ir.Value]:
-    """Return the outputs of the model that the gradient model returns too, the loss first."""
+    """Return the outputs of the model that the gradient model also returns, the loss first."""
     loss = [y for y in outputs if y.name == request.loss][:1]
     if not request.options & DerivativeOptions.KeepOutputs:
         return loss
     warn_of_dropped_outputs(proto)
-    return [*loss, *(listed_as(y) for y in outputs if y not in loss)]
+    return [*loss, *(original_output(y) for y in outputs if y not in loss)]
 
 
 def warn_of_dropped_outputs(proto: ModelProto) -> None:
@@ -251,9 +259,9 @@ def _straight_through_origin(y: ir.Value) -> ir.Value:
 def _no_gradient_message(
     proto: ModelProto, graph: ir.Graph, outputs: list[ir.Value], wrt: list[ir.Value]
 ) -> str:
-    """Return the message for a model in which no value of `wrt` has a gradient."""
+    """Return the error message for a model in which no input or weight of `wrt` has a gradient."""
     if outputs:
-        ends = path_ends(graph, wrt, outputs)
+        ends = path_ends_text(graph, wrt, outputs)
         return f"no differentiable path from any of {[x.name for x in wrt]} to an output. {ends}"
     sources = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
     hints = [
@@ -263,8 +271,10 @@ def _no_gradient_message(
     return f"the model has no float tensor among its outputs.{';'.join(hints)}"
 
 
-def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
-    """Turn the named constants of the prepared `graph` into inputs, and return them in order.
+def make_weights_inputs(
+    proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None
+) -> list[ir.Value]:
+    """Turn the constants `names` of a prepared graph into inputs, and return these in order.
 
     `names=None`: all constants that are trained by default. Those that are no floats are an error.
     """
@@ -279,7 +289,7 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
         tensor = refs[name].read()
         dtype = ir.DataType(tensor.data_type)
         if not dtype.is_floating_point():
-            raise ValueError(f"weight {name!r} holds {dtype}: only floats have a gradient")
+            raise ValueError(f"weight {name!r} holds {dtype}, which has no gradient: leave it out")
         value = listed.get(name) or graph.initializers.pop(name, None)
         if value is None:  # no node reads it
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
@@ -289,8 +299,8 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     return weights
 
 
-def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
-    """Undo `as_inputs` for `values`."""
+def make_inputs_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
+    """Turn inputs that `make_weights_inputs` has created back into constants of the graph."""
     for value in values:
         if has_default(value):
             continue
@@ -302,7 +312,9 @@ def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
 def require_path(
     wrt: Iterable[ir.Value], gradients: Collection[ir.Value], outputs: Iterable[ir.Value]
 ) -> None:
-    """Raise a ValueError if a value of `wrt` has no gradient, that is, no path to `outputs`."""
+    """Raise a ValueError if an input or weight of `wrt` has no gradient: no path leads to
+    `outputs`.
+    """
     unreached = [repr(x.name) for x in wrt if x not in gradients]
     if unreached:
         raise ValueError(
@@ -327,18 +339,20 @@ def choose_inputs(
     values_by_name("input", labels, graph.inputs)
     if names is None:
         others = (x for x in floats if x.name not in labels and not constants.is_setting(x))
-        return [x for x in others if not is_weight(x)]
+        return [x for x in others if not is_weight_input(x)]
     inputs = values_by_name("input", require_unique_names("input", names), graph.inputs)
     for x in inputs:
         if not varies(x):
-            raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
+            raise ValueError(
+                f"input {x.name!r} holds {x.dtype}, which has no gradient: leave it out"
+            )
     return inputs
 
 
 def _cotangents_of_outputs(
     op: Emit, differentiated: list[ir.Value], outputs: list[ir.Value], options: DerivativeOptions
 ) -> dict[ir.Value, ir.Value]:
-    """Return the cotangent of each output: an input, ones, or an output of the YieldOp."""
+    """Return the cotangent of each output: a new input, ones, or an output of the YieldOp."""
     flags = DerivativeOptions
     if options & (flags.FillGrad | flags.Loss):
         return {y: op.ones_like(y) for y in differentiated}
@@ -354,7 +368,7 @@ def _cotangents_of_outputs(
         cotangents = [ir.Value() for _ in differentiated]
         op.graph.inputs.extend(cotangents)
     for y, g in zip(differentiated, cotangents, strict=True):
-        g.name = op.name(f"{listed_as(y).name}_grad")
+        g.name = op.name(f"{original_output(y).name}_grad")
         g.type, g.shape = y.type, y.shape
     return dict(zip(differentiated, cotangents, strict=True))
 
@@ -362,8 +376,8 @@ def _cotangents_of_outputs(
 # -- why a value has no gradient: the nodes that end every path ------------------------------------
 
 
-def smooth_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return the floats that depend differentiably on `starts`, which are among them."""
+def differentiable_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return `starts` and the float values that depend differentiably on any of `starts`."""
     values = set(starts)
     for node in graph:
         if operator_of(node).no_gradient or values.isdisjoint(reads(node)):
@@ -372,9 +386,11 @@ def smooth_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
     return values
 
 
-def path_ends(graph: ir.Graph, starts: Iterable[ir.Value], ends: Sequence[ir.Value]) -> str:
-    """Return the nodes before `ends` that end all paths from `starts`, for messages; "" if none."""
-    values, behind = smooth_values(graph, starts), nodes_behind(ends)
+def path_ends_text(graph: ir.Graph, starts: Iterable[ir.Value], ends: Sequence[ir.Value]) -> str:
+    """Return the text that names the nodes at which all paths from `starts` to `ends` stop being
+    differentiable; "" if none.
+    """
+    values, behind = differentiable_values(graph, starts), nodes_behind(ends)
     found = [
         node_with_reason(node)
         for node in graph
@@ -384,7 +400,7 @@ def path_ends(graph: ir.Graph, starts: Iterable[ir.Value], ends: Sequence[ir.Val
 
 
 def node_with_reason(node: ir.Node) -> str:
-    """Return a node for messages, with the reason if it has no gradient."""
+    """Return the text that names a node, and says why the node has no gradient."""
     reason = operator_of(node).no_gradient
     return node_text(node) + (f", {reason}" if reason else "")
 
@@ -421,9 +437,12 @@ def require_equal_lengths(
 
 
 def _check_axes_before_use(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
-    """Replace `x` in its consumers by `Reshape(x)`, one Reshape for each axis to be checked."""
+    """Replace `x` in its consumers by `Reshape(x)`, one Reshape for each axis whose length is
+    checked.
+    """
     uses, checked = list(x.uses()), x
-    for axis, (other, i) in axes.items():  # one by one: together, swapped lengths would pass
+    # an axis each: one Reshape for all would pass swapped lengths
+    for axis, (other, i) in axes.items():
         own = [d if isinstance(d, int) else op.dim(x, j) for j, d in enumerate(dims(x) or ())]
         own[axis] = op.dim(other, i)
         name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
@@ -441,7 +460,9 @@ def _state_shape_of_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
 
 
 def _checked_reshape(op: Emit, x: ir.Value, shape: list[int] | ir.Value, name: str) -> ir.Value:
-    """Return the output of a new Reshape called `name`, which fails if `shape` is another one."""
+    """Return the output of a new Reshape node called `name`, which fails if `x` has another shape
+    than `shape` at run time.
+    """
     y = op.emit("Reshape", [x, shape], {"allowzero": 1}, fresh=True)
     node = op.set_type_like(y, x).producer()
     assert node is not None

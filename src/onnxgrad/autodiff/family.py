@@ -19,9 +19,9 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.matrices import Forward, with_gradients
+from onnxgrad.autodiff.derivative_builder import Builder, Derivatives, Result
+from onnxgrad.autodiff.matrices import ForwardMode, gradient_builder
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
 from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.graph.emit import Emit, garbage_kept
 from onnxgrad.model.convert import in_precision
@@ -32,9 +32,10 @@ from onnxgrad.operators.shapes import Dim, dims, rank, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-_COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}  # prefix -> symbol of K
+# prefix -> symbol of the number of directions
+_COUNTS = {"adj": "nadj", "fwd": "nfwd", "fwd_adj": "nfwd_x_nadj"}
 _DTYPES = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
-_DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # what CasADi takes for the name of a derivative
+_DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # names that CasADi takes for derivatives
 
 
 def derivative_family(
@@ -91,7 +92,7 @@ def derivative_family(
         if dtype is not None and dtype not in _DTYPES:
             raise unknown("dtype", dtype, _DTYPES)
         origin = read(model) if dtype is None else in_precision(read(model), _DTYPES[dtype])
-        first = Sheet(origin, weights, inputs, outputs)
+        first = Builder(origin, weights, inputs, outputs)
         _check_casadi_names(first)
         family = dict(zip(files, _family_models(first, origin, outputs), strict=True))
     if dtype is not None:
@@ -103,20 +104,22 @@ def derivative_family(
 
 
 def _family_models(
-    first: Sheet, origin: ModelProto, outputs: Sequence[str] | None
+    first: Builder, origin: ModelProto, outputs: Sequence[str] | None
 ) -> tuple[ModelProto, ModelProto, ModelProto, ModelProto]:
-    """Return f, fwd_f, adj_f and fwd_adj_f; `first` is a sheet of f."""
-    adjoint = _directional_model(first, "adj", first.differentiated, first.gradients)
+    """Return the models f, fwd_f, adj_f and fwd_adj_f; `first` is the builder that holds f."""
+    adjoint = _directional_model(first, "adj", first.differentiated, first.write_gradients)
     inputs = [str(x.name) for x in first.wrt if x in first.inputs]  # that the outputs depend on
     weights = [str(x.name) for x in first.wrt if x not in first.inputs]
-    new_sheet = partial(Sheet, origin, weights, inputs, outputs)
-    mode = Forward(new_sheet())
-    forward = _directional_model(mode.sheet, "fwd", mode.sheet.wrt, mode.push_tangents)
-    return new_sheet().finish([]), forward, adjoint, _forward_over_adjoint(new_sheet())
+    new_builder = partial(Builder, origin, weights, inputs, outputs)
+    mode = ForwardMode(new_builder())
+    forward = _directional_model(mode.builder, "fwd", mode.builder.wrt, mode.push_tangents)
+    return new_builder().build_model([]), forward, adjoint, _forward_over_adjoint(new_builder())
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
-    """Return the files of the family whose first is `path`, by the names of its models."""
+    """Return {name of a model: its file} of the family of four models whose first file is
+    `path`.
+    """
     first = Path(path)
     if first.suffix != ".onnx":
         raise ValueError(f"{str(path)!r} does not end in .onnx: name the file of the first model")
@@ -129,7 +132,7 @@ def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
     for model in models:
         try:
             session(model, CPU, work=0.0)
-        except Exception as e:  # a type of onnxruntime's own
+        except Exception as e:  # onnxruntime's errors have no common base
             if (found := re.search(r"implementation for (\w+)", str(e))) is None:
                 raise
             nodes = [n for n in nodes_of(model) if n.op_type == found[1]]
@@ -140,72 +143,77 @@ def _require_kernels(models: Iterable[ModelProto], dtype: str) -> None:
             ) from e
 
 
-def _check_casadi_names(sheet: Sheet) -> None:
-    """Raise a ValueError if CasADi would take a name or an output for another."""
-    inputs, outputs = ([str(v.name) for v in vs] for vs in (sheet.graph.inputs, sheet.kept))
-    reserved = {*outputs, *(f"out_{y}" for y in outputs)}  # CasADi adds the second as inputs
+def _check_casadi_names(builder: Builder) -> None:
+    """Raise a ValueError if CasADi would misread the name of an input or output, or if an output is
+    no float.
+    """
+    inputs, outputs = ([str(v.name) for v in vs] for vs in (builder.graph.inputs, builder.kept))
+    reserved = {*outputs, *(f"out_{y}" for y in outputs)}  # CasADi adds inputs out_<y>
     clashes = [x for x in inputs if x in reserved or _DERIVATIVE.match(x)]
     clashes += [y for y in outputs if _DERIVATIVE.match(y)]
     if clashes:
         raise ValueError(
-            f"CasADi has other values of the names {clashes}: rename them, for example all by "
-            "`onnx.compose.add_prefix(model, 'f_')`"
+            f"CasADi reads another meaning into the names {clashes}: rename these inputs and "
+            "outputs, for example by `onnx.compose.add_prefix(model, 'f_')`"
         )
-    others = [str(y.name) for y in sheet.kept if y not in sheet.differentiated]
+    others = [str(y.name) for y in builder.kept if y not in builder.differentiated]
     if others:
         raise ValueError(
-            f"the outputs {others} are no floats, and have no derivatives: name the outputs to keep"
+            f"the outputs {others} are no floats: name the float outputs to keep in `outputs`"
         )
 
 
 def _directional_model(
-    sheet: Sheet, prefix: str, seeded: Sequence[ir.Value], derive: Callable[[Derivatives], Any]
+    builder: Builder, prefix: str, seeded: Sequence[ir.Value], derive: Callable[[Derivatives], Any]
 ) -> ModelProto:
-    """Return the model of J^T u or of J v, of which `derive` returns one direction."""
-    seeds = Seeds(sheet, seeded, prefix)
+    """Return the model of J^T u or J v for all seeds; `derive` maps one direction to its
+    derivatives.
+    """
+    seeds = Seeds(builder, seeded, prefix)
 
-    def write(index: ir.Value) -> Derivatives:
+    def write_direction(index: ir.Value) -> Derivatives:
         derivatives = derive(seeds.seeds_at(index))
-        others = sheet.wrt if prefix == "adj" else sheet.differentiated
-        return {x: sheet.or_zeros(derivatives, x) for x in others}
+        others = builder.wrt if prefix == "adj" else builder.differentiated
+        return {x: builder.derivative_or_zeros(derivatives, x) for x in others}
 
-    return _finish_packed(sheet, sheet.map_indices(sheet.op.Max(*seeds.counts), write), prefix)
+    stacked = builder.map_indices(builder.op.Max(*seeds.counts), write_direction)
+    return _finish_packed(builder, stacked, prefix)
 
 
-def _forward_over_adjoint(first: Sheet) -> ModelProto:
-    """Return the model of H(u) v + J^T w."""
-    seeds = first.cotangents()
-    sheet, gradients = with_gradients(first, seeds, keep=False)
-    inputs = {x.name: x for x in sheet.graph.inputs}
+def _forward_over_adjoint(first: Builder) -> ModelProto:
+    """Return the model of the second-order derivative H(u) v + J^T w for all seeds."""
+    seeds = first.add_cotangents()
+    builder, gradients = gradient_builder(first, seeds, keep=False)
+    inputs = {x.name: x for x in builder.graph.inputs}
     cotangents = [inputs[u.name] for u in seeds.values()]
     for u in cotangents:
-        sheet.graph.inputs.remove(u)
-    adjoint, forward = Seeds(sheet, sheet.kept, "adj"), Seeds(sheet, sheet.wrt, "fwd")
-    both = Seeds(sheet, sheet.kept, "fwd_adj")
-    op = sheet.op
+        builder.graph.inputs.remove(u)
+    adjoint, forward = Seeds(builder, builder.kept, "adj"), Seeds(builder, builder.wrt, "fwd")
+    both = Seeds(builder, builder.kept, "fwd_adj")
+    op = builder.op
     nadj = op.Max(*adjoint.counts)
     count = op.Max(op.Mul(nadj, op.Max(*forward.counts)), *both.counts)
 
-    def write(k: ir.Value) -> Derivatives:
+    def write_direction(k: ir.Value) -> Derivatives:
         width = op.Reshape(nadj, [])
         u, v = adjoint.seeds_at(op.Mod(k, width)), forward.seeds_at(op.Div(k, width))
         along = {gradients[x]: seed for x, seed in v.items()}
-        results = sweep(op, along | both.seeds_at(k), sheet.wrt)
+        results = sweep(op, along | both.seeds_at(k), builder.wrt)
         ir.convenience.replace_all_uses_with(cotangents, list(u.values()))
-        sheet.graph.sort()  # the seeds were written after the nodes that read them
-        return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
+        builder.graph.sort()  # the seeds were written after the nodes that read them
+        return {x: builder.derivative_or_zeros(results, x) for x in builder.wrt}
 
-    return _finish_packed(sheet, sheet.map_indices(count, write), "fwd_adj")
+    return _finish_packed(builder, builder.map_indices(count, write_direction), "fwd_adj")
 
 
-def _finish_packed(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
-    """Return the model that returns the outputs of the sheet, and the derivatives, packed."""
+def _finish_packed(builder: Builder, stacked: Derivatives, prefix: str) -> ModelProto:
+    """Return the model that returns the kept outputs, and the derivatives in packed form."""
     results: list[Result] = []
     for x, v in stacked.items():
-        matrix = packed_seeds(sheet.op, v, x)
+        matrix = packed_seeds(builder.op, v, x)
         matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, prefix))
         results.append((f"{prefix}_{x.name}", matrix))
-    return sheet.finish(results)
+    return builder.build_model(results)
 
 
 # -- seeds of many directions in one matrix --------------------------------------------------------
@@ -216,29 +224,31 @@ def _finish_packed(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProt
 
 
 class Seeds:
-    """New inputs `<prefix>_<x>` of packed seeds, one for each of `values`.
+    """New inputs `<prefix>_<x>` of packed seeds, one input for each x of `values`.
 
     `counts` has the number of directions of each, an int64 of shape [1].
     """
 
-    def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str) -> None:
-        self._op, inputs = sheet.op, []
+    def __init__(self, builder: Builder, values: Sequence[ir.Value], prefix: str) -> None:
+        self._op, inputs = builder.op, []
         for x in values:
-            sheet.free_name(name := f"{prefix}_{x.name}")
+            builder.release_name(name := f"{prefix}_{x.name}")
             seeds = ir.Value(name=name, type=x.type, shape=ir.Shape(packed_dims(x, prefix)))
             inputs.append((x, seeds))
-            sheet.graph.inputs.append(seeds)
-        self.counts = [_direction_count(sheet.op, seeds, x) for x, seeds in inputs]
-        self._stacked = [(x, _unpacked_seeds(sheet.op, seeds, x)) for x, seeds in inputs]
+            builder.graph.inputs.append(seeds)
+        self.counts = [_direction_count(builder.op, seeds, x) for x, seeds in inputs]
+        self._stacked = [(x, _unpacked_seeds(builder.op, seeds, x)) for x, seeds in inputs]
 
     def seeds_at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
-        """Return each value with its seed of the direction `index`; none beyond the last."""
+        """Return `{value: its seed}` of direction number `index`, which must not exceed the last
+        direction.
+        """
         op = self._op
         return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}
 
 
 def packed_dims(like: ir.Value, prefix: str) -> tuple[Dim, Dim]:
-    """Return the dimensions of the packed seeds `<prefix>_<like>`.
+    """Return the dimensions of the input `<prefix>_<like>`, the packed seeds of the value `like`.
 
     ONNX has no products of symbols: the number of columns is K where c is 1, else a symbol of its
     own, which CasADi sets to the width of the seeds that it passes.
@@ -264,7 +274,7 @@ def _direction_count(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
 
 
 def _unpacked_seeds(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
-    """Return the packed `seeds` of `like` as (K, *like.shape)."""
+    """Return the packed `seeds` of `like` as a tensor of K directions, (K, *like.shape)."""
     if rank(like) == 2:
         split = op.Reshape(seeds, op.vector(op.dim(like, 0), -1, op.dim(like, 1)))
         split.shape = ir.Shape([None, None, None])
@@ -277,7 +287,7 @@ def _unpacked_seeds(op: Emit, seeds: ir.Value, like: ir.Value) -> ir.Value:
 
 
 def packed_seeds(op: Emit, stacked: ir.Value, like: ir.Value) -> ir.Value:
-    """Return (K, *like.shape) as packed seeds of `like`."""
+    """Return `stacked`, derivatives of K directions (K, *like.shape), as one packed matrix."""
     if rank(like) == 2:
         flat = op.Transpose(stacked, perm=[1, 0, 2])
         return op.Reshape(flat, op.vector(op.dim(like, 0), -1))

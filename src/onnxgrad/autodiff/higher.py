@@ -13,19 +13,18 @@ from functools import partial
 
 from onnx import ModelProto
 
+from onnxgrad.autodiff.derivative_builder import Builder
 from onnxgrad.autodiff.matrices import (
-    Forward,
-    all_blocks,
-    all_named,
-    is_single,
+    ForwardMode,
+    gradient_builder,
+    has_one_element,
+    jacobian_of,
     jacobians,
     jacobians_of_rows,
-    row_blocks,
-    with_gradients,
+    named_blocks,
 )
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.row_proofs import require_rows
-from onnxgrad.autodiff.sheet import Sheet
+from onnxgrad.autodiff.row_proofs import require_independent_derivatives
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.model.read import ModelLike
@@ -74,9 +73,9 @@ def vjp(
         [[1.0, 4.0], [20.0, 4.0]]
     """
     with garbage_kept():
-        sheet = Sheet(model, weights, inputs, outputs)
-        gradients = sheet.gradients(sheet.cotangents())
-        return sheet.finish(all_named(sheet, "grad", sheet.wrt, gradients))
+        builder = Builder(model, weights, inputs, outputs)
+        gradients = builder.write_gradients(builder.add_cotangents())
+        return builder.build_with_derivatives("grad", builder.wrt, gradients)
 
 
 def jvp(
@@ -122,10 +121,11 @@ def jvp(
         [[1.0, 4.0], [20.0, 4.0]]
     """
     with garbage_kept():
-        forward = Forward(Sheet(model, weights, inputs, outputs))
-        sheet = forward.sheet
-        tangents = forward.push_tangents({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
-        return sheet.finish(all_named(sheet, "tangent", sheet.differentiated, tangents))
+        forward = ForwardMode(Builder(model, weights, inputs, outputs))
+        builder = forward.builder
+        directions = {x: builder.add_input_like(x, "tangent") for x in builder.wrt}
+        tangents = forward.push_tangents(directions)
+        return builder.build_with_derivatives("tangent", builder.differentiated, tangents)
 
 
 def hvp(
@@ -174,12 +174,12 @@ def hvp(
         [[8.0, 4.0], [8.0, 8.0]]
     """
     with garbage_kept():
-        first = Sheet(model, weights, inputs, outputs)
-        single = len(first.differentiated) == 1 and is_single(first.differentiated[0], False)
-        sheet, gradients = with_gradients(first, first.cotangents(ones=single))
-        vectors = {g: sheet.input_like(x, "vector") for x, g in gradients.items()}
-        products = sweep(sheet.op, vectors, sheet.wrt)
-        return sheet.finish(all_named(sheet, "hvp", sheet.wrt, products))
+        first = Builder(model, weights, inputs, outputs)
+        single = len(first.differentiated) == 1 and has_one_element(first.differentiated[0], False)
+        builder, gradients = gradient_builder(first, first.add_cotangents(ones=single))
+        vectors = {g: builder.add_input_like(x, "vector") for x, g in gradients.items()}
+        products = sweep(builder.op, vectors, builder.wrt)
+        return builder.build_with_derivatives("hvp", builder.wrt, products)
 
 
 def jacobian(
@@ -237,12 +237,12 @@ def jacobian(
         [[[2.0, 0.0], [0.0, 4.0]]]
     """
     with garbage_kept():
-        sheet, per_row = _open_sheet(model, weights, inputs, outputs, batched), bool(batched)
-        if per_row and len(sheet.wrt) > len(sheet.inputs):
+        builder, per_row = _open_builder(model, weights, inputs, outputs, batched), bool(batched)
+        if per_row and len(builder.wrt) > len(builder.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
-            return jacobians_of_rows(sheet, batched != "unchecked", of_one)
-        _require_rows(sheet, batched)
-        return jacobians(sheet, per_row, mode)
+            return jacobians_of_rows(builder, batched != "unchecked", of_one)
+        _require_rows(builder, batched)
+        return jacobians(builder, per_row, mode)
 
 
 def hessian(
@@ -292,40 +292,47 @@ def hessian(
     """
     with garbage_kept():
         chosen = None if output is None else [output]
-        sheet, per_row = _open_sheet(model, weights, inputs, chosen, batched), bool(batched)
-        if per_row and len(sheet.wrt) > len(sheet.inputs):
-            names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
+        builder, per_row = _open_builder(model, weights, inputs, chosen, batched), bool(batched)
+        if per_row and len(builder.wrt) > len(builder.inputs):
+            names = [w.name for w in builder.wrt[len(builder.inputs) :]]
             raise ValueError(
                 f"batched Hessians are with respect to inputs, not to the weights {names}, which "
                 "have no rows: use batched=False"
             )
-        _require_rows(sheet, batched)
-        _keep_single_output(sheet, per_row)
-        sheet, gradients = with_gradients(sheet, sheet.cotangents(ones=True))
-        blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
-        return sheet.finish(all_blocks(sheet, blocks, per_row, "hessian"))
+        _require_rows(builder, batched)
+        _keep_single_output(builder, per_row)
+        builder, gradients = gradient_builder(builder, builder.add_cotangents(ones=True))
+        blocks = {x: jacobian_of(builder, g, per_row) for x, g in gradients.items()}
+        return builder.build_model(named_blocks(builder, blocks, per_row, "hessian"))
 
 
-def _open_sheet(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
+def _open_builder(model, weights, inputs, outputs, batched: bool | str) -> Builder:
+    """Return a builder of derivatives of the model; raise if the value of `batched` is unknown."""
     if batched not in _BATCHED:
         raise unknown("value of `batched`", batched, map(str, _BATCHED))
-    return Sheet(model, weights, inputs, outputs, rows=bool(batched))
+    return Builder(model, weights, inputs, outputs, rows=bool(batched))
 
 
-def _require_rows(sheet: Sheet, batched: bool | str) -> None:
-    """If `batched`, raise unless the model is proven not to mix the rows of the inputs."""
+def _require_rows(builder: Builder, batched: bool | str) -> None:
+    """If `batched`, raise unless the graph proves that the model does not mix the rows of its
+    inputs.
+    """
     if batched:
-        require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
+        require_independent_derivatives(
+            builder.graph, builder.wrt, builder.differentiated, proof=batched != "unchecked"
+        )
 
 
-def _keep_single_output(sheet: Sheet, per_row: bool) -> None:
-    """Keep only the differentiated output of `sheet`, which must have one element (in each row)."""
-    if len(sheet.differentiated) != 1:
-        names = [y.name for y in sheet.differentiated]
-        raise ValueError(f"the model has the float outputs {names}: name one as `output`")
-    (y,) = sheet.differentiated
-    sheet.kept, sheet.graph.outputs[:] = [y], [y]
-    if not is_single(y, per_row):
+def _keep_single_output(builder: Builder, per_row: bool) -> None:
+    """Keep only the float output of the builder's model, which must have one element (in each
+    row).
+    """
+    if len(builder.differentiated) != 1:
+        names = [y.name for y in builder.differentiated]
+        raise ValueError(f"of the float outputs {names}, name one as `output`")
+    (y,) = builder.differentiated
+    builder.kept, builder.graph.outputs[:] = [y], [y]
+    if not has_one_element(y, per_row):
         raise ValueError(
             f"output {y.name!r} of shape {dims(y)} is not known to have one element"
             f"{' in each row' * per_row}: a Hessian is of a scalar; choose or add an "

@@ -1,4 +1,4 @@
-"""Jacobians and Hessians, written into a `Sheet` in reverse or in forward mode, and row by row.
+"""Jacobians and Hessians, written into a `Builder` in reverse or in forward mode, and row by row.
 
 A weight is the same for all rows, so that its gradient is a sum over them, which one sweep cannot
 take apart. Jacobians of each row with respect to weights are a `Scan` over the rows, whose body is
@@ -13,9 +13,9 @@ from math import prod
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.derivative_builder import Builder, Derivatives, Result
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
-from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
+from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused, move_out
@@ -28,106 +28,103 @@ from onnxgrad.operators.shapes import Dim, dims, rank, static
 _MODES = ("auto", "forward", "reverse")
 
 
-class Forward:
-    """The forward mode of a sheet: its gradients, differentiated with respect to the cotangents.
+class ForwardMode:
+    """Forward-mode derivatives: the gradients of a model, differentiated w.r.t. their cotangents.
 
-    `sheet` holds the model of the first sheet and its gradients, with the same outputs.
+    `builder` holds the model of the first builder and its gradients, with the same outputs.
     """
 
-    def __init__(self, first: Sheet) -> None:
-        cotangents = first.cotangents()
-        self.sheet, self._gradients = with_gradients(first, cotangents, keep=False)
-        inputs = {x.name: x for x in self.sheet.graph.inputs}
+    def __init__(self, first: Builder) -> None:
+        cotangents = first.add_cotangents()
+        self.builder, self._gradients = gradient_builder(first, cotangents, keep=False)
+        inputs = {x.name: x for x in self.builder.graph.inputs}
         opened = (inputs[g.name] for g in cotangents.values())
-        self._output_of = dict(zip(opened, self.sheet.differentiated, strict=True))
-        self.sheet.dummies |= self._output_of
+        self._output_of = dict(zip(opened, self.builder.differentiated, strict=True))
+        self.builder.dummies |= self._output_of
 
     def push_tangents(self, tangents: Derivatives) -> dict[ir.Value, ir.Value]:
-        """Return the tangents of the outputs that depend on the keys of `tangents`."""
+        """Return `{output: its tangent}` from `tangents`, `{input or weight: its tangent}`."""
         seeds = {self._gradients[x]: v for x, v in tangents.items()}
-        pushed = sweep(self.sheet.op, seeds, self._output_of)
+        pushed = sweep(self.builder.op, seeds, self._output_of)
         return {self._output_of[cotangent]: v for cotangent, v in pushed.items()}
 
     def jacobian_columns(self, x: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
-        """Return for each output its Jacobian with respect to `x`."""
-        stacked = self.sheet.map_unit_vectors(
+        """Return `{output: its Jacobian w.r.t. x}`, computed column by column."""
+        stacked = self.builder.map_unit_vectors(
             x, lambda unit: self.push_tangents({x: unit}), batched, axis=-1
         )
-        return {y: _reshaped_block(self.sheet, v, y, x, batched) for y, v in stacked.items()}
+        return {y: _reshaped_block(self.builder, v, y, x, batched) for y, v in stacked.items()}
 
 
-def jacobians(sheet: Sheet, batched: bool, mode: str) -> ModelProto:
-    """Return the model of the Jacobians, in the mode of fewer passes if `mode` is "auto"."""
+def jacobians(builder: Builder, batched: bool, mode: str) -> ModelProto:
+    """Return the model of all Jacobians, by forward or reverse mode; "auto" takes the mode of fewer
+    passes.
+    """
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
-    columns, rows = (_total_size(v, batched) for v in (sheet.wrt, sheet.differentiated))
+    columns, rows = (_total_size(v, batched) for v in (builder.wrt, builder.differentiated))
     if mode == "forward" or (mode == "auto" and columns < rows):
-        forward = Forward(sheet)
-        sheet = forward.sheet
-        blocks: dict[ir.Value, dict] = {y: {} for y in sheet.differentiated}
-        for x in sheet.wrt:
+        forward = ForwardMode(builder)
+        builder = forward.builder
+        blocks: dict[ir.Value, dict] = {y: {} for y in builder.differentiated}
+        for x in builder.wrt:
             for y, block in forward.jacobian_columns(x, batched).items():
                 blocks[y][x] = block
     else:
-        blocks = {y: row_blocks(sheet, y, batched) for y in sheet.differentiated}
-        sheet.drop_unreached(x for row in blocks.values() for x in row)
-    return sheet.finish(all_blocks(sheet, blocks, batched, "jacobian"))
+        blocks = {y: jacobian_of(builder, y, batched) for y in builder.differentiated}
+        builder.drop_unreached(x for row in blocks.values() for x in row)
+    return builder.build_model(named_blocks(builder, blocks, batched, "jacobian"))
 
 
-def row_blocks(sheet: Sheet, y: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
-    """Return the Jacobian of `y` with respect to each of `wrt` that it depends on."""
+def jacobian_of(builder: Builder, y: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
+    """Return `{x: the Jacobian of y w.r.t. x}` for the inputs and weights x that `y` depends on."""
 
-    def write(unit: ir.Value) -> Derivatives:
-        return sweep(sheet.op, {y: unit}, sheet.wrt)
+    def write_row(unit: ir.Value) -> Derivatives:
+        return sweep(builder.op, {y: unit}, builder.wrt)
 
-    stacked = sheet.map_unit_vectors(y, write, batched, axis=int(batched))
-    return {x: _reshaped_block(sheet, v, y, x, batched) for x, v in stacked.items()}
+    stacked = builder.map_unit_vectors(y, write_row, batched, axis=int(batched))
+    return {x: _reshaped_block(builder, v, y, x, batched) for x, v in stacked.items()}
 
 
-def with_gradients(
-    first: Sheet, cotangents: Derivatives, keep: bool = True
-) -> tuple[Sheet, dict[ir.Value, ir.Value]]:
-    """Return a sheet of the model and its gradients, and `{input or weight: its gradient}`.
+def gradient_builder(
+    first: Builder, cotangents: Derivatives, keep: bool = True
+) -> tuple[Builder, dict[ir.Value, ir.Value]]:
+    """Return a builder for the model with its gradients, and `{input or weight: its gradient}`.
 
     Differentiating once more takes the working dialect, and shapes that emitted nodes may lack.
-    With `keep`, the gradients are outputs of the sheet.
+    With `keep`, the gradients are outputs of the builder.
     """
-    gradients = first.gradients(cotangents)
-    results = all_named(first, "grad", first.wrt, gradients)
-    sheet = Sheet(first.finish(results), [], [str(x.name) for x in first.wrt], own=True)
-    sheet.origin = first.origin
-    opened = dict(zip(sheet.wrt, sheet.kept[-len(results) :], strict=True))
+    gradients = first.write_gradients(cotangents)
+    model, n = first.build_with_derivatives("grad", first.wrt, gradients), len(first.wrt)
+    builder = Builder(model, [], [str(x.name) for x in first.wrt], own=True)
+    builder.origin = first.origin
+    opened = dict(zip(builder.wrt, builder.kept[-n:], strict=True))
     if not keep:
-        del sheet.kept[-len(results) :], sheet.differentiated[-len(results) :]
-    return sheet, opened
+        del builder.kept[-n:], builder.differentiated[-n:]
+    return builder, opened
 
 
-def all_named(
-    sheet: Sheet, suffix: str, values: Sequence[ir.Value], derivatives: Derivatives
+def named_blocks(
+    builder: Builder, blocks: Mapping[ir.Value, Derivatives], batched: bool, suffix: str
 ) -> list[Result]:
-    """Return the derivative of each of `values` as `<x>_<suffix>`: zeros if it has none."""
-    return [(f"{x.name}_{suffix}", sheet.or_zeros(derivatives, x)) for x in values]
-
-
-def all_blocks(
-    sheet: Sheet, blocks: Mapping[ir.Value, Derivatives], batched: bool, suffix: str
-) -> list[Result]:
-    """Return the block of every pair y, x as `<y>_<x>_<suffix>`: zeros if it is missing."""
+    """Return pairs (`<y>_<x>_<suffix>`, derivative of y w.r.t. x) for all y and x; zeros if y does
+    not depend on x.
+    """
     results = []
     for y, row in blocks.items():
-        for x in sheet.wrt:
+        for x in builder.wrt:
             block = row.get(x)
             if block is None:
-                zero = sheet.op.const(0, y.dtype)
-                block = sheet.op.Expand(zero, _block_shape(sheet, y, x, batched))
+                zero = builder.op.const(0, y.dtype)
+                block = builder.op.Expand(zero, _block_shape(builder, y, x, batched))
             name = str(y.name) if x is y else f"{y.name}_{x.name}"
             results.append((f"{name}_{suffix}", block))
     return results
 
 
-def _block_shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[int] | ir.Value:
-    """Return the shape of a block, as a list if it is static, else as a tensor."""
-    op = sheet.op
+def _block_shape(builder: Builder, y: ir.Value, x: ir.Value, batched: bool) -> list[int] | ir.Value:
+    """Return the shape of the derivative of y w.r.t. x: a list if it is static, else a tensor."""
+    op = builder.op
     if rank(y) is None or rank(x) is None:
         return op.Concat(op.shape_of(y), op.shape_of(x), axis=0)
     axes = [(y, i) for i in range(rank(y) or 0)]
@@ -135,21 +132,23 @@ def _block_shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[
     return op.vector(*(op.dim(v, i) for v, i in axes))
 
 
-def _reshaped_block(sheet: Sheet, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool) -> ir.Value:
-    """Return the block `v` of y and x, reshaped to `_block_shape`."""
-    block = sheet.op.Reshape(v, _block_shape(sheet, y, x, batched), allowzero=1)
+def _reshaped_block(
+    builder: Builder, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool
+) -> ir.Value:
+    """Return `v`, the derivative of y w.r.t. x, reshaped to `_block_shape`."""
+    block = builder.op.Reshape(v, _block_shape(builder, y, x, batched), allowzero=1)
     if rank(y) is not None and rank(x) is not None:
         block.shape = ir.Shape([*(dims(y) or ()), *(dims(x) or ())[int(batched) :]])
     return block
 
 
 def _total_size(values: Sequence[ir.Value], batched: bool) -> int:
-    """Return the number of elements of all `values` (in a row), with symbolic dimensions as one."""
+    """Return the number of elements of all `values` (in a row), with symbolic dimensions as 1."""
     shapes = [(dims(v) or ())[int(batched) :] for v in values]
     return sum(prod(d for d in shape if isinstance(d, int)) for shape in shapes)
 
 
-def is_single(y: ir.Value, per_row: bool) -> bool:
+def has_one_element(y: ir.Value, per_row: bool) -> bool:
     """Return whether `y` is proven to have one element (in each row)."""
     shape = dims(y)
     lengths = None if shape is None else static(shape[int(per_row) :])
@@ -160,28 +159,28 @@ def is_single(y: ir.Value, per_row: bool) -> bool:
 
 
 def jacobians_of_rows(
-    sheet: Sheet, proof: bool, of_one: Callable[[ModelProto], ModelProto]
+    builder: Builder, proof: bool, of_one: Callable[[ModelProto], ModelProto]
 ) -> ModelProto:
     """Return the model of the Jacobians of each row with respect to weights and inputs.
 
     `of_one` returns the model of the Jacobians of a model of one row. With `proof`, raise unless
     rows do not mix.
     """
-    length = _row_count(sheet)
-    data = [x for x in sheet.graph.inputs if x not in sheet.wrt or x in sheet.inputs]
-    rowed = {str(x.name): x for x in data if _has_rows(x, length)}
-    missing = [x.name for x in (sheet.inputs if rowed else data) if x.name not in rowed]
+    length = _row_count(builder)
+    data = [x for x in builder.graph.inputs if x not in builder.wrt or x in builder.inputs]
+    rowed = {str(x.name): x for x in data if _begins_with_rows(x, length)}
+    missing = [x.name for x in (builder.inputs if rowed else data) if x.name not in rowed]
     if missing or not rowed:
         raise ValueError(
             f"the inputs {missing} have no rows: do not differentiate by them, or use batched=False"
         )
     if proof and length != 1:  # a single row cannot mix
-        _prove_rows_apart(sheet, data, rowed)
-    model = to_ir(of_one(_of_one_row(sheet.origin, rowed)))
+        _prove_rows_apart(builder, data, rowed)
+    model = to_ir(of_one(_model_of_one_row(builder.origin, rowed)))
     body = model.graph
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name=body.name)
     op = Emit(graph, all_names(body))
-    rows, count = _inputs_outside(op, body, rowed)
+    rows, count = _move_inputs_out(op, body, rowed)
     for value in list(body.initializers.values()):
         graph.register_initializer(body.initializers.pop(str(value.name)))
     names = [str(y.name) for y in body.outputs]
@@ -192,11 +191,11 @@ def jacobians_of_rows(
     stacked = op.emit_many("Scan", rows, attributes, outputs=len(names))
     of_inputs = {
         f"{y.name}_{x.name}_jacobian": (rank(y) or 0)
-        for y in sheet.differentiated
-        for x in sheet.inputs
+        for y in builder.differentiated
+        for x in builder.inputs
     }
     for name, v, y in zip(names, stacked, body.outputs, strict=True):
-        if not isinstance(length, int):  # without rows, the Scan had one
+        if not isinstance(length, int):  # for data without rows, the Scan had one row
             v = op.Slice(v, [0], count, [0])
         ones = [0, of_inputs[name]] if name in of_inputs else [0]
         kept = [d for i, d in enumerate(dims(y) or ()) if i not in ones]
@@ -206,14 +205,16 @@ def jacobians_of_rows(
         result.shape = None if rank(y) is None else ir.Shape([length, *kept])
         graph.outputs.append(result)
     model = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
-    constants.note_constants(model, sheet.origin)
+    constants.note_constants(model, builder.origin)
     return to_proto(model)
 
 
-def _row_count(sheet: Sheet) -> Dim:
-    """Return the number of rows of the outputs; raise if one has none, or another number."""
-    lengths = {str(y.name): (dims(y) or (None,))[0] for y in sheet.kept}
-    first = str(sheet.differentiated[0].name)
+def _row_count(builder: Builder) -> Dim:
+    """Return the number of rows of all outputs; raise if an output has no rows, or their numbers
+    differ.
+    """
+    lengths = {str(y.name): (dims(y) or (None,))[0] for y in builder.kept}
+    first = str(builder.differentiated[0].name)
     length = lengths[first]
     if length is None:
         raise ValueError(
@@ -228,25 +229,27 @@ def _row_count(sheet: Sheet) -> Dim:
     return length
 
 
-def _has_rows(x: ir.Value, length: Dim) -> bool:
-    """Return whether the first axis of an input is the rows: of any symbol, if theirs is one."""
+def _begins_with_rows(x: ir.Value, length: Dim) -> bool:
+    """Return whether the first axis of an input has the outputs' number of rows, `length`, or any
+    symbol if `length` is a symbol.
+    """
     shape = dims(x)
     if not shape:
         return False
     return shape[0] == length if isinstance(length, int) else not isinstance(shape[0], int)
 
 
-def _prove_rows_apart(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> None:
+def _prove_rows_apart(builder: Builder, data: Collection[ir.Value], rowed: Collection[str]) -> None:
     """Raise unless row i of each output depends on row i of the inputs only."""
     if unknown := [x.name for x in data if dims(x) is None]:
         raise ValueError(f"the ranks of the inputs {unknown} are unknown: declare their shapes")
-    model = sheet.model.clone()
+    model = builder.model.clone()
     model.graph.outputs[:] = [
-        y for y in model.graph.outputs if y.name in {k.name for k in sheet.kept}
+        y for y in model.graph.outputs if y.name in {k.name for k in builder.kept}
     ]
     axes = {str(x.name): 0 if x.name in rowed else None for x in data}
     try:
-        require_apart(model, axes, {str(x.name): tuple(dims(x) or ()) for x in data})
+        require_independent_rows(model, axes, {str(x.name): tuple(dims(x) or ()) for x in data})
     except UnprovenRows as e:
         raise ValueError(
             f'{e}: use batched=False, or batched="unchecked" if you know that row i of the output '
@@ -254,8 +257,8 @@ def _prove_rows_apart(sheet: Sheet, data: Collection[ir.Value], rowed: Collectio
         ) from None
 
 
-def _of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
-    """Return the model of one row; inputs with a default keep their rows."""
+def _model_of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
+    """Return `origin` with inputs of one row; inputs with a default are not changed."""
     one = ModelProto()
     one.CopyFrom(origin)
     del one.graph.value_info[:]
@@ -269,10 +272,11 @@ def _of_one_row(origin: ModelProto, rowed: Collection[str]) -> ModelProto:
     return one
 
 
-def _inputs_outside(
+def _move_inputs_out(
     op: Emit, body: ir.Graph, rowed: dict[str, ir.Value]
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Give the graph of `op` the inputs of the body; return their rows, and how many, [1].
+    """Move the inputs of the body to the graph of `op`; return the rows for a Scan, and their
+    number, [1].
 
     The rows, for a `Scan`, are at least one: onnxruntime has no Scan of no iterations.
     """
@@ -292,14 +296,16 @@ def _inputs_outside(
     count = op.Shape(next(x for x in rows if not x.is_initializer()), start=0, end=1)
     missing = op.Max(op.Sub([1], count), [0])
     for i, x in enumerate(rows):
-        if x.is_initializer():  # a default, whose one row is repeated for all
+        if x.is_initializer():  # a default of one row, repeated for all rows
             ones = [1] * ((rank(x) or 1) - 1)
             rows[i] = op.set_type_like(op.Expand(x, op.vector(count, *ones)), x)
-    return [op.Unsqueeze(_with_missing_rows(op, x, missing), [1]) for x in rows], count
+    return [op.Unsqueeze(_pad_missing_rows(op, x, missing), [1]) for x in rows], count
 
 
-def _with_missing_rows(op: Emit, x: ir.Value, missing: ir.Value) -> ir.Value:
-    """Return `x` with so many rows of zeros more, if its number of rows is not static."""
+def _pad_missing_rows(op: Emit, x: ir.Value, missing: ir.Value) -> ir.Value:
+    """Return `x` with `missing` rows of zeros behind it; `x` itself if its number of rows is
+    static.
+    """
     if isinstance((dims(x) or (None,))[0], int):
         return x
     shape = op.Concat(missing, op.Shape(x, start=1), axis=0)

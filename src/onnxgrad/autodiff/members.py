@@ -25,7 +25,7 @@ from onnxgrad.operators.shapes import dims, rank, static
 
 
 class MemberAxis:
-    """The values of a graph that have a leading axis of members.
+    """The values of a graph that have a leading axis of members: copies of one model, stacked.
 
     Args:
         op: writes into the graph.
@@ -41,7 +41,9 @@ class MemberAxis:
         return x in self._of
 
     def value_for(self, x: ir.Value) -> ir.Value:
-        """Return the value of all members for `x`, or `x` itself if all have the same."""
+        """Return the value that replaces `x`: all members' values, stacked, or `x` if they are
+        equal.
+        """
         return self._of[x] if x in self._of else self._same.get(x, x)
 
     def replace_shared(self, x: ir.Value, new: ir.Value) -> ir.Value:
@@ -51,24 +53,24 @@ class MemberAxis:
         return new
 
     def values_for(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Return `value_for` of each of `values`."""
+        """Return the values that replace `values`: see `value_for`."""
         return [self.value_for(v) for v in values]
 
     def shares_operands(self, values: Iterable[ir.Value | None]) -> bool:
-        """Return whether all members have the same `values`."""
+        """Return whether none of `values` differs between members."""
         return not any(x in self for x in values)
 
     def write_node(self, node: ir.Node, inputs: list, **changed: Any) -> list[ir.Value]:
-        """Write a node with other inputs and attributes; its outputs get the leading axis."""
+        """Write a copy of `node` for all members, with these inputs and changed attributes."""
         attributes, count = attributes_of(node) | changed, len(node.outputs)
         outputs = self.op.emit_many(node.op_type, inputs, attributes, count, node.domain)
         return [self.set_member_type(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
     def set_member_type(self, y: ir.Value, like: ir.Value) -> ir.Value:
-        """Set type and shape of `y` as of `like`, with the leading axis; return `y`."""
+        """Set the type of `y` to the type of `like` with a leading axis of members; return `y`."""
         shape = dims(like)
         y.type = like.type
-        if shape is not None and static(dims(y)) is None:  # else it is known already
+        if shape is not None and static(dims(y)) is None:  # a static shape is known already
             y.shape = ir.Shape([self.count, *shape])
         return y
 
@@ -87,19 +89,21 @@ class MemberAxis:
         return self.op.Shape(self.value_for(x), start=int(x in self._of))
 
     def aligned_value(self, x: ir.Value, n: int) -> ir.Value:
-        """Return `value_for` of `x`, in a shape that broadcasts with stacked values of `n` axes."""
+        """Return the value for `x` in a shape that broadcasts with stacked values of `n` axes per
+        member.
+        """
         y, own = self.value_for(x), rank(x)
         if x not in self._of or own == n:
             return y
         if own is None:
-            raise ValueError(f"the rank of {printable(x.name)} is unknown")
+            raise ValueError(f"the rank of {printable(x.name)} is unknown: declare input shapes")
         shape = dims(x) or ()
         y = self.op.Unsqueeze(y, list(range(1, 1 + n - own)))
         y.type, y.shape = x.type, ir.Shape([self.count, *[1] * (n - own), *shape])
         return y
 
     def value_of_member(self, x: ir.Value, k: int) -> ir.Value:
-        """Return the value of member `k` for `x`."""
+        """Return the value that `x` has for member number `k`."""
         if x not in self._of:
             return x
         # slices of one Split, whose gradient is one Concat
@@ -111,22 +115,22 @@ class MemberAxis:
         return self.op.set_type_like(self.op.Squeeze(parts[k], [0]), x)
 
     def stack_values(self, values: list[ir.Value], like: ir.Value) -> ir.Value:
-        """Return the values of the members, one after the other, along the leading axis."""
+        """Return one value stacked from `values`, a value of type `like` for each member."""
         parts = [self.op.Unsqueeze(v, [0]) for v in values]
         return self.set_member_type(self.op.Concat(*parts, axis=0), like)
 
     def set_stacked(self, x: ir.Value, new: ir.Value) -> None:
-        """Make `new` the value of all members for `x`."""
+        """Record that `new`, which has the axis of members, replaces `x`."""
         self._of[x] = new
 
     def for_body(self, op: Emit) -> Self:
-        """Return a copy of this axis whose nodes `op`, the emitter of a body, writes."""
+        """Return a copy of this record whose nodes are written by `op`, the emitter of a body."""
         inner = copy.copy(self)
         inner.op = op
         return inner
 
     def push(self, graph: ir.Graph) -> None:
-        """Write every node that depends on stacked values for all members, and drop the old ones.
+        """Replace every node that depends on stacked values by nodes for all members.
 
         Outputs of the graph are replaced, too.
 
@@ -141,18 +145,19 @@ class MemberAxis:
             with self.op.at(node):
                 outputs = None if _has_sequences(node) else write_for_members(self, node)
                 if outputs is None:
-                    outputs = self._one_by_one(node)
+                    outputs = self._write_for_each_member(node)
             for new in self.op.written[count:]:
-                if any(x in self for x in new.inputs):  # its name stands for another value by now
-                    raise RuntimeError(f"{new.op_type} reads a value of one member: {new}")
+                # the node should read the value of all members
+                if any(x in self for x in new.inputs):
+                    raise RuntimeError(f"{new.op_type} reads a value of one member only: {new}")
             for old, y in zip(node.outputs, outputs, strict=True):
                 if old not in self._same:
                     self._of[old] = y
         graph.outputs[:] = self.values_for(graph.outputs)
         drop_unused(graph)
 
-    def _one_by_one(self, node: ir.Node) -> list[ir.Value]:
-        """Write a node for each member, and stack the results."""
+    def _write_for_each_member(self, node: ir.Node) -> list[ir.Value]:
+        """Write a copy of `node` for each member, and return its results stacked over members."""
         kind = "sequences" if _has_sequences(node) else "subgraphs" * any(subgraphs(node))
         if kind:
             raise ValueError(
@@ -181,8 +186,8 @@ def _has_sequences(node: ir.Node) -> bool:
 Outputs = list[ir.Value] | None
 
 
-class _Body:
-    """A copy of a body of a node; the node keeps its own, which goes when the node does.
+class _BodyCopy:
+    """A copy of a subgraph of `node`, through which the axis of members is pushed.
 
     `inputs` and `outputs` are the values of the copy before the axis is pushed.
     """
@@ -195,12 +200,13 @@ class _Body:
         self._outside = [v for v in captured(node) if v in m]
 
     def reached_outputs(self, inputs: Iterable[ir.Value]) -> list[bool]:
-        """Return which outputs depend on members, if these inputs do."""
+        """Return for each output of the body whether it differs between members, if `inputs` do."""
         values = dependents(self.graph, [*inputs, *self._outside])
         return [y in values or y in self.m for y in self.outputs]
 
     def carried_states(self, starts: Sequence, first: int, behind: int, others: list) -> list[bool]:
-        """Return which states have the axis: they begin with it, or get it in an iteration.
+        """Return for each state of a loop whether it differs between members, at first or in a
+        later iteration.
 
         Args:
             starts: the initial values of the states.
@@ -216,22 +222,24 @@ class _Body:
                 return stacked
             stacked = [a or b for a, b in zip(stacked, after, strict=True)]
 
-    def push(self, inputs: Iterable[ir.Value], stacked: Sequence[bool]) -> ir.Graph:
-        """Give these inputs the axis, and the outputs that are `stacked`; return the graph."""
+    def push_axis(self, inputs: Iterable[ir.Value], stacked: Sequence[bool]) -> ir.Graph:
+        """Give `inputs`, and the outputs that `stacked` marks, the axis of members; return the
+        body.
+        """
         for x in inputs:
             new = self.m.set_member_type(ir.Value(name=x.name), x)
             self.graph.inputs[self.inputs.index(x)] = new
             self.m.set_stacked(x, new)
         self.m.push(self.graph)
         with self.m.op.at(None):
-            self.m.op.give(_stack_where(self.m, self.outputs, stacked))
+            self.m.op.give(_values_with_axis(self.m, self.outputs, stacked))
         return self.graph
 
 
-def _stack_where(
+def _values_with_axis(
     m: MemberAxis, values: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
-    """Return the values of all members; values that are `stacked` have the axis."""
+    """Return the values that replace `values`, with the axis of members where `stacked` is true."""
     pairs = zip(values, stacked, strict=True)
     return [m.expanded_value(x) if axis else m.value_for(x) for x, axis in pairs]
 
@@ -239,7 +247,9 @@ def _stack_where(
 def _output_values(
     m: MemberAxis, node: ir.Node, outputs: Sequence[ir.Value], stacked: Sequence[bool]
 ) -> list[ir.Value]:
-    """Return the outputs of the new node; an output that all members share replaces the old one."""
+    """Return the new node's outputs; an output equal for all members replaces the old output in
+    place.
+    """
     return [
         m.set_member_type(new, old) if axis else m.replace_shared(old, new)
         for old, new, axis in zip(node.outputs, outputs, stacked, strict=True)
@@ -247,29 +257,31 @@ def _output_values(
 
 
 @members_of("Scan")
-def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Scan whose slices hold all members: the scanned axis is one further behind."""
-    attributes, body = attributes_of(node), _Body(m, node, "body")
+def push_through_scan(m: MemberAxis, node: Any) -> Outputs:
+    """Write a Scan over stacked slices; the axis that it scans is one further behind the
+    members.
+    """
+    attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
     n = len(node.inputs) - attributes["num_scan_inputs"]
     sliced = [x in m for x in node.inputs[n:]]
     elements = list(compress(body.inputs[n:], sliced))
     carried = body.carried_states(node.inputs[:n], 0, 0, elements)
     inputs = [*compress(body.inputs[:n], carried), *elements]
     stacked = [*carried, *body.reached_outputs(inputs)[n:]]
-    attributes["body"] = body.push(inputs, stacked)
+    attributes["body"] = body.push_axis(inputs, stacked)
     for kind, which in (("input", sliced), ("output", stacked[n:])):
         axes = node.attributes.get_ints(f"scan_{kind}_axes", (0,) * len(which))
         pairs = zip(axes, which, strict=True)
         attributes[f"scan_{kind}_axes"] = [a + int(axis and a >= 0) for a, axis in pairs]
-    operands = [*_stack_where(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
+    operands = [*_values_with_axis(m, node.inputs[:n], carried), *m.values_for(node.inputs[n:])]
     outputs = m.op.emit_many("Scan", operands, attributes, len(stacked), fresh=True)
     return _output_values(m, node, outputs, stacked)
 
 
 @members_of("Loop")
-def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Loop of as many iterations for all members, which stacks along the first axis."""
-    attributes, body = attributes_of(node), _Body(m, node, "body")
+def push_through_loop(m: MemberAxis, node: Any) -> Outputs:
+    """Write one Loop for all members, which run the same number of iterations."""
+    attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
     (trip, goes, *starts), n = node.inputs, len(node.inputs) - 2
     carried = body.carried_states(starts, 2, 1, [])
     inputs = list(compress(body.inputs[2:], carried))
@@ -278,8 +290,8 @@ def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
     if ends or trip in m or goes in m or any(rank(y) is None for y in stacks):
         return None
     stacked = [*carried, *after[n:]]
-    attributes["body"] = body.push(inputs, [False, *stacked])
-    operands = [trip, goes, *_stack_where(m, starts, carried)]
+    attributes["body"] = body.push_axis(inputs, [False, *stacked])
+    operands = [trip, goes, *_values_with_axis(m, starts, carried)]
     outputs = m.op.emit_many("Loop", operands, attributes, len(stacked), fresh=True)
     for i, (y, axis) in enumerate(zip(stacks, stacked[n:], strict=True), n):
         if axis:  # (iterations, members, ...)
@@ -289,13 +301,13 @@ def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
 
 
 @members_of("If")
-def branches_of_members(m: MemberAxis, node: Any) -> Outputs:
-    """Write an If with one condition for all members."""
+def push_through_if(m: MemberAxis, node: Any) -> Outputs:
+    """Write one If for all members, which share its condition."""
     if node.inputs[0] in m:
         return None
-    branches = {name: _Body(m, node, name) for name in ("then_branch", "else_branch")}
+    branches = {name: _BodyCopy(m, node, name) for name in ("then_branch", "else_branch")}
     reached = zip(*(body.reached_outputs([]) for body in branches.values()), strict=True)
     stacked = [any(axis) for axis in reached]
-    attributes = {name: body.push([], stacked) for name, body in branches.items()}
+    attributes = {name: body.push_axis([], stacked) for name, body in branches.items()}
     outputs = m.op.emit_many("If", m.values_for(node.inputs), attributes, len(stacked), fresh=True)
     return _output_values(m, node, outputs, stacked)

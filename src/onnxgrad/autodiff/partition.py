@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.control.copies import is_tensor
 from onnxgrad.autodiff.cuts import cheapest_values
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
-from onnxgrad.autodiff.recompute import LENGTH, RECOMPUTE, Sizes, is_repeatable
+from onnxgrad.autodiff.recompute import LENGTH, RECOMPUTE, ByteSizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.emit import garbage_kept
 from onnxgrad.graph.tidy import tidy
@@ -150,13 +150,15 @@ def partition(
 def _joint_graph(
     proto: ModelProto, weights: Sequence[str] | None, inputs: Sequence[str] | None
 ) -> tuple[ModelProto, dict[str, str]]:
-    """Return the joint graph, or `proto` if it is one, and `{name: name of its gradient}`."""
+    """Return the graph of both passes with a YieldOp, and `{input or weight: name of its
+    gradient}`.
+    """
     if not any(node.op_type == "YieldOp" for node in proto.graph.node):
         flags = DerivativeOptions.KeepYieldOp
         return derivative(proto, DerivativeRequest(weights, inputs, flags, all_reached=False))
     if weights is not None or inputs is not None:
         raise ValueError(
-            "weights and inputs are chosen when a joint graph is built: do not pass them here"
+            "leave out `weights` and `inputs`: `model` is a joint graph, built for some already"
         )
     outputs = {y.name for y in proto.graph.output}
     pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
@@ -164,9 +166,10 @@ def _joint_graph(
 
 
 def _split_joint_graph(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
+    """Split the graph of both passes into a forward and a backward model."""
     model = to_ir(joint)
     cotangents = _cotangent_names(_yield_node(model.graph))
-    sizes, least = Sizes(joint, LENGTH), Sizes(joint, 1)
+    sizes, least = ByteSizes(joint, LENGTH), ByteSizes(joint, 1)
     saved = _choose_saved(model.graph, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
@@ -180,7 +183,7 @@ def _yield_node(graph: ir.Graph) -> ir.Node:
     for node in graph:
         if node.op_type == "YieldOp":
             return node
-    raise ValueError("no gradient depends on a cotangent of the outputs: there is no backward pass")
+    raise ValueError("no gradient depends on a float output: choose other `weights` or `inputs`")
 
 
 def _cotangent_names(yielding: ir.Node) -> dict[str, str]:
@@ -191,13 +194,14 @@ def _cotangent_names(yielding: ir.Node) -> dict[str, str]:
     return {str(y.name): str(g.name) for y, g in pairs if y is not None}
 
 
-def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Value]:
+def _choose_saved(graph: ir.Graph, recompute: str, sizes: ByteSizes) -> list[ir.Value]:
     """Return the values to save, of the fewest bytes, in the order of the graph."""
     yielding = _yield_node(graph)
-    outputs = set(yielding.inputs)  # returned by the forward model in any case
+    outputs = set(yielding.inputs)  # the forward model returns them anyway: saving is free
     after = nodes_after(graph, yielding.outputs)
     others, forward = {yielding, *after}, nodes_behind(reads(yielding))
-    read = {node: reads(node) for node in graph if node not in others}  # before the cotangents
+    # of nodes before the cotangents
+    read = {node: reads(node) for node in graph if node not in others}
     read_after = dict.fromkeys([*graph.outputs, *(x for node in after for x in reads(node))])
 
     def made_of(value: ir.Value) -> list[ir.Value] | None:
@@ -209,7 +213,7 @@ def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Valu
         return [x for x in read[node] if x.producer() in read]
 
     def price(value: ir.Value) -> float:
-        if not is_tensor(value):  # cannot be saved
+        if not is_tensor(value):  # a sequence cannot be saved
             return inf
         return 0 if value in outputs else sizes[value]
 
@@ -225,9 +229,9 @@ def _choose_saved(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Valu
 
 
 def _describe_saved(
-    joint: ModelProto, saved: list[ir.Value], sizes: Sizes
+    joint: ModelProto, saved: list[ir.Value], sizes: ByteSizes
 ) -> tuple[SavedTensor, ...]:
-    """Describe the saved values; a row is one along the first axis of the first input."""
+    """Return the name, dtype, shape and bytes per row of each saved value."""
     rows = 1
     if joint.graph.input:
         batch = joint.graph.input[0].type.tensor_type.shape.dim[:1]

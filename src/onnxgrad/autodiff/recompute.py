@@ -32,9 +32,9 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.rule_nodes import delayed_until
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 
-LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
+LENGTH = 32  # assumed length of symbolic dimensions, to compare sizes
 
-# recompute -> which nodes of the forward pass the backward pass may compute again
+# {value of `recompute`: whether the backward pass may compute a forward node again}
 RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
     "none": lambda node: node.op_type in VIEWS,
     "cheap": lambda node: node.op_type in CHEAP,
@@ -43,42 +43,46 @@ RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
 
 
 def is_repeatable(node: ir.Node) -> bool:
-    """Return whether `node` computes the same when it runs again: it draws no random numbers.
+    """Return whether `node` computes the same when it runs again, as it draws no random numbers.
 
     The operators of onnxruntime that have a rule here are known to draw none.
     """
     inner = (n for g in subgraphs(node) for n in all_nodes(g))
-    return all(map(_draws_nothing, (node, *inner)))
+    return all(map(_draws_no_random_numbers, (node, *inner)))
 
 
-def _draws_nothing(node: ir.Node) -> bool:
+def _draws_no_random_numbers(node: ir.Node) -> bool:
     if not node.domain:
         return node.op_type not in RANDOM
     operator = operator_of(node)
     return node.domain == "com.microsoft" and operator.rule is not None and not operator.of_user
 
 
-class Sizes:
-    """The sizes of values in bytes, with all symbolic dimensions of inputs set to `length`."""
+class ByteSizes:
+    """The bytes of the values of a graph, with all symbolic dimensions of inputs set to
+    `length`.
+    """
 
     def __init__(self, joint: ModelProto, length: int) -> None:
         self.joint, self.length = joint, length
 
     def __getitem__(self, value: ir.Value) -> int:
-        """Return the bytes of a value of the joint graph."""
+        """Return the bytes of `value`, a value of the graph of both passes."""
         source = value if _has_known_symbols(dims(value)) else self._values_by_name[str(value.name)]
         return (
             ceil(_element_count(source, self.length) * source.dtype.itemsize) if source.dtype else 0
         )
 
     def rank(self, value: ir.Value) -> int | None:
-        """Return the rank of `value`, which with a Squeeze may depend on the lengths."""
+        """Return the rank of `value`, which may depend on lengths, as after a Squeeze; None if
+        unknown.
+        """
         shape = dims(self._values_by_name[str(value.name)])
         return None if shape is None else len(shape)
 
     @cached_property
     def _values_by_name(self) -> dict[str, ir.Value]:
-        """All values in a copy of the graph, with the shapes that follow from lengths of inputs."""
+        """All values of a copy of the graph, by name, with shapes inferred from static inputs."""
         model = to_ir(self.joint)
         for x in model.graph.inputs:
             if (shape := dims(x)) is not None:
@@ -91,7 +95,7 @@ class Sizes:
 
 
 def _has_known_symbols(shape: Dims | None) -> bool:
-    """Return whether every dimension is static, or a symbol of an input."""
+    """Return whether every dimension of a shape is static, or a symbol of an input."""
     return shape is not None and all(
         isinstance(d, int) or (is_stated(d) and str(d).isidentifier()) for d in shape
     )
@@ -107,7 +111,7 @@ def _element_count(value: ir.Value, length: int) -> int:
 
 
 class Recomputation:
-    """Lets a backward pass, which is written behind it, compute values of a forward pass again.
+    """Lets the backward pass of a graph compute values of the forward pass again, to save memory.
 
     Create it between the two passes, then call `write`.
 
@@ -124,7 +128,9 @@ class Recomputation:
         self.nbytes = {} if recompute == "none" else _bytes_of_results(op.graph)
 
     def write(self, needed: Iterable[ir.Value]) -> None:
-        """Write the copies into the backward pass, as far as the values `needed` depend on it."""
+        """Write copies of forward nodes into the backward pass that computes the values
+        `needed`.
+        """
         if self.recompute == "none":
             return
         self._divide_at_seeds(needed)
@@ -136,7 +142,8 @@ class Recomputation:
             copies.redirect_reads(node)
 
     def _divide_at_seeds(self, needed: Iterable[ir.Value]) -> None:
-        """Divide the nodes that `needed` depends on at the seeds, into `before` and `after`.
+        """Divide the nodes that compute `needed` into nodes `before` and `after` the first
+        cotangents.
 
         Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
         `demands` are the results of `before` that `after` reads, and `depth` is the length of the
@@ -157,7 +164,7 @@ class Recomputation:
         self.demands = dict.fromkeys(x for x in read if x.producer() in own)
 
     def _cheapest_values(self, kept: set[ir.Value]) -> set[ir.Value]:
-        """Return the values of the fewest bytes from which all others are cheap to compute.
+        """Return the values of the fewest bytes from which all other values are cheap to compute.
 
         Values `kept` anyway end chains, such as the residual stream of a network: the first use of
         its end would compute all of it again.
@@ -170,7 +177,7 @@ class Recomputation:
 
         def made_of(value: ir.Value) -> list[ir.Value] | None:
             node = value.producer()
-            if node is None or value in kept or not may_repeat(node) or not is_cheap(node):
+            if node is None or value in kept or not may_copy_node(node) or not is_cheap(node):
                 return None
             return [x for x in reads(node) if x.producer() in self.depth]
 
@@ -182,7 +189,9 @@ class Recomputation:
         return {v for v in cheapest_values(self.demands, price, made_of) if isinstance(v, ir.Value)}
 
     def _values_of_segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
-        """Return the values that cross cuts or cannot repeat, and the values after the last cut."""
+        """Return the values to keep at cuts of the forward pass, and the values after the last
+        cut.
+        """
         nodes = [node for node in self.before if node in self.forward]
         first = {y: i for i, node in enumerate(nodes) for y in node.outputs}
         last = dict(first)
@@ -190,7 +199,7 @@ class Recomputation:
             last.update((x, i) for x in reads(node) if x in first)
         behind = (node for node in self.before if node not in self.forward)
         read = {*self.demands, *(x for node in behind for x in reads(node))}
-        fixed = {y for node in self.before if not may_repeat(node) for y in node.outputs}
+        fixed = {y for node in self.before if not may_copy_node(node) for y in node.outputs}
         lifetimes = [
             Lifetime(i, last[v], self.nbytes.get(v, 0), v in read)
             for v, i in first.items()
@@ -202,8 +211,8 @@ class Recomputation:
         return fixed | crossing, {v for v, i in first.items() if i > end}
 
 
-def may_repeat(node: ir.Node) -> bool:
-    """Return whether a copy of `node` may be written: it draws nothing and has no subgraph.
+def may_copy_node(node: ir.Node) -> bool:
+    """Return whether the backward pass may run a copy of `node`: no random numbers, no subgraph.
 
     Shapes are too small to be computed again.
     """
@@ -221,31 +230,35 @@ class _Copies:
         self.op, self.kept, self.depth = op, kept, depth
         self.position = {node: i for i, node in enumerate(before)}
         self.copies: dict[ir.Value, ir.Value] = {}
-        self.latest: ir.Value | None = None  # the cotangent behind the longest path so far
+        self.latest: ir.Value | None = None  # the cotangent at the end of the longest path so far
 
     def redirect_reads(self, node: ir.Node) -> None:
-        """Let a node of the backward pass read copies; the nodes must come in order."""
+        """Let a node of the backward pass read copies of forward values; call it in topological
+        order.
+        """
         with self.op.at(node):
             for i, x in enumerate(node.inputs):
                 if x is not None and self._is_recomputed(x):
                     self._write_copies(x)
                     node.replace_input_with(i, self.copies[x])
-        if self.latest is None or self.depth[node] >= self._depth_of(self.latest):
+        if self.latest is None or self.depth[node] >= self._node_depth(self.latest):
             self.latest = next(filter(_is_tensor, node.outputs), self.latest)
 
-    def _depth_of(self, value: ir.Value) -> int:
+    def _node_depth(self, value: ir.Value) -> int:
         return self.depth.get(value.producer(), 0)
 
     def _is_recomputed(self, value: ir.Value) -> bool:
-        """Return whether to read a copy of `value`; not where it would run before the original."""
+        """Return whether the backward pass should read a copy of `value` rather than `value`."""
         if value in self.copies:
             return True
         if value in self.kept or value.producer() not in self.position:
             return False
-        return self.latest is not None and self._depth_of(self.latest) > self._depth_of(value)
+        return self.latest is not None and self._node_depth(self.latest) > self._node_depth(value)
 
     def _write_copies(self, value: ir.Value) -> None:
-        """Write copies of the node of `value`, and of nodes before it, as far as is needed."""
+        """Write copies of the node of `value`, and of the nodes that it needs and that are not
+        kept.
+        """
         nodes: set[ir.Node] = set()
         stack = [value]
         while stack:
@@ -271,7 +284,7 @@ class _Copies:
         self.copies.update(zip(node.outputs, self.op.copy_node(node, operands), strict=True))
 
     def _separate_copy(self, value: ir.Value | None) -> ir.Value | None:
-        """Return a copy of a value that is used once."""
+        """Return a copy of `value` that no other node reads, as onnxruntime overwrites it."""
         node = None if value is None else value.producer()
         if value is None or node is None:
             return value
@@ -279,7 +292,7 @@ class _Copies:
         return self.op.copy_node(node, inputs)[value.index() or 0]
 
     def _delay_until_cotangent(self, x: ir.Value) -> ir.Value:
-        """Return `x`, available when `latest` is."""
+        """Return `x` behind a Reshape that waits for the latest cotangent of the backward pass."""
         if self.latest is None or not _is_tensor(x) or x.is_initializer():
             return x
         return delayed_until(self.op, x, self.latest)
@@ -290,7 +303,7 @@ def _bytes_of_results(graph: ir.Graph) -> dict[ir.Value, int]:
     read = {x: None for node in graph for x in reads(node) if x.producer() is None}
     free = [x for x in read if not x.is_graph_input() and not x.is_initializer()]
     graph.inputs.extend(free)
-    sizes = Sizes(to_proto(ir.Model(graph, ir_version=10)), LENGTH)
+    sizes = ByteSizes(to_proto(ir.Model(graph, ir_version=10)), LENGTH)
     del graph.inputs[len(graph.inputs) - len(free) :]
     return {y: sizes[y] for node in graph for y in node.outputs if _is_tensor(y)}
 

@@ -46,7 +46,7 @@ def sweep(
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
     active, walk = dependent_values(nodes, wrt, stop_gradient, straight_through)
-    cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
+    cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each cotangent
     for value, g in seeds.items():
         cotangents[value].append(g)
     with op:
@@ -68,7 +68,7 @@ def sweep(
                 if isinstance(dx, Unsupported):
                     if (before := x.producer()) and operator_of(before).no_gradient:
                         continue
-                    raise _error_at(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
+                    raise _node_error(node, wrt, f"no gradient for input {x.name!r}: {dx.reason}")
                 cotangents[x].append(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
@@ -82,7 +82,8 @@ def dependent_values(
     stop_gradient: Collection[ir.Value] = (),
     straight_through: Mapping[ir.Value, ir.Value] | None = None,
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """Return `wrt` and the float values that depend on them, and the nodes that read any of these.
+    """Return the float values that depend on `wrt` (and `wrt`), and the nodes that read any of
+    them.
 
     `nodes` are in topological order, and so are the returned nodes.
     """
@@ -103,7 +104,7 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
     if marks.RULED_AS in node.meta:
         node = node.meta[marks.RULED_AS](node)
         gs = [*gs, *[None] * (len(node.outputs) - len(gs))]
-    untyped = _first_untyped(node, active)
+    untyped = _first_untyped_node(node, active)
     operator = operator_of(node)
     if untyped is None and operator.subgraph_rule is not None:
         return operator.subgraph_rule(op, node, gs, active)
@@ -112,16 +113,16 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
     at = untyped or node
     function = operator_of(at).rule
     if function is None:
-        raise _error_at(at, wrt, _missing_rule_message(at))
+        raise _node_error(at, wrt, _missing_rule_message(at))
     if untyped is not None:
-        raise _error_at(untyped, wrt, "the type of its output is unknown")
+        raise _node_error(untyped, wrt, "the type of its output is unknown")
     n = taken_gradients(function)
     extra = [y.name for y, g in zip(node.outputs[n:], gs[n:], strict=True) if g is not None]
     if extra:
-        raise _error_at(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
+        raise _node_error(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
     gradients = function(op, node, *gs[:n])
     if isinstance(gradients, Unsupported):
-        raise _error_at(node, wrt, gradients.reason)
+        raise _node_error(node, wrt, gradients.reason)
     if not isinstance(gradients, (tuple, list)):
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
@@ -140,11 +141,11 @@ def _apply_lowered(
     to a Scan, which is slower. Nodes that need no gradient keep their fused kernels.
     """
     wrt = [x for x in reads(node) if x in active]
-    before = Emit(op.graph, outer=op)  # it shares no node that `nodes` would lack
+    before = Emit(op.graph, outer=op)  # a separate emitter, so that `written` has all new nodes
     with before.at(node):
         outputs = lowering(before, node)
     if outputs is None:
-        raise _error_at(node, wrt, "its lowering left it unchanged, and it has no rule")
+        raise _node_error(node, wrt, "its lowering left it unchanged, and it has no rule")
     for old, new in zip(node.outputs, outputs, strict=True):
         ir.convenience.replace_all_uses_with(old, new)
     seeds = {y: g for y, g in zip(outputs, gs, strict=True) if g is not None}
@@ -152,7 +153,9 @@ def _apply_lowered(
 
 
 def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None:
-    """Raise if a gradient is missing, one too many, or of another shape or dtype than its input."""
+    """Raise if a rule returned too few or too many gradients, or one whose dtype or shape differs
+    from its input.
+    """
     where = f"the rule of {printable(node.op_type)} ({function.__module__}.{function.__qualname__})"
     n = len(gradients)
     forgotten = [x for x in node.inputs[n:] if x is not None and is_real(x)]
@@ -185,7 +188,7 @@ def _are_proven_unequal(a: Dims | None, b: Dims | None) -> bool:
 
 
 def _missing_rule_message(node: ir.Node) -> str:
-    """Return the message for a node without a rule, with the missing rule and the remedies."""
+    """Return the message that `node` has no gradient rule, with the remedies."""
     unranked = [x.name for x in node.inputs if x is not None and x.shape is None]
     domain = f", domain={node.domain!r}" if node.domain else ""
     add = (
@@ -199,8 +202,10 @@ def _missing_rule_message(node: ir.Node) -> str:
     return f"no rule; {add}"
 
 
-def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
-    """Return the first node before `node` whose active output has no dtype, or None."""
+def _first_untyped_node(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
+    """Return the first node before `node` whose output has a gradient but no known dtype; or
+    None.
+    """
     first: ir.Node | None = None
     at: ir.Node | None = node
     while at is not None:
@@ -210,13 +215,13 @@ def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
     return first
 
 
-def _error_at(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
+def _node_error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
     path = " -> ".join(map(printable, _shortest_path(node, wrt)))
     return NoGradientRule(f"{node_description(node)}: {what}. Path: {path}")
 
 
 def _shortest_path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
-    """Return the names on a shortest path from one of `wrt` to `node`."""
+    """Return the names of the values on a shortest path from a value of `wrt` to `node`."""
     assert isinstance(node.graph, ir.Graph)
     ends, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
     while queue:

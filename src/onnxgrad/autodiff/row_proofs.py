@@ -1,9 +1,10 @@
 """Proofs about the rows of a batch: one walk through a graph that follows where they are.
 
 The walk answers three questions: whether row i of an output depends on row i of the inputs only
-(`require_rows` of derivatives, `require_apart` of values), whether a loss is a sum or a mean over
-rows, so that parts of a batch give parts of its gradient (`require_sums`, `reduction_over_rows`),
-and where a file of a fixed batch states the number of its rows (`primal/free_rows.py`).
+(`require_independent_derivatives` and `require_independent_rows`); whether a loss is a sum or a
+mean over rows, so that parts of a batch give parts of its gradient (`require_sums_over_rows`,
+`reduction_over_rows`); and where a file of a fixed batch states the number of its rows
+(`primal/free_rows.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.local_functions import replace_calls
+from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -69,7 +70,9 @@ class RowWalk:
     # -- the place of the rows --------------------------------------------------------------------
 
     def states_by_row(self, node: ir.Node) -> list[RowState | None]:
-        """Return the state of each output of a node; None where it may mix rows."""
+        """Return how each output depends on the rows, a `RowState`; None where the node may mix
+        rows.
+        """
         rows = {x: s for x in reads(node) if (s := self.states.get(x)) and s.kind == "rows"}
         layout = self.common_layout(list(rows.values()))
         states: list[RowState | None] = []
@@ -84,22 +87,26 @@ class RowWalk:
         return states
 
     def common_layout(self, states: Sequence[RowState]) -> tuple[int, Dim] | None:
-        """Return `outer` and `length` of operands; None if they differ: rows would meet others."""
+        """Return (outer, length) of the row axis that all `states` share; None if they differ,
+        as the node would mix rows.
+        """
         layouts = {(s.outer, s.length) for s in states}
         return layouts.pop() if len(layouts) == 1 else None
 
     def has_length(self, y: ir.Value, axis: int, length: Dim) -> bool:
-        """Return whether an axis has the length: otherwise rows may be missing, or repeated."""
+        """Return whether an axis of `y` has this length, so that no row is missing or repeated."""
         shape = dims(y)
         return shape is not None and axis < len(shape) and shape[axis] == length
 
     def elements_per_row(self, length: Dim) -> int | None:
-        """Return how many elements a row has along an axis of this length; None if unknown."""
+        """Return how many elements of an axis of this length each row has; None if unknown."""
         times, symbol = coefficient(length) if isinstance(length, str) else (0, "")
         return times if symbol == BATCH_SYMBOL else None
 
     def states_after_reshape(self, node: ir.Node) -> list[RowState]:
-        """Return where rows may be after a Reshape: as many elements are before them as before."""
+        """Return each possible `RowState` of a Reshape's output: row axes with as many elements
+        before them.
+        """
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         state, before, after = self.states[x], dims(x), dims(y)
@@ -120,7 +127,7 @@ class RowWalk:
     # -- sums, means and sizes --------------------------------------------------------------------
 
     def visit(self, node: ir.Node) -> None:
-        """Note the states of the outputs of a node; raise if it mixes rows, or may do so."""
+        """Record how the outputs of a node depend on the rows; raise if the node may mix rows."""
         kinds = {self.states[x].kind for x in reads(node) if x in self.states}
         if _draws_random_numbers(node):
             raise mixing_error(node)
@@ -142,15 +149,20 @@ class RowWalk:
             self._visit_by_row(node)
 
     def _reads_sizes_as_shape(self, node: ir.Node) -> bool:
-        """Return whether sizes that depend on the rows enter only through the shape operand."""
+        """Return whether a node reads sizes that depend on the rows through its shape operand
+        only.
+        """
         operator = operator_of(node)
         others = (x for i, x in enumerate(node.inputs) if x and i not in operator.settings)
         states = [self.states.get(x) for x in others]
-        takes_shape = operator.lengths is not None and node.op_type not in ARITHMETIC  # no Range
+        # a Range computes
+        takes_shape = operator.lengths is not None and node.op_type not in ARITHMETIC
         return takes_shape and not any(s and s.kind == "size" for s in states)
 
     def _visit_shape(self, node: ir.Node) -> None:
-        """Classify a Shape or Size: as the number of rows times a constant, or as sizes."""
+        """Record whether a Shape or Size counts the rows (times a constant), or returns other
+        sizes.
+        """
         get, shape = node.attributes.get_int, dims(node.inputs[0])
         read = (None,) if shape is None else shape[get("start", 0) : get("end", None)]
         symbols = [d for d in read if not isinstance(d, int)]
@@ -160,7 +172,9 @@ class RowWalk:
             self.states[node.outputs[0]] = RowState("count" if counted else "size")
 
     def _visit_linear(self, node: ir.Node) -> None:
-        """Visit a node that reads sums, in which it must be linear, or means: there also affine."""
+        """Visit a node that reads sums or means over rows: it must be linear in sums, affine in
+        means.
+        """
         name, operands = node.op_type, [x for x in node.inputs if x is not None]
         states = [self.states.get(x) for x in reads(node)]
         mean = next((s for s in states if s and s.kind == "mean"), None)
@@ -169,7 +183,7 @@ class RowWalk:
         total, real = [kind in totals for kind in kinds], is_real(node.outputs[0])
         keeps = name in VIEWS or name in ("Cast", "Neg")
         linear = (
-            (keeps and total[0] and _keeps_sums(operands[0], node.outputs[0]))
+            (keeps and total[0] and _is_linear_cast(operands[0], node.outputs[0]))
             or (name in ("Add", "Sub", "Sum") and (mean is not None or all(total)))
             or (name == "Mul" and sum(total) == 1)
             or (name == "Div" and total == [True, False] and real)
@@ -186,7 +200,7 @@ class RowWalk:
         self.states |= dict.fromkeys(node.outputs, state)
 
     def _visit_repeated(self, node: ir.Node) -> None:
-        """Visit a node that does not read the batch: if its outputs have rows, these are equal."""
+        """Visit a node that does not read the batch, but whose outputs may repeat equal rows."""
         for y in node.outputs:
             shape = dims(y)
             symbolic = [i for i, d in enumerate(shape or ()) if not isinstance(d, int)]
@@ -201,7 +215,7 @@ class RowWalk:
             self.states[y] = RowState("rows", symbolic[0], 1, length)
 
     def _visit_reshape(self, node: ir.Node) -> None:
-        """Visit a Reshape of rows, which must leave a single axis that is not static."""
+        """Visit a Reshape of rows, whose output must have a single axis that is not static."""
         x, y = node.inputs[0], node.outputs[0]
         after = self.states_after_reshape(node) if x is not None and self.has_rows(x) else []
         if len(after) != 1 or sum(not isinstance(d, int) for d in dims(y) or ()) != 1:
@@ -209,11 +223,13 @@ class RowWalk:
         self.states[y] = after[0]
 
     def _visit_by_row(self, node: ir.Node) -> None:
-        """Visit a node that computes each row by itself, or reduces rows."""
+        """Visit a node that computes each row from the same row of its operands, or reduces
+        rows.
+        """
         for y, state in zip(node.outputs, self.states_by_row(node), strict=True):
             if state is None:
                 state = self._reduction_state(node)
-            elif state.kind == "rows" and not self._meets_rows_only(node, y, state.axis):
+            elif state.kind == "rows" and not self._combines_rows_only(node, y, state.axis):
                 state = None
             if state is not None:
                 self.states[y] = state
@@ -221,7 +237,9 @@ class RowWalk:
                 raise mixing_error(node)
 
     def _reduction_state(self, node: ir.Node) -> RowState | None:
-        """Return the sum or mean that a node is which reduces rows, all of which count the same."""
+        """Return the state "sum" or "mean" if a node reduces rows of equal weights; None
+        otherwise.
+        """
         x = node.inputs[0]
         if node.domain or x is None or not self.has_rows(x):
             return None
@@ -236,8 +254,8 @@ class RowWalk:
             return RowState("mean", origin=node)
         return RowState("sum") if reduction == "sum" else None
 
-    def _meets_rows_only(self, node: ir.Node, y: ir.Value, axis: int) -> bool:
-        """Return whether rows meet nothing but rows: a part of a batch has other positions."""
+    def _combines_rows_only(self, node: ir.Node, y: ir.Value, axis: int) -> bool:
+        """Return whether no operand without rows varies along the row axis of `y`."""
         k = node.outputs.index(y)
         others = [(i, dims(x)) for i, x in enumerate(node.inputs) if x and not self.has_rows(x)]
         return all(
@@ -252,7 +270,7 @@ class RowWalk:
 
 
 def mixing_error(node: ir.Node) -> UnprovenRows:
-    """Return the error that names a node through which no rows can be followed."""
+    """Return the error that names a node which mixes the rows of a batch, or may do so."""
     y = node.outputs[0]
     return UnprovenRows(
         f"{printable(node.op_type)} (output {y.name!r}, {printable(dims(y))}) mixes the rows of "
@@ -261,14 +279,17 @@ def mixing_error(node: ir.Node) -> UnprovenRows:
 
 
 def _draws_random_numbers(node: ir.Node) -> bool:
-    """Return whether a node, or its subgraphs, draws numbers, which are others for a part."""
+    """Return whether a node, or a node of its subgraphs, draws random numbers."""
     nodes = (node, *(n for graph in subgraphs(node) for n in all_nodes(graph)))
     random = (n for n in nodes if n.op_type in RANDOM and not n.domain)
-    return any(n.op_type != "Dropout" or len(n.inputs) > 2 for n in random)  # 2: in inference mode
+    # two inputs: in inference mode
+    return any(n.op_type != "Dropout" or len(n.inputs) > 2 for n in random)
 
 
-def _keeps_sums(x: ir.Value, y: ir.Value) -> bool:
-    """Return whether a Cast of `x` to the dtype of `y` is linear: not to bool, nor to integers."""
+def _is_linear_cast(x: ir.Value, y: ir.Value) -> bool:
+    """Return whether a Cast of `x` to the dtype of `y` is linear, unlike a Cast to bool or
+    integers.
+    """
     if x.dtype == y.dtype:
         return True
     return is_real(y) or not (is_real(x) or ir.DataType.BOOL in (x.dtype, y.dtype))
@@ -277,7 +298,7 @@ def _keeps_sums(x: ir.Value, y: ir.Value) -> bool:
 # -- proofs for values of a model -----------------------------------------------------------------
 
 
-def require_sums(
+def require_sums_over_rows(
     model: ir.Model,
     axes: Mapping[str, int | None],
     lengths: Mapping[str, Dims],
@@ -300,7 +321,7 @@ def require_sums(
         if state is not None and state.origin is not None:
             raise mixing_error(state.origin)
         if state is None or state.kind not in ("sum", "count"):
-            raise UnprovenRows(f"{y.name!r} is no sum over rows")
+            raise UnprovenRows(f"value {y.name!r} is not proven to be a sum over rows")
 
 
 def reduction_over_rows(
@@ -308,36 +329,36 @@ def reduction_over_rows(
 ) -> Literal["sum", "mean"]:
     """Return whether a value is the sum or the mean over rows of functions of one row each.
 
-    The arguments are the same as of `require_sums`; raise `UnprovenRows` if neither is proven.
+    `require_sums_over_rows` documents the arguments; raise `UnprovenRows` if neither is proven.
     """
     state = walk_rows(model, axes, lengths, [loss]).states.get(loss)
     if state is not None and state.kind in ("sum", "count", "mean"):
         return "mean" if state.kind == "mean" else "sum"
-    raise UnprovenRows(f"{loss.name!r} is neither a sum nor a mean over rows")
+    raise UnprovenRows(f"the loss {loss.name!r} is not proven to be a sum or a mean over rows")
 
 
-def require_apart(
+def require_independent_rows(
     model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims]
 ) -> None:
     """Raise `UnprovenRows` unless row i of each output depends on row i of the data only.
 
-    The arguments are the same as of `require_sums`.
+    `require_sums_over_rows` documents the arguments.
     """
     walk = walk_rows(model, axes, lengths, model.graph.outputs)
     for y in model.graph.outputs:
         shape = dims(y)
         if not shape:
             known = "unknown" if shape is None else "zero"
-            raise UnprovenRows(f"the rank of {y.name!r} is {known}")
+            raise UnprovenRows(f"output {y.name!r} has no axis of rows: its rank is {known}")
         if shape[0] != BATCH_SYMBOL or not walk.has_rows(y) or walk.states[y].axis != 0:
             raise UnprovenRows(
-                f"{y.name!r} of shape {printable(shape)} does not have one row for each row of the "
-                "inputs along its first axis"
+                f"output {y.name!r} of shape {printable(shape)} does not have one row along its "
+                "first axis for each row of the inputs"
             )
 
 
 def assumed_lengths(inputs: Iterable[ir.Value]) -> dict[str, tuple[int, ...]]:
-    """Return the declared shapes of inputs, with a number for each symbol.
+    """Return `{input: declared shape}`, with a number in place of each symbolic dimension.
 
     The sizes of a graph that has several symbols are rarely inferred, and which rows it mixes does
     not depend on them.
@@ -358,8 +379,10 @@ def walk_rows(
     lengths: Mapping[str, Dims],
     outputs: Sequence[ir.Value],
 ) -> RowWalk:
-    """Visit the nodes before `outputs`; the arguments are the same as of `require_sums`."""
-    replace_calls(Emit(model.graph), model)
+    """Return the walk through all nodes that `outputs` need; `require_sums_over_rows` documents the
+    arguments.
+    """
+    inline_ruled_calls(Emit(model.graph), model)
     walk = RowWalk(infer_from_rows(model, axes, lengths, BATCH_SYMBOL), BATCH_SYMBOL)
     needed = nodes_behind(outputs)
     for node in model.graph:
@@ -371,9 +394,10 @@ def walk_rows(
 def infer_from_rows(
     model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims], symbol: str
 ) -> dict[ir.Value, int]:
-    """Infer all shapes from inputs of data whose row axis has the length `symbol`; return the axes.
+    """Infer all shapes from data whose row axes have the length `symbol`; return `{input: row
+    axis}`.
 
-    The arguments are the same as of `require_sums`; inputs without a length, the weights, keep
+    `require_sums_over_rows` documents the arguments. Inputs that `lengths` lacks, the weights, keep
     their shapes.
     """
     for node in all_nodes(model.graph):
@@ -395,10 +419,11 @@ def infer_from_rows(
 # -- the proof for derivatives by row -------------------------------------------------------------
 
 
-def require_rows(
+def require_independent_derivatives(
     graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], proof: bool
 ) -> None:
-    """Raise unless derivatives of row i of the outputs are zero for the other rows of the inputs.
+    """Raise unless the derivatives of row i of the outputs w.r.t. all other rows of the inputs are
+    zero.
 
     A value without a gradient, such as a mask, may depend on all rows. Without `proof`, check only
     that all inputs and outputs have the same number of rows.
@@ -424,7 +449,9 @@ def require_rows(
 def _walk_gradients(
     graph: ir.Graph, inputs: Sequence[ir.Value], length: Dim, outputs: Sequence[ir.Value]
 ) -> None:
-    """Follow rows along all paths of gradients; raise if a node mixes them, or moves their axis."""
+    """Follow the rows along all paths of gradients; raise if a node mixes rows, or moves the row
+    axis.
+    """
     walk, needed = RowWalk(dict.fromkeys(inputs, 0), length), _nodes_with_gradients(graph, outputs)
     for node in graph:
         if node not in needed or walk.states.keys().isdisjoint(reads(node)):

@@ -29,13 +29,14 @@ from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import rank
 
 FLOAT = ir.DataType.FLOAT
-_MOVES = {"view", "reorders", "selects"}  # traits
+_MOVES = {"view", "reorders", "selects"}  # traits of operators that move elements
 
 _Formula: TypeAlias = Callable[[ir.Node], "Sequence[ir.Value] | None"]
 
 
 class StraightThrough:
-    """The formulas of the quantized nodes on the way from `wrt` to `outputs`, written into a graph.
+    """Float formulas of the quantized nodes between `wrt` and `outputs`, which carry their
+    gradients.
 
     Attributes:
         origins: `straight_through` of a sweep: a result, and its formula.
@@ -60,7 +61,7 @@ class StraightThrough:
         live = live_values(nodes, outputs, stop_gradient)
         following = dict(zip(nodes, [*nodes[1:], None], strict=True))
         self.op = op
-        self._steps: dict[ir.Value, ir.Value] = {}  # an integer -> itself as a float
+        self._steps: dict[ir.Value, ir.Value] = {}  # {integers: their copy as floats}
         self._reached = set(wrt)
         for node in nodes_between(nodes, wrt, live):
             if self._reached.isdisjoint(reads(node)):
@@ -68,8 +69,10 @@ class StraightThrough:
             self._write_formula(node, following[node])
 
     def _write_formula(self, node: ir.Node, following: ir.Node | None) -> None:
-        """Write the formula of `node`, if it reads or returns integers that stand for floats."""
-        formula = self._formula_of(node)
+        """Write the float formula of `node`, if it reads or returns integers that stand for
+        floats.
+        """
+        formula = self._formula_writer(node)
         with self.op.at(node if _is_float(node.outputs[0]) else following):
             results = None if formula is None else formula(node)
             if results is None:
@@ -85,8 +88,10 @@ class StraightThrough:
         if "rounds" in operator_of(node).traits:
             self.rounding.append(node)
 
-    def _formula_of(self, node: ir.Node) -> _Formula | None:
-        """Return the function that writes the formula of `node`; None where its rule may do."""
+    def _formula_writer(self, node: ir.Node) -> _Formula | None:
+        """Return the function that writes the float formula of `node`; None if its gradient rule is
+        enough.
+        """
         operator = operator_of(node)
         if callable(operator.straight_through):
             return partial(operator.straight_through, self)
@@ -106,7 +111,7 @@ class StraightThrough:
         return not self._steps.keys().isdisjoint(reads(node))
 
     def _copy_as_float(self, x: ir.Value) -> ir.Value:
-        """Return a new copy of the integers `x` in float32."""
+        """Return a new float32 copy of the integers `x`."""
         y = self.op.emit("Cast", [x], {"to": FLOAT}, fresh=True)
         y.type, y.shape = ir.TensorType(FLOAT), x.shape
         return y
@@ -179,7 +184,7 @@ class StraightThrough:
         return result
 
     def _apply_to_floats(self, node: Any) -> list[ir.Value]:
-        """Return the results of the same operator for floats."""
+        """Return the results of the operator of `node` on float copies of its integer operands."""
         data = _moved_operands(node)
         inputs = [
             x
@@ -198,7 +203,8 @@ class StraightThrough:
 
 
 def _moved_operands(node: ir.Node) -> tuple[int, ...] | None:
-    """Return the operands whose integers `node` moves or combines, () for all; None if it does not.
+    """Return the indices of the operands whose integers `node` moves or combines (() for all); else
+    None.
 
     An operator that moves or selects the elements of its first operand need not state it.
     """
@@ -220,7 +226,7 @@ def refuse_quantized(
     stop_gradient: Collection[ir.Value] = (),
     straight_through: Mapping[ir.Value, ir.Value] | None = None,
 ) -> None:
-    """Raise if `outputs` depend on `wrt` through quantized arithmetic or rounding.
+    """Raise NoGradientRule if `outputs` depend on `wrt` through quantized arithmetic or rounding.
 
     Quantized arithmetic is refused on every path from `wrt` to `outputs`. QuantizeLinear is refused
     for a value of `wrt` if all its paths to `outputs` lead through it. `sweep` documents
@@ -249,7 +255,9 @@ def live_values(
     straight_through: Mapping[ir.Value, ir.Value] | None = None,
     through_rounding: bool = True,
 ) -> set[ir.Value]:
-    """Return the values that `outputs` depend on, optionally through quantized operators too."""
+    """Return the values that `outputs` depend on, through quantized nodes only if
+    `through_rounding`.
+    """
     live, straight_through = set(outputs), straight_through or {}
     for node in reversed(nodes):
         live_outputs = live.intersection(node.outputs)
@@ -263,7 +271,7 @@ def live_values(
 def nodes_between(
     nodes: Sequence[ir.Node], origins: Iterable[ir.Value], live: Collection[ir.Value]
 ) -> Iterable[ir.Node]:
-    """Yield the nodes on paths from `origins` to `live` values of any dtype."""
+    """Yield the nodes on paths from `origins` to `live` values, in topological order."""
     reached = set(origins)
     for node in nodes:
         live_outputs = [y for y in node.outputs if y in live]

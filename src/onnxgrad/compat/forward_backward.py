@@ -140,12 +140,10 @@ class OrtGradientForwardBackward:
     @cached_property
     def sessions(self) -> list[ort.InferenceSession]:
         """The onnxruntime sessions of the forward model and of the backward model."""
-        options = self.sess_options
-        if options is None:
-            options = ort.SessionOptions()
-            options.log_severity_level = 4
         models = self.partition.forward, self.partition.backward
-        return [load_session(model, options, providers=self.providers) for model in models]
+        return [
+            load_session(model, self.sess_options, providers=self.providers) for model in models
+        ]
 
     def graphs(self) -> dict[str, ModelProto]:
         """Return {name: model} of the graphs that `save_onnx_graph` writes."""

@@ -512,7 +512,7 @@ class EstimatorFit(Fit):
         state.flat = np.ndim(self.data.y) == 1  # predictions are flat, too: y - f is (rows,)
         state.names, state.columns = self.names, self.data.columns
         work = self.step.work * source.batch_size
-        return Runner(self.step, Target.of(job.device, work, source.batch_size), work)
+        return Runner(self.step, Target.for_step(job.device, work, source.batch_size), work)
 
     def validation_results(self) -> dict[str, Any]:
         """Return history entries of the validation data; {} in epochs without validation."""

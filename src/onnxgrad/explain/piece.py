@@ -14,11 +14,11 @@ from onnxgrad.autodiff.derivative import (
     DerivativeOptions,
     DerivativeRequest,
     derivative,
-    path_ends,
-    smooth_values,
+    differentiable_values,
+    path_ends_text,
 )
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.autodiff.row_proofs import UnprovenRows, require_apart
+from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.checks import check_count
 from onnxgrad.errors import printable
 from onnxgrad.explain.user_inputs import Arrays
@@ -219,7 +219,7 @@ class Piece:
         if key not in self._reasons_by_shapes:
             model = self._model.clone()
             try:
-                require_apart(model, axes, lengths)
+                require_independent_rows(model, axes, lengths)
                 self._reasons_by_shapes[key] = None
             except UnprovenRows as e:
                 self._reasons_by_shapes[key] = str(e)
@@ -241,7 +241,7 @@ def check_model_and_device(proto: ModelProto, device: Any, batch_size: int, what
 def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value) -> None:
     """Raise `ValueError` unless `y` depends differentiably on each of the values `wrt`."""
     for x in wrt:
-        if y in smooth_values(graph, [x]):
+        if y in differentiable_values(graph, [x]):
             continue
         if y not in dependents(graph, [x]):
             raise ValueError(
@@ -250,6 +250,6 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
             )
         raise ValueError(
             f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "
-            f"zero. {path_ends(graph, [x], [y])}. Name as `output` a value in front of this node, "
-            "as the scores before an ArgMax, or use `occlusion`, which needs no gradient"
+            f"zero. {path_ends_text(graph, [x], [y])}. Name as `output` a value in front of "
+            "this node, as the scores before an ArgMax, or use `occlusion`, which needs no gradient"
         )

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import node_with_reason, smooth_values
+from onnxgrad.autodiff.derivative import differentiable_values, node_with_reason
 from onnxgrad.explain import targets
 from onnxgrad.explain.piece import Piece, check_model_and_device
 from onnxgrad.explain.rows_first import move_rows_first
@@ -358,7 +358,7 @@ def _explainable_inputs(whole: Piece) -> list[str]:
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]
     used = [x for x in floats if y in dependents(graph, [x])]
-    smooth = [x for x in used if y in smooth_values(graph, [x])]
+    smooth = [x for x in used if y in differentiable_values(graph, [x])]
     if used:  # of trees only, `occlusion` explains inputs, and other methods name the first node
         return [str(x.name) for x in smooth or used]
     raise ValueError(

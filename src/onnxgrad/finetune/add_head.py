@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.heads import Request, find_layer
@@ -82,7 +82,7 @@ def add_head(
     if mask is not None and pool != "mean":
         given, needed = argument("mask", mask), argument("pool", "mean")
         raise ValueError(f"{given} needs {needed}, not {pool!r}")
-    return _append_head(inlined(read(model)), request, at, pool, mask, cosine)
+    return _append_head(inline_functions(read(model)), request, at, pool, mask, cosine)
 
 
 def _check_arguments(units: object, pool: str | None, activation: str | None, cosine: bool) -> None:

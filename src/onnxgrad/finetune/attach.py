@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_names, all_nodes
@@ -134,7 +134,7 @@ def _convert_to_equal_opsets(
     Raises:
         ModelError: they cannot be converted.
     """
-    protos = [inlined(proto) for proto in (first, second)]
+    protos = [inline_functions(proto) for proto in (first, second)]
     versions = [{o.domain: o.version for o in proto.opset_import} for proto in protos]
     target = max(v.get("", 0) for v in versions)
     for i, (proto, version) in enumerate(zip(protos, versions, strict=True)):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, node_text, unknown
 from onnxgrad.finetune.attach import restore_types, stated_types
 from onnxgrad.finetune.class_metadata import update_class_metadata
@@ -132,7 +132,7 @@ def features(model: ModelLike, at: str | None = None, *, output: str | None = No
     proto = read(model)
     value = at or ""
     if not at or all(at not in node.output for node in proto.graph.node):
-        proto, _ = without_zipmaps(inlined(proto) if proto.functions else proto)
+        proto, _ = without_zipmaps(inline_functions(proto) if proto.functions else proto)
         changed = to_ir(proto)
         infer(changed)
         value = str(find_layer(changed.graph, proto, at, output).x.name)
@@ -196,7 +196,7 @@ def _replace_last_layers(
     proto: ModelProto, request: Request, at: str | Sequence[str] | None, output: str | None
 ) -> ModelProto:
     """Return `proto` with new last layers; see `replace_head` for the other arguments."""
-    proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
+    proto, zips = without_zipmaps(inline_functions(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
     before = stated_types(graph)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -50,7 +50,7 @@ def unroll(model: ModelLike, carry: Mapping[str, str]) -> ModelProto:
         >>> print(onnx.printer.to_text(og.graph.unroll(cell, {"h": "new"}).graph).splitlines()[0])
         f (float[N,steps,2] x, float[N,2] h) => (float[N,steps,2] y, float[N,2] new) {
     """
-    proto = inlined(read(model))
+    proto = inline_functions(read(model))
     one = to_ir(proto)
     infer(one)
     body = one.graph

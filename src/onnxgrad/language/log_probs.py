@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
@@ -62,7 +62,7 @@ def sequence_log_probs(
     proto = read(model)
     names = [y.name for y in proto.graph.output]
     chosen = choose_output(proto, "logits" if output is None and "logits" in names else output)
-    made = to_ir(raise_opset(inlined(proto)))
+    made = to_ir(raise_opset(inline_functions(proto)))
     graph = made.graph
     compute_inputs(made, computable_inputs(proto, language=True) - {MASK})
     infer(made)

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
 from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.class_axis import class_axis
@@ -236,7 +236,7 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
         >>> og.losses.are_probabilities(model, "y"), og.losses.are_probabilities(model, "z")
         (True, False)
     """
-    inner = to_ir(inlined(read(model)))
+    inner = to_ir(inline_functions(read(model)))
     infer(inner)
     found = {str(y.name): y for y in inner.graph.outputs}
     if output not in found:

@@ -23,7 +23,7 @@ from onnxgrad.model.feeds import caches_with_next_values
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
 from onnxgrad.operators import SAME_ELEMENTS, marks, operator_of, shapes
-from onnxgrad.runtime.run_shapes import confirmed_by_run
+from onnxgrad.runtime.session import confirmed_by_run
 
 
 def add_loss_output(

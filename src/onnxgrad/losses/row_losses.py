@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.errors import node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -58,7 +58,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
         [[5.0], [4.0]]
     """
     proto = read(onx)
-    model = to_ir(raise_opset(inlined(proto)))
+    model = to_ir(raise_opset(inline_functions(proto)))
     infer(model)
     graph, op = model.graph, Emit(model.graph)
     label = loss_info(proto).label

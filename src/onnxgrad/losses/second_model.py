@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
@@ -144,7 +144,7 @@ def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
 
 def _convert_to_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
     """Return the model converted to the version `opset`, which may be newer or older."""
-    proto = inlined(proto)
+    proto = inline_functions(proto)
     version = get_onnx_opset(proto)
     if version == opset:
         return proto

@@ -3,9 +3,15 @@
 A step consists of standard operators, so that any runtime runs an exported step. The wheel of
 onnxruntime has faster operators for its CPU provider: layouts of convolutions, and fused products.
 `to_native` writes these into a step before a session of training is built from it.
+
+The sizes from which a rewrite pays stand at the top of its file. All were measured on the CPU of
+one machine; they change results by rounding only.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -16,10 +22,32 @@ from onnxgrad.native import (
     epochs,
     max_pools,
     scans,
-    side_by_side,
     single_nodes,
 )
-from onnxgrad.native.target import EPOCH, PHASES, Target
+from onnxgrad.native.blocked_layout import BLOCKS
+from onnxgrad.native.epochs import EPOCH
+from onnxgrad.native.scans import LOOPS
+from onnxgrad.native.single_nodes import NODES, PLAIN
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import thread_count
+
+PHASES = (NODES, BLOCKS, PLAIN, LOOPS)  # groups of rewrites, in the order in which they run
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device and the thread count of a session, and the row count of a batch: a rewrite's
+    `op.target`.
+    """
+
+    device: Device
+    threads: int
+    rows: int = 1
+
+    @staticmethod
+    def for_step(device: Any, work: float, rows: int) -> Target:
+        """Return the target for a step of `work` multiply-adds on batches of `rows` rows."""
+        return Target(Device.of(device), thread_count(work), rows)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:

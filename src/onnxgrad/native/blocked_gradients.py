@@ -9,12 +9,12 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.native.blocked_layout import Layout, Pixels, sizes
+from onnxgrad.native.blocked_layout import BlockedLayout, Pixels, known_dims
 from onnxgrad.operators.windows import Windows
 
 
 def transposed_conv(
-    layout: Layout,
+    layout: BlockedLayout,
     g: ir.Value,
     weight: ir.Value,
     windows: Windows,
@@ -33,12 +33,18 @@ def transposed_conv(
         return None
     w = windows
     rows = zip(
-        sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin.tolist(), pixels, strict=True
+        known_dims(g)[2:],
+        w.kernel,
+        w.strides,
+        w.dilations,
+        w.begin.tolist(),
+        pixels,
+        strict=True,
     )
     axes = [_split_axis_by_stride(*row) for row in rows]
     if any(min(a.pads) < 0 for a in axes):
         return None
-    x = layout.blocked(g)
+    x = layout.to_nchwc(g)
     weight = _reverse_weight(layout, weight, windows, axes)
     attributes = {
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
@@ -73,7 +79,9 @@ class _StridedAxis:
 def _split_axis_by_stride(
     count: int, kernel: int, stride: int, dilation: int, begin: int, length: int
 ) -> _StridedAxis:
-    """Return an axis of a transposed convolution as stride-1 convolutions: `count` to `length`."""
+    """Return one spatial axis of a transposed convolution, from `count` windows to `length` pixels,
+    as convolutions of stride 1.
+    """
     front = -begin % stride
     taps = -(-(kernel + front) // stride)
     shift = (begin + front) // stride
@@ -84,11 +92,11 @@ def _split_axis_by_stride(
 
 
 def _reverse_weight(
-    layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_StridedAxis]
+    layout: BlockedLayout, weight: ir.Value, windows: Windows, axes: Sequence[_StridedAxis]
 ) -> ir.Value:
     """Return a ConvTranspose's weight as an NCHWc weight (strides * C, M, taps) of a Conv."""
     op, b = layout.op, layout.block
-    rows, channels, *kernel = sizes(weight)
+    rows, channels, *kernel = known_dims(weight)
     strides = windows.strides
     lengths = [a.taps * s for a, s in zip(axes, strides, strict=True)]
     back = [n - k - a.front for n, k, a in zip(lengths, kernel, axes, strict=True)]
@@ -102,27 +110,29 @@ def _reverse_weight(
     if order != sorted(order):
         cells = op.Gather(cells, order, axis=2)
     taps, phases = prod(a.taps for a in axes), prod(strides)
-    cells = layout.view(cells, [rows // b, b, channels // b, phases, taps, b])
+    cells = layout.reshape(cells, [rows // b, b, channels // b, phases, taps, b])
     cells = op.Transpose(cells, perm=[3, 2, 0, 4, 1, 5])
-    return layout.view(cells, [phases * channels, rows, *(a.taps for a in axes)])
+    return layout.reshape(cells, [phases * channels, rows, *(a.taps for a in axes)])
 
 
-def _interleave_strides(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
+def _interleave_strides(
+    layout: BlockedLayout, y: ir.Value, strides: Pixels, pixels: Pixels
+) -> ir.Value:
     """Return y (N, strides * C, counts) as (N, C, pixels): stride phases become pixels."""
     op, b = layout.op, layout.block
-    _, channels, *counts = sizes(y)
+    _, channels, *counts = known_dims(y)
     blocks = channels // prod(strides) // b
-    cells = layout.view(y, [0, *strides, blocks, *counts, b])
+    cells = layout.reshape(y, [0, *strides, blocks, *counts, b])
     cells = op.Transpose(cells, perm=[0, 3, 4, 1, 5, 2, 6])
     lengths = [n * s for n, s in zip(counts, strides, strict=True)]
     if lengths != list(pixels):
-        cells = layout.view(cells, [0, blocks, *lengths, b])
+        cells = layout.reshape(cells, [0, blocks, *lengths, b])
         cells = op.Slice(cells, [0, 0], list(pixels), [2, 3])
-    return layout.view(cells, [0, blocks * b, *pixels])
+    return layout.reshape(cells, [0, blocks * b, *pixels])
 
 
 def _transposed_depthwise_conv(
-    layout: Layout,
+    layout: BlockedLayout,
     g: ir.Value,
     weight: ir.Value,
     windows: Windows,
@@ -134,28 +144,28 @@ def _transposed_depthwise_conv(
     With strides, zeros are inserted between the elements of g, as there are few products.
     """
     op, b = layout.op, layout.block
-    channels, counts, strides = sizes(weight)[0], sizes(g)[2:], windows.strides
+    channels, counts, strides = known_dims(weight)[0], known_dims(g)[2:], windows.strides
     extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
     begin = [e - p for e, p in zip(extents, windows.begin.tolist(), strict=True)]
     spread = [n * s for n, s in zip(counts, strides, strict=True)]
     end = [m - n + e - p for m, n, e, p in zip(pixels, spread, extents, begin, strict=True)]
     if min(*begin, *end) < 0:
         return None
-    x = layout.blocked(g)
+    x = layout.to_nchwc(g)
     if max(strides) > 1:
-        cells = layout.view(x, [0, channels // b, counts[0], 1, counts[1], 1, b])
+        cells = layout.reshape(x, [0, channels // b, counts[0], 1, counts[1], 1, b])
         cells = op.Pad(cells, [0] * 10 + [strides[0] - 1, 0, strides[1] - 1, 0])
-        x = layout.view(cells, [0, channels, *spread])
+        x = layout.reshape(cells, [0, channels, *spread])
     taps = prod(windows.kernel)
-    cells = layout.view(layout.conv_weight(weight), [channels // b, taps, b])
+    cells = layout.reshape(layout.conv_weight(weight), [channels // b, taps, b])
     cells = op.Gather(cells, list(range(taps))[::-1], axis=1)
-    w = layout.view(cells, [channels, 1, *windows.kernel])
+    w = layout.reshape(cells, [channels, 1, *windows.kernel])
     attributes = {"pads": begin + end, "dilations": list(windows.dilations), "group": channels}
     return layout.convolve(x, w, pixels, attributes, bias)
 
 
 def correlate_images(
-    layout: Layout, x: ir.Value, g: ir.Value, weight: ir.Value, windows: Windows, group: int
+    layout: BlockedLayout, x: ir.Value, g: ir.Value, weight: ir.Value, windows: Windows, group: int
 ) -> ir.Value:
     """Return a convolution's weight gradient from its input x and cotangent g, all in NCHW layout.
 
@@ -165,19 +175,19 @@ def correlate_images(
     copies of all windows 14 ms.
     """
     b = layout.block
-    _, channels, *lengths = sizes(x)
-    rows, _, *kernel = sizes(weight)
-    counts = sizes(g)[2:]
+    _, channels, *lengths = known_dims(x)
+    rows, _, *kernel = known_dims(weight)
+    counts = known_dims(g)[2:]
     (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin.tolist()
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
     width = (counts[1] - 1) * across + reach[1]
-    cell = b if layout.fits(channels) else channels
+    cell = b if layout.is_whole_blocks(channels) else channels
     if cell == b:
-        images = layout.cells(layout.blocked(x))
+        images = layout.split_channels(layout.to_nchwc(x))
     else:  # all channels are columns
         images = layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
-    kernels = layout.cells(layout.blocked(g))
+    kernels = layout.split_channels(layout.to_nchwc(g))
     below, right = pitch * s - lengths[0], width - left - lengths[1]
     images = _channels_before_rows(layout, images, (0, left), (below, right))
     kernels = _channels_before_rows(layout, kernels, (0, 0), (pitch - counts[0], 0))
@@ -185,24 +195,28 @@ def correlate_images(
     attributes = {"pads": [top, 0, bottom, 0], "strides": [d, 1]}
     down = (top + bottom + s - 1) // d + 1
     if group > 1:
-        images = layout.view(images, [1, channels, -1, width])
-        kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
+        images = layout.reshape(images, [1, channels, -1, width])
+        kernels = layout.reshape(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
-        y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        y = _weight_from_correlation(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
-        return layout.view(y, [rows, 1, *kernel])
+        y = layout.to_nchw(layout.convolve(images, kernels, [down, reach[1]], attributes))
+        y = _weight_from_correlation(
+            layout, layout.reshape(y, [rows, 1, down, reach[1], 1]), windows
+        )
+        return layout.reshape(y, [rows, 1, *kernel])
     at_once = _images_per_group(layout, x)
-    images = layout.view(images, [channels // cell, at_once, -1, width * cell])
-    kernels = layout.view(kernels, [rows, at_once, -1, counts[1]])
+    images = layout.reshape(images, [channels // cell, at_once, -1, width * cell])
+    kernels = layout.reshape(kernels, [rows, at_once, -1, counts[1]])
     attributes["dilations"] = [s, across * cell]
-    y = layout.plain(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
-    y = layout.view(y, [channels // cell, rows, down, reach[1], cell])
+    y = layout.to_nchw(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
+    y = layout.reshape(y, [channels // cell, rows, down, reach[1], cell])
     return _weight_from_correlation(layout, y, windows)
 
 
-def _channels_before_rows(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
+def _channels_before_rows(
+    layout: BlockedLayout, cells: ir.Value, begin: Pixels, end: Pixels
+) -> ir.Value:
     """Return x (N, C / block, ...) as (C / block, N, ...), padding the pixels."""
-    rows, blocks, *pixels, cell = sizes(cells)
+    rows, blocks, *pixels, cell = known_dims(cells)
     if any((*begin, *end)):
         cells = layout.op.Pad(cells, [0, 0, *begin, 0, 0, 0, *end, 0])
         pixels = [d + p + q for d, p, q in zip(pixels, begin, end, strict=True)]
@@ -210,7 +224,7 @@ def _channels_before_rows(layout: Layout, cells: ir.Value, begin: Pixels, end: P
     return cells if blocks == 1 else layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
 
 
-def _images_per_group(layout: Layout, x: ir.Value) -> ir.Value:
+def _images_per_group(layout: BlockedLayout, x: ir.Value) -> ir.Value:
     """Return the largest divisor of the batch size that is less than the channel block's size.
 
     This many images are channels of the convolution, and other images are stacked below them, so
@@ -224,16 +238,16 @@ def _images_per_group(layout: Layout, x: ir.Value) -> ir.Value:
     return op.ReduceMax(op.Where(divides, candidates, [1]), keepdims=1)
 
 
-def _weight_from_correlation(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
+def _weight_from_correlation(layout: BlockedLayout, y: ir.Value, windows: Windows) -> ir.Value:
     """Return y (C / cell, M, rows, columns, cell) as a weight (M, C, kernel), cropping rows."""
     op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
-    blocks, rows, down, columns, cell = sizes(y)
+    blocks, rows, down, columns, cell = known_dims(y)
     if down > k or columns > m:
         y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
     if blocks > 1:  # onnxruntime joins two Transposes into a slow one
-        y = op.Transpose(layout.view(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
+        y = op.Transpose(layout.reshape(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
     if cell == layout.block:  # onnxruntime transposes small matrices slowly on several threads
-        y = layout.plain(layout.view(y, [rows * blocks, cell, k * m, 1]))
+        y = layout.to_nchw(layout.reshape(y, [rows * blocks, cell, k * m, 1]))
     else:
-        y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
-    return layout.view(y, [rows, blocks * cell, k, m])
+        y = op.Transpose(layout.reshape(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
+    return layout.reshape(y, [rows, blocks * cell, k, m])

@@ -1,8 +1,8 @@
-"""`Layout`: onnxruntime's layout for convolutions on the CPU, NCHWc, with channels in blocks.
+"""`BlockedLayout`: NCHWc, onnxruntime's layout for convolutions on the CPU: channels in blocks.
 
-A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain read and
-write it under the shape (N, C, H, W). onnxruntime's optimizer chooses them for constant weights
-only, and a step has none.
+A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain `DOMAIN`
+read and write it under the shape (N, C, H, W). onnxruntime's optimizer chooses these operators for
+constant weights only, and a training step has no constant weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"
-_WIDEST = 32  # channels, a multiple of all blocks
+BLOCKS = "native.blocks"  # the group of rewrites into this layout
+_WIDEST = 32  # channels: a multiple of every possible block
 Pixels = Sequence[int]  # lengths of the two spatial axes
 
 
@@ -52,9 +53,9 @@ def _convolve_plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> lis
     """Return onnxruntime's results of a convolution in NCHW, and in NCHWc with this `block`."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)
-    layout, image, weight = Layout(op, block), op.const(x), op.const(w)
-    y = layout.convolve(layout.blocked(image), layout.conv_weight(weight), (3, 2), {})
-    graph.outputs.extend([op.Conv(image, weight), layout.plain(y)])
+    layout, image, weight = BlockedLayout(op, block), op.const(x), op.const(w)
+    y = layout.convolve(layout.to_nchwc(image), layout.conv_weight(weight), (3, 2), {})
+    graph.outputs.extend([op.Conv(image, weight), layout.to_nchw(y)])
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -64,13 +65,13 @@ def _convolve_plain_and_blocked(x: np.ndarray, w: np.ndarray, block: int) -> lis
     return running.run(None, {})
 
 
-def sizes(x: ir.Value | None) -> tuple[Any, ...]:
-    """Return the dimensions of `x`; the empty tuple if its shape is unknown."""
+def known_dims(x: ir.Value | None) -> tuple[Any, ...]:
+    """Return the dimensions of `x`, or () if its shape is unknown."""
     return dims(x) or ()
 
 
-class Layout:
-    """Writes operators in the NCHWc layout, and reorders each value at most once.
+class BlockedLayout:
+    """Writes operators in onnxruntime's NCHWc layout, and reorders each value at most once.
 
     The `meta` of a value in the plain layout refers to the same value in blocks, if there is one.
     """
@@ -86,8 +87,8 @@ class Layout:
 
     # -- values ------------------------------------------------------------------------------
 
-    def fits(self, channels: Any) -> bool:
-        """Return whether `channels`, a count or symbol, is a multiple of the block."""
+    def is_whole_blocks(self, channels: Any) -> bool:
+        """Return whether `channels`, a number or a symbol, is a multiple of the block."""
         size = self.block
         return isinstance(channels, int) and channels > 0 and size > 0 and channels % size == 0
 
@@ -96,40 +97,44 @@ class Layout:
         node = x.meta[marks.BLOCKED_IMAGE].producer() if marks.BLOCKED_IMAGE in x.meta else None
         return node is not None and self.op.precedes(node)
 
-    def blocked(self, x: ir.Value) -> ir.Value:
+    def to_nchwc(self, x: ir.Value) -> ir.Value:
         """Return `x` (N, C, H, W) in the NCHWc layout, reordered by a new node if needed."""
         if not self.has_blocked(x):
             x.meta[marks.BLOCKED_IMAGE] = self._reorder_to_blocks(x, dims(x))
         return x.meta[marks.BLOCKED_IMAGE]
 
     def known_layouts(self, x: ir.Value) -> list[ir.Value]:
-        """Return [x], and the value of `x` in the NCHWc layout if a node has computed it."""
+        """Return [x], or [x, x in the NCHWc layout] if a node has already computed the second
+        value.
+        """
         return [x, x.meta[marks.BLOCKED_IMAGE]] if self.has_blocked(x) else [x]
 
-    def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
+    def to_nchw(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
         """Return `y`, a value in the NCHWc layout, reordered to NCHW with the shape of `like`."""
         if like is not None:
             y.shape = like.shape
-        attributes = {"channels": sizes(y)[1], "channels_last": 0}
+        attributes = {"channels": known_dims(y)[1], "channels_last": 0}
         result = self._emit_blocked("ReorderOutput", [y], attributes, dims(y))
         result.meta[marks.BLOCKED_IMAGE] = y
         return result
 
     def record_blocked(self, x: ir.Value, blocked: ir.Value) -> bool:
-        """Record `blocked` as `x` in the NCHWc layout; return whether `x` had no such value."""
+        """Record `blocked` as `x` in the NCHWc layout; return False if another value is recorded
+        already.
+        """
         known = marks.BLOCKED_IMAGE in x.meta
         x.meta.setdefault(marks.BLOCKED_IMAGE, blocked)
         return not known
 
-    def cells(self, x: ir.Value) -> ir.Value:
+    def split_channels(self, x: ir.Value) -> ir.Value:
         """Return `x`, a value in the NCHWc layout, as a tensor (N, C / block, H, W, block)."""
-        _, channels, *pixels = sizes(x)
-        return self.view(x, [0, channels // self.block, *pixels, self.block])
+        _, channels, *pixels = known_dims(x)
+        return self.reshape(x, [0, channels // self.block, *pixels, self.block])
 
-    def view(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
+    def reshape(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
         """Return `x` reshaped to `shape`, where 0 copies a length of `x`, and -1 is inferred."""
         y = self.op.Reshape(x, self.op.vector(*shape))
-        if y.shape is None or None in sizes(y):
+        if y.shape is None or None in known_dims(y):
             old = dims(x) or (None,) * len(shape)
             kept: list[Any] = [old[i] if d == 0 else d for i, d in enumerate(shape)]
             known = (isinstance(d, str) or (isinstance(d, int) and d > 0) for d in kept)
@@ -160,21 +165,23 @@ class Layout:
         inputs = [x, weight, bias, plus]
         while inputs[-1] is None:
             inputs.pop()
-        shape = (sizes(x)[0], sizes(weight)[0], *pixels)
+        shape = (known_dims(x)[0], known_dims(weight)[0], *pixels)
         return self._emit_blocked("Conv", inputs, attributes, shape)
 
-    def affine(
+    def scale_and_shift(
         self,
         x: ir.Value,
         factor: ir.Value | None,
         bias: ir.Value | None = None,
         plus: ir.Value | None = None,
     ) -> ir.Value:
-        """Return x * factor + bias + plus, with numbers per channel, as a 1 x 1 convolution."""
-        channels, *pixels = sizes(x)[1:]
+        """Return x * factor + bias + plus, factor and bias one number per channel, as a 1 x 1
+        convolution.
+        """
+        channels, *pixels = known_dims(x)[1:]
         if factor is None:
             factor = self.op.const(np.ones(channels, np.float32))
-        weight = self.view(factor, [channels, 1, 1, 1])
+        weight = self.reshape(factor, [channels, 1, 1, 1])
         attributes = {"group": channels, "kernel_shape": [1, 1]}
         return self.convolve(x, weight, pixels, attributes, bias, plus)
 
@@ -198,9 +205,9 @@ class Layout:
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
         """Return the means (N, C) over the pixels of `x`, a value in the NCHWc layout."""
-        shape = sizes(x)[:2]
+        shape = known_dims(x)[:2]
         means = self._emit_blocked("GlobalAveragePool", [x], {}, (*shape, 1, 1))
-        return self.view(means, [0, shape[1]])
+        return self.reshape(means, [0, shape[1]])
 
     def conv_weight(self, weight: ir.Value) -> ir.Value:
         """Return a Conv's weight (M, C, kernel) in the layout of NCHWc convolutions.
@@ -209,21 +216,21 @@ class Layout:
         the block; else (M / block, C, kernel, block of M), for depthwise convolutions and plain
         channels.
         """
-        rows, channels, *kernel = sizes(weight)
+        rows, channels, *kernel = known_dims(weight)
         taps, b = prod(kernel), self.block
-        flat = self.view(weight, [1, rows, channels * taps, 1])
+        flat = self.reshape(weight, [1, rows, channels * taps, 1])
         cells = self._reorder_to_blocks(flat, (1, rows, channels * taps, 1))
-        if self.fits(channels):
-            cells = self.view(cells, [-1, b, taps, b])
+        if self.is_whole_blocks(channels):
+            cells = self.reshape(cells, [-1, b, taps, b])
             cells = self.op.Transpose(cells, perm=[0, 2, 1, 3])
-        return self.view(cells, [rows, channels, *kernel])
+        return self.reshape(cells, [rows, channels, *kernel])
 
     def kernel_elements(self, weight: ir.Value) -> ir.Value:
         """Return a weight (M, C, kernel) as (M, C / block, kernel elements, block)."""
-        rows, channels, *kernel = sizes(weight)
+        rows, channels, *kernel = known_dims(weight)
         shape = (rows, channels, prod(kernel), 1)
-        cells = self._reorder_to_blocks(self.view(weight, list(shape)), shape)
-        return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])
+        cells = self._reorder_to_blocks(self.reshape(weight, list(shape)), shape)
+        return self.reshape(cells, [rows, channels // self.block, prod(kernel), self.block])
 
     def _reorder_to_blocks(self, x: ir.Value, shape: Dims | None) -> ir.Value:
         """Return `x` reordered from NCHW to NCHWc; `shape` is the result's (N, C, H, W)."""

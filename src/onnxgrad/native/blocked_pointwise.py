@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import depends_on
-from onnxgrad.native.blocked_layout import Layout, sizes
-from onnxgrad.native.target import BLOCKS
+from onnxgrad.native.blocked_layout import BLOCKS, BlockedLayout, known_dims
 from onnxgrad.operators import ELEMENTWISE, marks
 from onnxgrad.operators.shapes import Dims, dims, equal, static
 
@@ -26,9 +25,11 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
-def elementwise(op, node):
-    """Rewrite an elementwise operator of NCHWc images, or of an image and channel numbers."""
-    layout, y = Layout(op), node.outputs[0]
+def elementwise_in_blocks(op, node):
+    """Rewrite an elementwise operator of NCHWc images, or of an image and one number per
+    channel.
+    """
+    layout, y = BlockedLayout(op), node.outputs[0]
     operands = [v for v in node.inputs if v is not None and not _is_single_number(v)]
     images = [v for v in operands if not _is_number_per_channel(v, dims(y))]
     if not images or not all(layout.has_blocked(v) and equal(dims(v), dims(y)) for v in images):
@@ -49,29 +50,29 @@ def _is_number_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
     return dims(x) in ((shape[1], 1, 1), (1, shape[1], 1, 1))
 
 
-def _elementwise_on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
-    """Return the result of an elementwise node whose operands are in the NCHWc layout."""
+def _elementwise_on_blocks(layout: BlockedLayout, node: ir.Node) -> list[ir.Value] | None:
+    """Return the result of an elementwise node whose image operands are in the NCHWc layout."""
     y = node.outputs[0]
     joined = _fuse_into_convolution(layout, node) if node.op_type in ("Add", "Relu") else None
     if joined is not None:
-        return [layout.plain(joined, y)]
+        return [layout.to_nchw(joined, y)]
     inputs = [
-        layout.blocked(v) if v is not None and layout.has_blocked(v) else v for v in node.inputs
+        layout.to_nchwc(v) if v is not None and layout.has_blocked(v) else v for v in node.inputs
     ]
     attributes = {a.name: a.value for a in node.attributes.values()}
     result = layout.op.set_type_like(layout.op.emit(node.op_type, inputs, attributes), y)
     if y.dtype == _FLOAT:
-        return [layout.plain(result, y)]
+        return [layout.to_nchw(result, y)]
     # a mask cannot be reordered; the plain mask is removed if no node reads it
     return [y] if layout.record_blocked(y, result) else None
 
 
-def _fuse_into_convolution(layout: Layout, node: Any) -> ir.Value | None:
+def _fuse_into_convolution(layout: BlockedLayout, node: Any) -> ir.Value | None:
     """Return an Add or Relu fused into the Conv it reads; None if other nodes read the Conv."""
     for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
         if len(v.uses()) > 1 or not layout.has_blocked(v) or not layout.has_blocked(other):
             continue
-        x, plus = layout.blocked(v), None if v is other else layout.blocked(other)
+        x, plus = layout.to_nchwc(v), None if v is other else layout.to_nchwc(other)
         only = all(user.op_type == "ReorderOutput" for user, _ in x.uses())
         joined = layout.fuse_into(x, node.op_type, plus) if only else None
         if joined is not None:
@@ -79,40 +80,40 @@ def _fuse_into_convolution(layout: Layout, node: Any) -> ir.Value | None:
     return None
 
 
-def _affine_per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
-    """Return an Add, Sub or Mul of an image and channel numbers as a 1 x 1 convolution."""
+def _affine_per_channel(layout: BlockedLayout, node: Any) -> list[ir.Value] | None:
+    """Return an Add, Sub or Mul of an image and one number per channel as a 1 x 1 convolution."""
     op, (a, b), y = layout.op, node.inputs, node.outputs[0]
     if node.op_type not in ("Add", "Mul", "Sub") or y.dtype != _FLOAT:
         return None
     left = _is_number_per_channel(a, dims(y))
     x, other = (b, a) if left else (a, b)
-    numbers = layout.view(other, [sizes(y)[1]])
+    numbers = layout.reshape(other, [known_dims(y)[1]])
     factor, bias = (numbers, None) if node.op_type == "Mul" else (None, numbers)
     if node.op_type == "Sub" and left:
-        factor = op.const(np.full(sizes(x)[1], -1, np.float32))
+        factor = op.const(np.full(known_dims(x)[1], -1, np.float32))
     elif node.op_type == "Sub":
         bias = op.Neg(bias)
-    return [layout.plain(layout.affine(layout.blocked(x), factor, bias), x)]
+    return [layout.to_nchw(layout.scale_and_shift(layout.to_nchwc(x), factor, bias), x)]
 
 
 # -- BatchNormalization ----------------------------------------------------------------------------
 
 
 @rewrites("BatchNormalization", group=BLOCKS)
-def normalization(op, node):
+def normalization_in_blocks(op, node):
     """Rewrite a BatchNormalization of an NCHWc image, y = scale (x - mean) / std + bias.
 
     In training mode, the running statistics are rewritten, too.
     """
-    layout, (x, scale, bias, *running) = Layout(op), node.inputs
+    layout, (x, scale, bias, *running) = BlockedLayout(op), node.inputs
     if not layout.has_blocked(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
     y, epsilon = node.outputs[0], node.attributes.get_float("epsilon", 1e-5)
     if not node.attributes.get_int("training_mode", 0):
         factor = op.Div(scale, op.Sqrt(op.Add(running[1], epsilon)))
         shift = op.Sub(bias, op.Mul(running[0], factor))
-        return [layout.plain(layout.affine(layout.blocked(x), factor, shift), x)]
-    if static(sizes(x)[1:]) is None:
+        return [layout.to_nchw(layout.scale_and_shift(layout.to_nchwc(x), factor, shift), x)]
+    if static(known_dims(x)[1:]) is None:
         return None
     y.meta[marks.NORMALIZED_IMAGE] = x, scale, epsilon
     centered, mean, variance, inverse = _batch_statistics(layout, x, epsilon)
@@ -121,12 +122,12 @@ def normalization(op, node):
     for old, batch in zip(running, (mean, variance), strict=True):
         kept = op.Mul(old, momentum) if momentum else None
         states.append(batch if kept is None else op.Add(kept, op.Mul(batch, 1.0 - momentum)))
-    new = layout.plain(layout.affine(centered, op.Mul(scale, inverse), bias), y)
+    new = layout.to_nchw(layout.scale_and_shift(centered, op.Mul(scale, inverse), bias), y)
     return [new, *states][: len(node.outputs)]
 
 
 @rewrites(group=BLOCKS)
-def normalization_gradient(op, node):
+def normalization_gradient_in_blocks(op, node):
     """Rewrite a gradient of BatchNormalization, w.r.t. x, scale or bias, of an NCHWc image.
 
     With g the cotangent, c = x - mean, s the scale and r the standard deviation:
@@ -139,31 +140,31 @@ def normalization_gradient(op, node):
     x, scale, epsilon = primal.outputs[0].meta.get(marks.NORMALIZED_IMAGE, (None,) * 3)
     if x is None or any(others):
         return None
-    layout, g = Layout(op), latest_replacement(g)
+    layout, g = BlockedLayout(op), latest_replacement(g)
     if not layout.has_blocked(x) or not any(depends_on(old, {v}) for v in layout.known_layouts(g)):
         return None
     c, _, _, inverse = _batch_statistics(layout, x, epsilon)
-    g = layout.blocked(g)
+    g = layout.to_nchwc(g)
     images = layout.mean_of_pixels(g)
     products = layout.mean_of_pixels(op.set_type_like(op.Mul(g, c), c))
     if wanted > 0:
         total = op.ReduceSum(products if wanted == 1 else images, [0], keepdims=0)
-        total = op.Mul(total, float(prod(sizes(c)[2:])))
+        total = op.Mul(total, float(prod(known_dims(c)[2:])))
         return [op.reshape_like(op.Mul(total, inverse) if wanted == 1 else total, old)]
     mean, covariance = (op.ReduceMean(v, [0], keepdims=0) for v in (images, products))
     slope = op.Mul(scale, inverse)
     of_centered = op.Neg(op.Mul(op.Mul(slope, covariance), op.Mul(inverse, inverse)))
-    dx = layout.affine(c, of_centered, op.Neg(op.Mul(slope, mean)))
-    return [layout.plain(layout.affine(g, slope, plus=dx), old)]
+    dx = layout.scale_and_shift(c, of_centered, op.Neg(op.Mul(slope, mean)))
+    return [layout.to_nchw(layout.scale_and_shift(g, slope, plus=dx), old)]
 
 
 def _batch_statistics(
-    layout: Layout, x: ir.Value, epsilon: float
+    layout: BlockedLayout, x: ir.Value, epsilon: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """Return x - mean in NCHWc layout, and per channel the mean, variance and 1 / std of x."""
-    op, x = layout.op, layout.blocked(x)
+    op, x = layout.op, layout.to_nchwc(x)
     mean = op.ReduceMean(layout.mean_of_pixels(x), [0], keepdims=0)
-    centered = layout.affine(x, None, op.Neg(mean))
+    centered = layout.scale_and_shift(x, None, op.Neg(mean))
     squares = op.set_type_like(op.Mul(centered, centered), centered)
     variance = op.ReduceMean(layout.mean_of_pixels(squares), [0], keepdims=0)
     return centered, mean, variance, op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))

@@ -16,9 +16,12 @@ import onnx_ir as ir
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.native.scans import LoopBody, moved_before_scan, without_unread_inputs
 from onnxgrad.native.single_nodes import DEFAULTS, gemm_attributes
-from onnxgrad.native.target import EPOCH, MOST_DATA_ELEMENTS
 from onnxgrad.operators import made_by, names_with_trait
 from onnxgrad.operators.shapes import constant, dims, static
+
+EPOCH = "native.epoch"  # the group of rewrites of the loop over the batches
+# Elements of the data of one step up to which the loop over batches adds a column of ones to them.
+MOST_DATA_ELEMENTS = 1 << 15
 
 
 @rewrites(*sorted(names_with_trait("exact")), group=EPOCH)
@@ -93,7 +96,7 @@ def _match_layer_gradients(part: ir.Value, total: ir.Value) -> tuple[ir.Value, i
     axes = constant(added.inputs[1]) if len(added.inputs) > 1 else None
     if axes is None or axes.tolist() != [0] or a is None or b is None:
         return None
-    if not all(map(_has_one_reader, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
+    if not all(map(_is_read_once, (part, total, view.inputs[0]))) or len(dims(d) or ()) != 2:
         return None
     lengths = (*_static_lengths(part), *_static_lengths(total))
     if gemm_attributes(product) != DEFAULTS | {"transA": 1} or None in lengths:
@@ -116,7 +119,7 @@ def _match_linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[in
         product = made_by(first, "MatMul", "Gemm")
         if product is None:
             product, b = made_by(second, "MatMul", "Gemm"), first
-        if product is None or len(product.inputs) > 2 or not _has_one_reader(product.outputs[0]):
+        if product is None or len(product.inputs) > 2 or not _is_read_once(product.outputs[0]):
             return None
     assert product is not None
     attributes = DEFAULTS if product.op_type == "MatMul" else gemm_attributes(product)
@@ -128,7 +131,7 @@ def _match_linear_layer(node: ir.Node) -> tuple[ir.Value, ir.Node, int, tuple[in
     i, lengths = list(split.outputs).index(part), _static_lengths(w)
     inner, outer = lengths if len(lengths) == 2 else (None, None)
     next_to_it = list(split.outputs).index(b) == i + 1 and len(split.inputs) == 2
-    if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_has_one_reader, (b, w, part))):
+    if not next_to_it or len(dims(x) or ()) != 2 or not all(map(_is_read_once, (b, w, part))):
         return None
     if attributes == DEFAULTS | {"transB": 1} and inner == 1:  # a row is stored as a column
         inner, outer = outer, inner
@@ -162,6 +165,6 @@ def _static_lengths(v: ir.Value | None) -> tuple[int | None, ...]:
     return tuple(d if isinstance(d, int) else None for d in dims(v) or ())
 
 
-def _has_one_reader(v: ir.Value | None) -> bool:
+def _is_read_once(v: ir.Value | None) -> bool:
     """Return whether one node reads the value `v`, which is no graph output."""
     return v is not None and len(v.uses()) == 1 and not v.is_graph_output()

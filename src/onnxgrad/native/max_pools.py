@@ -20,12 +20,14 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.tidy import latest_replacement
-from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
-from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
+from onnxgrad.native.blocked_layout import BLOCKS, DOMAIN, BlockedLayout, Pixels, known_dims
+from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
 from onnxgrad.operators.windows import auto_pad, stated_windows
 
+# Elements of a row of a pool from which comparing elements costs less than the output of indices.
+LEAST_POOL_ELEMENTS = 1 << 9
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -64,16 +66,16 @@ class _DisjointPool:
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
-def pool_of(node: ir.Node | None) -> _DisjointPool | None:
+def match_disjoint_pool(node: ir.Node | None) -> _DisjointPool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
     if node is None or len(node.outputs) < 2:
         return None
     x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
     gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
-    lengths, counts = static(sizes(x)[2:]), static(sizes(y)[2:])
+    lengths, counts = static(known_dims(x)[2:]), static(known_dims(y)[2:])
     if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:
         return None
-    channels = sizes(x)[1]
+    channels = known_dims(x)[1]
     if len(lengths) != 2 or windows is None or not isinstance(channels, int):
         return None
     small = prod(lengths) * channels < LEAST_POOL_ELEMENTS or 0 in counts
@@ -99,7 +101,7 @@ def _pool_of_gradient(node: ir.Node) -> _DisjointPool | None:
     scatter = _scatter_of_gradient(node)
     indices = scatter.inputs[1] if scatter else None
     flat = made_by(indices, "Reshape")
-    pool = pool_of(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
+    pool = match_disjoint_pool(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
     return pool if pool is not None and pool.gradient is node.outputs[0] else None
 
 
@@ -126,28 +128,28 @@ def pool_without_indices(op, node):
 @rewrites("MaxPool", group=BLOCKS)
 def pool_in_blocks(op, node):
     """Rewrite a MaxPool of an NCHWc image, without indices, which only its gradient reads."""
-    pool, layout = pool_of(node), Layout(op)
+    pool, layout = match_disjoint_pool(node), BlockedLayout(op)
     if pool is None or not layout.has_blocked(pool.x):
         return None
     rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
     end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
-    y = _blocked_pool(op, pool, layout.blocked(pool.x), [*pool.begin, *end])
-    return [layout.plain(y, node.outputs[0]), None]
+    y = _blocked_pool(op, pool, layout.to_nchwc(pool.x), [*pool.begin, *end])
+    return [layout.to_nchw(y, node.outputs[0]), None]
 
 
 @rewrites("MaxUnpool", "Reshape", group=BLOCKS)
 def gradient_in_blocks(op, node):
     """Rewrite the gradient of a MaxPool of an NCHWc image, so that it reads no indices."""
-    pool, layout = _pool_of_gradient(node), Layout(op)
+    pool, layout = _pool_of_gradient(node), BlockedLayout(op)
     y = None if pool is None else latest_replacement(pool.node.outputs[0])
     if pool is None or y is None or not layout.has_blocked(y) or not layout.has_blocked(pool.x):
         return None
-    x, inner = layout.cells(layout.blocked(pool.x)), [0]
-    padded, y = _pad_pixels(op, x, pool.padding, inner), layout.blocked(y)
-    dx = _window_gradient(op, pool, padded, y, layout.blocked(pool.cotangent), layout.block)
+    x, inner = layout.split_channels(layout.to_nchwc(pool.x)), [0]
+    padded, y = _pad_pixels(op, x, pool.padding, inner), layout.to_nchwc(y)
+    dx = _window_gradient(op, pool, padded, y, layout.to_nchwc(pool.cotangent), layout.block)
     dx = _crop_pixels(op, dx, x, pool.padding, inner)
-    shape = [0, sizes(pool.x)[1], *pool.lengths]
-    return [layout.plain(layout.view(dx, shape), node.outputs[0])]
+    shape = [0, known_dims(pool.x)[1], *pool.lengths]
+    return [layout.to_nchw(layout.reshape(dx, shape), node.outputs[0])]
 
 
 def _pad_pixels(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
@@ -163,8 +165,8 @@ def _crop_pixels(
     """Return `dx`, the gradient of the padded `x`, cropped to the shape of `x`."""
     if not any(map(any, padding)):
         return op.reshape_like(dx, x)
-    counts = [p + m + q for p, m, q in zip(padding[0], sizes(x)[2:], padding[1], strict=False)]
-    dx = op.Reshape(dx, [-1, sizes(x)[1], *counts, *sizes(x)[2 + len(counts) :]])
+    counts = [p + m + q for p, m, q in zip(padding[0], known_dims(x)[2:], padding[1], strict=False)]
+    dx = op.Reshape(dx, [-1, known_dims(x)[1], *counts, *known_dims(x)[2 + len(counts) :]])
     back = [[-n for n in side] for side in padding]
     return op.set_type_like(_pad_pixels(op, dx, back, inner), x)
 
@@ -190,16 +192,17 @@ def _window_gradient(
         g: the cotangent of the result.
         block: number of channels of a block, if values are in blocks.
     """
-    channels, codes = sizes(pool.x)[1], _position_codes(pool, block)
+    channels, codes = known_dims(pool.x)[1], _position_codes(pool, block)
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
 
-    def pooled(v: ir.Value) -> ir.Value:
+    def pool_windows(v: ir.Value) -> ir.Value:
+        """Return the maximum over each window of `v`."""
         image = op.Reshape(v, [-1, channels, *whole])
         if block > 1:
             return _blocked_pool(op, pool, image)
         return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
 
-    def spread(v: ir.Value) -> ir.Value:
+    def repeat_over_windows(v: ir.Value) -> ir.Value:
         """Return `v`, one number per window, repeated for each element of the window."""
         scales = [1, 1, *pool.strides]
         if block > 1:
@@ -211,11 +214,13 @@ def _window_gradient(
             cells = op.Resize(v, None, np.array(scales, np.float32), mode="nearest", **floor)
         return op.Reshape(cells, [-1, codes.size])
 
-    maximal = op.Equal(op.Reshape(x, [-1, codes.size]), spread(y))
+    maximal = op.Equal(op.Reshape(x, [-1, codes.size]), repeat_over_windows(y))
     maximal = op.Mul(op.Cast(maximal, to=_FLOAT), codes)
     # at least 1, so that no element of a window of NaN counts as a maximum
-    highest = op.Max(pooled(maximal), np.float32(1))
-    return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
+    highest = op.Max(pool_windows(maximal), np.float32(1))
+    return op.Mul(
+        op.Cast(op.Equal(maximal, repeat_over_windows(highest)), to=_FLOAT), repeat_over_windows(g)
+    )
 
 
 def _position_codes(pool: _DisjointPool, block: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from onnxgrad.graph.traversal import reads, subgraphs
 from onnxgrad.operators import VIEWS
 from onnxgrad.operators.shapes import dims, static
 
-JOINED = 4  # least operands of different depths of a node that joins results
+JOINED = 4  # a node with so many operands, of different depths, joins results
 
 
 def reorder_for_memory(graph: ir.Graph) -> None:
@@ -31,7 +31,9 @@ def reorder_for_memory(graph: ir.Graph) -> None:
 
 
 def reorder_graph(graph: ir.Graph) -> None:
-    """Reorder the nodes of `graph` into the order of lowest peak memory of three."""
+    """Reorder the nodes of `graph`: of the current order and two others, the one of the lowest peak
+    memory.
+    """
     nodes, memory = list(graph), MemoryUse(graph)
     first = order_depth_first(graph)
     best = min(
@@ -77,19 +79,19 @@ def order_freeing_early(memory: MemoryUse, nodes: Sequence[ir.Node]) -> list[ir.
     position = {node: i for i, node in enumerate(nodes)}
     waiting = {node: len(memory.before[node]) for node in nodes}
     ranks: dict[ir.Node, tuple[float, int]] = {}  # of the nodes that can run now
-    heap: list[tuple[float, int]] = []  # these ranks, and outdated ones
+    heap: list[tuple[float, int]] = []  # `ranks`, and outdated ranks
     result: list[ir.Node] = []
 
-    def rank(node: ir.Node) -> None:
-        ranks[node] = -max(0, live.gain(node) + 1), position[node]
+    def push_rank(node: ir.Node) -> None:
+        ranks[node] = -max(0, live.freed_nbytes(node) + 1), position[node]
         heappush(heap, ranks[node])
 
     for node in memory.read:
         if not waiting[node]:
-            live.ready(node)
+            live.mark_ready(node)
             ranks[node] = 0.0, position[node]
     for node in ranks:
-        rank(node)
+        push_rank(node)
     while heap:
         entry = heappop(heap)
         node = nodes[entry[1]]
@@ -97,22 +99,22 @@ def order_freeing_early(memory: MemoryUse, nodes: Sequence[ir.Node]) -> list[ir.
             continue
         del ranks[node]
         result.append(node)
-        live.run(node)
+        live.mark_run(node)
         changed = list(memory.read[node])
         for follower in memory.behind[node]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                changed += live.ready(follower)
-                rank(follower)
+                changed += live.mark_ready(follower)
+                push_rank(follower)
         for reader in dict.fromkeys(n for x in changed for n in memory.readers[x] if n in ranks):
-            rank(reader)
+            push_rank(reader)
     return result
 
 
 def peak_nbytes(memory: MemoryUse, nodes: Sequence[ir.Node]) -> int:
     """Return the peak memory in bytes of running `nodes` in their order."""
     live = LiveMemory(memory)
-    return max(map(live.run, nodes), default=0)
+    return max(map(live.mark_run, nodes), default=0)
 
 
 class MemoryUse:
@@ -151,7 +153,7 @@ class MemoryUse:
             if node.op_type in VIEWS and not node.domain and node.inputs[0] is not None:
                 base[node.outputs[0]] = base.get(node.inputs[0], node.inputs[0])
             else:
-                self.bytes.update((y, nbytes(y)) for y in node.outputs if y not in outputs)
+                self.bytes.update((y, value_nbytes(y)) for y in node.outputs if y not in outputs)
         self.written = {n: sum(self.bytes.get(y, 0) for y in n.outputs) for n in graph}
         self.unread = {
             n: sum(self.bytes.get(y, 0) for y in n.outputs if y not in self.readers) for n in graph
@@ -167,14 +169,14 @@ class LiveMemory:
         self.blocked = dict(self.left)
         self.alive = 0
 
-    def ready(self, node: ir.Node) -> list[ir.Value]:
-        """Record that `node` can run; return those operands whose readers can all run now."""
+    def mark_ready(self, node: ir.Node) -> list[ir.Value]:
+        """Record that `node` can run; return its operands all of whose readers can run now."""
         read = self.memory.read[node]
         for x in read:
             self.blocked[x] -= 1
         return [x for x in read if not self.blocked[x]]
 
-    def gain(self, node: ir.Node) -> float:
+    def freed_nbytes(self, node: ir.Node) -> float:
         """Return the bytes that running `node` would free, minus the bytes of its results.
 
         If other nodes read an operand, too, and can run now, only a share of it counts as freed.
@@ -183,7 +185,7 @@ class LiveMemory:
         last = [x for x in memory.read[node] if not self.blocked[x]]
         return sum(memory.bytes[x] / self.left[x] for x in last) - memory.written[node]
 
-    def run(self, node: ir.Node) -> int:
+    def mark_run(self, node: ir.Node) -> int:
         """Record that `node` has run; return the bytes in memory while it ran."""
         memory = self.memory
         self.alive += memory.written[node]
@@ -196,8 +198,8 @@ class LiveMemory:
         return meanwhile
 
 
-def nbytes(value: ir.Value) -> int:
-    """Return a value's bytes; if its shape is unknown, the largest operand's bytes."""
+def value_nbytes(value: ir.Value) -> int:
+    """Return the bytes of a value; if its shape is unknown, the bytes of the largest operand."""
     known = _static_nbytes(value)
     if known is not None:
         return known

@@ -12,13 +12,7 @@ import onnxruntime as ort
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.model.draft import Draft
-from onnxgrad.native.target import (
-    LEAST_PRODUCT_LENGTH,
-    LONGEST_CUBIC_AXIS,
-    MOST_COPIED_BYTES,
-    NODES,
-    PLAIN,
-)
+from onnxgrad.native.blocked_layout import known_dims
 from onnxgrad.operators import VIEWS, made_by
 from onnxgrad.operators.attributes import default_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes
@@ -26,8 +20,21 @@ from onnxgrad.operators.shapes import coefficient, constant, dims, equal, static
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
+NODES = "native.nodes"  # the group of the first rewrites: they see which gradients a Conv computes
+PLAIN = "native.plain"  # the group of rewrites of sums, and of nodes that are in no NCHWc layout
+
+# Pixels of an image below which all images of a batch are joined into a wide one.
+LEAST_PIXELS = 16
+# Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
+# every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
+# step of an MLP; no difference for encoders, whose products have fewer rows or columns.
+LEAST_PRODUCT_LENGTH = 512
+MOST_COPIED_BYTES = 1 << 25  # bytes of the transposed copy
+# Elements of an axis up to which a cubic Resize is faster as a product of matrices.
+LONGEST_CUBIC_AXIS = 2048
+
 _FLOAT = ir.DataType.FLOAT
-_NEAR = 8  # nodes between a convolution and a mask
+_NEAR = 8  # most nodes between a convolution and a mask
 _MICROSOFT = "com.microsoft"
 _HAS_GATED_ADD = tuple(int(n) for n in ort.__version__.split(".")[:2]) >= (1, 32)
 _GEMM_ATTRIBUTES = ("alpha", "beta", "transA", "transB")
@@ -241,3 +248,57 @@ def _interpolation_matrix(
     model = draft.model({"matrix": y})
     run = session(model, CPU, work=0.0).run
     return run(None, {"eye": np.eye(old, dtype=np.float32)[None, None]})[0][0, 0]
+
+
+@rewrites("Conv", "ConvTranspose", group=PLAIN)
+def images_side_by_side(op, node):
+    """Rewrite a convolution of a batch of tiny images as a convolution of one wide image.
+
+    onnxruntime multiplies matrices image by image, and prepares the weight for each. For 8 images
+    (512, 2, 2) and 3 x 3, a convolution takes 3 ms instead of 8, a transposed one 5 instead of 25.
+    """
+    (y,), (x, w) = node.outputs, node.inputs[:2]
+    lengths, counts, kernel = (static(known_dims(v)[2:]) for v in (x, y, w))
+    if not (lengths and counts and kernel and len(lengths) == 2):
+        return None
+    get, auto = node.attributes.get_ints, node.attributes.get_string("auto_pad", "NOTSET")
+    if prod(lengths) >= LEAST_PIXELS or node.attributes.get_int("group", 1) > 1 or auto != "NOTSET":
+        return None
+    if "output_shape" in node.attributes or known_dims(x)[0] == 1:
+        return None
+    # the rows of a batch, in a gradient of weights
+    if static((known_dims(x)[1], known_dims(y)[1])) is None:
+        return None
+    (_, s), (_, d) = get("strides", (1, 1)), get("dilations", (1, 1))
+    top, left, bottom, _ = get("pads", (0,) * 4)
+    extent = (kernel[1] - 1) * d + 1
+    right = extent - s - left  # padding with which a convolution has one window per stride
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    forward = node.op_type == "Conv"
+    before, after = (lengths[1], counts[1]) if forward else (counts[1], lengths[1])
+    reach = (after - 1) * s + extent - left
+    steps = -(-max(before + left, reach, after * s if forward else 0) // s)
+    pitch, result_pitch = (steps * s, steps) if forward else (steps, steps * s)
+    if right < 0 and (forward or -right >= s):
+        return None
+    if not forward:
+        attributes["output_padding"] = [get("output_padding", (0, 0))[0], max(-right, 0)]
+    attributes["pads"] = [top, left, bottom, max(right, 0)]
+    wide = _place_side_by_side(op, x, pitch)
+    result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)
+    images = op.dim(x, 0)
+    rows = known_dims(y)[1]
+    split = op.Reshape(result, op.vector(rows, counts[0], images, result_pitch))
+    if result_pitch > counts[1]:
+        split = op.Slice(split, [0], [counts[1]], [3])
+    return [op.Transpose(split, perm=[2, 0, 1, 3])]
+
+
+def _place_side_by_side(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
+    """Return x (N, C, H, W) as (1, C, H, N * `pitch`), each image padded to `pitch` columns."""
+    _, channels, height, width = known_dims(x)
+    if pitch > width:
+        x = op.Pad(x, [0] * 7 + [pitch - width])
+    wide = op.Reshape(op.Transpose(x, perm=[1, 2, 0, 3]), [1, channels, height, -1])
+    wide.shape = ir.Shape([1, channels, height, None])
+    return wide

@@ -12,7 +12,7 @@ REPLACED = "onnxgrad.replaced"
 # the output of the model of which this is a copy: autodiff/primal/prepare writes and reads it
 LISTED_AS = "onnxgrad.listed_as"
 
-# elements and stated shape of an input with a default: autodiff/primal/defaults writes and reads it
+# elements and stated shape of an input with a default: autodiff/primal/prepare writes and reads it
 INPUT_DEFAULT = "onnxgrad.input_default"
 
 # True for a sequence without elements: operators/sequences writes and reads it

@@ -10,8 +10,8 @@ from math import ceil, prod
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.defaults import close_defaults
-from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
+from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.errors import join_first, printable, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import reads
@@ -200,9 +200,9 @@ def summary(
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
     """Return the graph with inlined functions and inferred shapes, and the symbols' lengths."""
     bare = external.without_data(raise_opset(proto))
-    model = to_ir(inlined(bare, lifted=True))
+    model = to_ir(inline_functions(bare, lifted=True))
     external.with_data(model, proto)
-    close_defaults(model)
+    make_defaults_constants(model)
     assumed: dict[str, int] = {}
     every = (d for x in model.graph.inputs for d in dims(x) or ())
     symbols = [d for d in every if isinstance(d, str) and d != "?"]

@@ -22,7 +22,7 @@ from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
 from onnxgrad.report.predictions import examine_predictions, histogram
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.profile import operator_times
+from onnxgrad.runtime.session import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments

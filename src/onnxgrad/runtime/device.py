@@ -157,7 +157,7 @@ def _provider_pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None)
             device = Device.of(providers)
         except ProviderError:
             raise ProviderError(
-                f"providers is a list of names, not {providers!r}; or {VALID}"
+                f"providers={providers!r}: pass a list of names, or a device; {VALID}"
             ) from None
         numbered = isinstance(providers, Device) or ":" in str(providers)
         return device.providers if numbered else [(name, {}) for name, _ in device.providers]

@@ -17,9 +17,9 @@ from onnxgrad.model.traversal import names_read_by, subgraphs
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-PIECE_NODES = 256  # most nodes of a piece of the model
-_PIECE_BYTES = 1 << 28  # bytes of the outputs of the nodes of a piece, about
-_ALL_CORES = 1e8  # multiply-adds for which a session takes as many threads as there are cores
+PIECE_NODES = 256  # most nodes that run in one session
+_PIECE_BYTES = 1 << 28  # about how many bytes of outputs one session computes
+_ALL_CORES = 1e8  # multiply-adds, so that a session takes a thread for each core
 _CONSTANT = ("Constant", "ConstantOfShape")  # operators that may write infinity into a mask
 FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 
@@ -28,7 +28,8 @@ FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 def first_not_finite(
     model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int] = (), of: str = ""
 ) -> str | None:
-    """Return the message which node computes NaN or infinity from finite inputs.
+    """Return a text that names the node which computes NaN or infinity from finite inputs; None if
+    no output has them.
 
     Only nodes are considered on which an output that is not finite depends through values that are
     not finite, either: the infinities of a mask in front of a Softmax are no fault. In the branch
@@ -49,7 +50,7 @@ def first_not_finite(
     """
     search = _NotFiniteSearch(densify_inside(read(model)), feed, rows, of)
     search.run()
-    return search.clause()
+    return search.fault_message()
 
 
 class _NotFiniteSearch:
@@ -82,7 +83,7 @@ class _NotFiniteSearch:
         for name in self.feed.keys() & inputs:
             fed = np.asarray(self.feed[name], order="C")
             self.values[name] = CPU.ortvalue(fed)
-            self._note_range(name, fed)
+            self._record_range(name, fed)
         start, count = 0, 8
         while start < len(self.nodes):
             stop = min(start + count, len(self.nodes))
@@ -96,17 +97,18 @@ class _NotFiniteSearch:
             start = stop
 
     def _run_piece(self, piece: range) -> int:
-        """Run some nodes, and return the size of their outputs in bytes."""
+        """Run the nodes whose indices are in `piece`, and return the bytes of their outputs."""
         outputs = [y for i in piece for y in self.nodes[i].output if y]
         model, size = self._model_of_nodes(self.nodes[piece.start : piece.stop], outputs), 0
         feed = {x.name: self.values[x.name] for x in model.graph.input}
         results = session(model, CPU, _ALL_CORES).run_with_ort_values(outputs, feed)
         for name, value in zip(outputs, results, strict=True):
             self.values[name] = value
-            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":  # not in numpy
+            # numpy has no bfloat16
+            if value.is_tensor() and value.data_type() != "tensor(bfloat16)":
                 tensor = value.numpy()
                 size += tensor.nbytes
-                self._note_range(name, tensor)
+                self._record_range(name, tensor)
         for i in self.with_subgraphs.intersection(piece):
             starts_here = not self._any_not_finite(self.reads[i])
             if starts_here and self._any_not_finite(self.nodes[i].output):
@@ -114,7 +116,7 @@ class _NotFiniteSearch:
         return size
 
     def _model_of_nodes(self, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
-        """Return a model of these nodes, with values of earlier nodes as inputs."""
+        """Return a model of `nodes` only, whose inputs are the values of earlier nodes."""
         model = ModelProto(ir_version=self.model.ir_version)
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
@@ -147,11 +149,11 @@ class _NotFiniteSearch:
             feed = {x.name: self.values[x.name].numpy() for x in model.graph.input}
             search = _NotFiniteSearch(model, feed, (), "")
             search.run()
-            return search.clause() or ""
+            return search.fault_message() or ""
         except Exception:  # without a clause, the message names the If only
             return ""
 
-    def _note_range(self, name: str, value: np.ndarray) -> None:
+    def _record_range(self, name: str, value: np.ndarray) -> None:
         """Record the least and greatest element of a tensor of floats; NaN if it has NaN."""
         if value.dtype.kind in "biuSUO":
             return
@@ -160,14 +162,14 @@ class _NotFiniteSearch:
         self.ranges[name] = low, high
         if not np.isfinite([low, high]).all() and len(self.numbers):
             axes = [i for i, length in enumerate(x.shape) if length == len(self.numbers)]
-            if axes:  # the first one, if several are as long
+            if axes:  # the first axis, if several are as long
                 bad = np.moveaxis(~np.isfinite(x), axes[0], 0).reshape(len(self.numbers), -1)
                 self.rows[name] = self.numbers[bad.any(axis=1)]
 
     def _value_state(self, name: str) -> str | None:
         """Return FINITE, INFINITE or NAN for a tensor of floats; None for any other value."""
         if name not in self.ranges and name in self.initializers:
-            self._note_range(name, tensor_to_array(self.initializers[name]))
+            self._record_range(name, tensor_to_array(self.initializers[name]))
         ends = self.ranges.get(name)
         if ends is None:
             return None
@@ -179,8 +181,8 @@ class _NotFiniteSearch:
 
     # -- from the outputs back to the node at fault ---------------------------------------------
 
-    def clause(self) -> str | None:
-        """Return the message of `first_not_finite`; call `run` before."""
+    def fault_message(self) -> str | None:
+        """Return the text that names the node or input at fault, or None; call `run` before."""
         outputs = [y.name for y in self.model.graph.output]
         bad = [y for y in outputs if self._value_state(y) in (INFINITE, NAN)]
         bad = [y for y in bad if self._value_state(y) == NAN] or bad
@@ -204,7 +206,8 @@ class _NotFiniteSearch:
         return i is None or (self.nodes[i].op_type in _CONSTANT and not self.nodes[i].domain)
 
     def _trace_sources(self, bad: Sequence[str]) -> tuple[set[str], set[int]]:
-        """Return values that are not finite, lead to `bad`, and are computed from finite ones.
+        """Return the values from which NaN or infinity spreads to `bad`, and the indices of nodes
+        that create NaN.
 
         NaN is followed to NaN, or if no operand is NaN to infinity. The second set has the indices
         of the nodes that compute NaN from other numbers.
@@ -227,7 +230,7 @@ class _NotFiniteSearch:
         return sources, created
 
     def _tensors_read_by(self, node: int) -> list[str]:
-        """Return the tensors that a node reads, or of which its sequence is made."""
+        """Return the names of tensors that a node reads, directly or as elements of sequences."""
         values: dict[str, None] = {}
         stack, seen = [node], {node}
         while stack:
@@ -258,7 +261,9 @@ class _NotFiniteSearch:
         return text
 
     def _constant_message(self, name: str, node: int | None) -> str:
-        """Return the message on an input or constant, from which `node` computes NaN."""
+        """Return the text on an input or constant that is not finite, and the `node` that computes
+        NaN from it.
+        """
         kind = "input" if name in self.feed else "constant"
         text = f"the {kind} {printable(name)!r} holds {self._value_state(name)}"
         if name in self.feed and np.ndim(self.feed[name]):
@@ -276,7 +281,7 @@ def _declare_input(model: ModelProto, name: str, value: ort.OrtValue) -> None:
         kind, declared = kind[4:-1], declared.sequence_type.elem_type
     dtype = session_dtype(kind)
     if dtype is None:
-        raise ValueError(f"the value {name!r} is a {kind}, and only tensors can be searched")
+        raise ValueError(f"value {name!r} is a {kind}: NaN can be searched in tensors only")
     declared.tensor_type.elem_type = int(dtype)
     if value.is_tensor():
         declared.tensor_type.shape.SetInParent()

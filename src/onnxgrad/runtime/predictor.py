@@ -20,8 +20,8 @@ from onnxgrad.runtime.session import load_session, session
 from onnxgrad.runtime.values import take_rows
 
 Arrays = dict[str, np.ndarray]
-ROWS = 256  # of a call
-MANY_ROWS = 4 * ROWS  # of a call of a model that computes little for each row
+ROWS = 256  # rows of a call
+MANY_ROWS = 4 * ROWS  # rows of a call of a model that computes little
 
 
 class Predictor:
@@ -67,7 +67,7 @@ class Predictor:
             (rows,) = declared if len(declared) == 1 else (0,)
             fixed_rows = rows if isinstance(rows, int) else 0
         self.fixed_rows = fixed_rows
-        # whether the file declares any number of rows for an output: else it may be of all rows
+        # an output of a static first axis may be a statistic of all rows, not a row for each row
         returned = (y for y in proto.graph.output if y.name in self.returned)
         first = [d for y in returned for d in y.type.tensor_type.shape.dim[:1]]
         self._declares_any_rows = any(not d.dim_value for d in first)
@@ -80,7 +80,8 @@ class Predictor:
 
     @escaping()
     def run(self, feed: Any, outputs: Sequence[str] = ()) -> list[Any]:
-        """Return outputs of one call, for `{input: array}`, or the array of the only input.
+        """Return the outputs of one call; `feed` is `{input: array}`, or an array for the only
+        input.
 
         The arrays are cast to the dtypes of the inputs.
 
@@ -135,7 +136,7 @@ class Predictor:
         if count < size:
             if not count:
                 raise ValueError(
-                    f"the model takes {size} rows at once, and the data have no row: pass one"
+                    f"the model takes {size} rows at once, and the data have none: pass a row"
                 )
             feed = take_rows(feed, np.minimum(np.arange(size), count - 1), whole)
         try:
@@ -151,7 +152,7 @@ class Predictor:
         return found
 
     def _takes_one_row(self, feed: Mapping[str, np.ndarray], whole: Collection[str]) -> bool:
-        """Return whether the model runs on one row, but not on two copies of that row.
+        """Return whether the model can run on one row, but not on two copies of that row.
 
         If so, each call gets one row from now on, and the logger warns.
         """
@@ -176,8 +177,8 @@ class Predictor:
         found = self.run_rows(feed, rows)
         if lacking := [name for name in self.returned if name not in found]:
             raise ValueError(
-                f"the outputs {lacking} do not have a row for each row of the data: choose "
-                f"others with {argument('outputs')}"
+                f"the outputs {lacking} do not have a row for each row of the data: choose other "
+                f"outputs with {argument('outputs')}"
             )
         return found
 

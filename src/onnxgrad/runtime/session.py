@@ -1,29 +1,38 @@
-"""Sessions of onnxruntime on a device, with a count of threads for the computation."""
+"""Sessions of onnxruntime on a device, with a count of threads for the computation.
+
+A run of a session also tells how long each operator takes, and which shapes the outputs have: a
+file may declare wrong ones.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
 from onnxgrad.model import external
+from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.rewrites import densify_inside
 from onnxgrad.model.traversal import graphs_of, nodes_of
-from onnxgrad.operators import operator_of
-from onnxgrad.operators.shapes import UnknownShapeError, dims, static
-from onnxgrad.runtime.device import Device, Provider
+from onnxgrad.operators import WITH_SUBGRAPHS, operator_of
+from onnxgrad.operators.shapes import Dim, Dims, UnknownShapeError, dims, shape_text, static
+from onnxgrad.reporting import logger, warn_once
+from onnxgrad.runtime.device import CPU, Device, Provider
 
 # multiply-adds of a forward pass for which a further thread pays, measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
@@ -31,7 +40,7 @@ WORK_PER_THREAD = 1e6
 _PROCESS_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING_LIMIT = "optimization.constant_folding_max_output_size_in_bytes"
-_MOST_FOLDED = 1 << 18  # bytes of a constant
+_MOST_FOLDED = 1 << 18  # bytes of a folded constant
 _LARGE_MODEL = 1 << 24  # bytes from which copies of a model take much memory
 _SPINNING = "session.force_spinning_stop"
 
@@ -92,13 +101,15 @@ def ordered_session(
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
 ) -> ort.InferenceSession:
-    """Return a `session` whose nodes run in the order of the list `order`.
+    """Return a session that runs the nodes of the optimized graph in the order that the function
+    `order` sets.
 
     `order` sorts the nodes of a graph in place. It gets the graph that onnxruntime has optimized
     for these lengths, in which the operands and the sizes of results of all nodes are known;
     onnxruntime itself would put fused nodes last. See `session` for the other arguments.
     """
-    options, _ = _session_options(0.0, lengths=lengths)  # a session that only optimizes
+    # of a session that never runs: it optimizes the graph
+    options, _ = _session_options(0.0, lengths=lengths)
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         load_session(model, options, providers=device.providers)
@@ -121,16 +132,16 @@ def ordered_session(
 
 
 def _release_freed_memory() -> None:
-    """Give memory that copies of a model have freed back to the system, unlike glibc."""
-    gc.collect()  # graphs refer to themselves
+    """Return freed memory of the process to the system, which glibc does not do by itself."""
+    gc.collect()  # a graph and its nodes refer to each other
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has malloc_trim
         if trim is not None:
             trim(0)
 
 
 def _set_declared_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
-    """Set shapes that `model` declares in `graph`, where onnxruntime would infer none.
+    """Set unknown shapes in the optimized `graph` to the shapes that `model` declares.
 
     onnxruntime infers no shapes behind a Reshape to a computed shape, with which a recomputed part
     of a graph begins.
@@ -183,7 +194,7 @@ def _session_options(
 def load_session(
     model: ModelProto, options: ort.SessionOptions | None = None, **more: Any
 ) -> ort.InferenceSession:
-    """Return a session of onnxruntime for a model of any size; by default without a log.
+    """Return an onnxruntime session for a model of any size; without `options`, its log is off.
 
     External data stay mapped into memory: prepacking and constant folding, which would copy
     weights, are disabled. The folder of the data is added to `options`.
@@ -277,3 +288,120 @@ def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
     if shape is None:
         raise UnknownShapeError
     return tuple(d if isinstance(d, int) else 1 for d in shape)
+
+
+# -- the time of each operator, from the profile of onnxruntime ------------------------------------
+
+_KERNEL = "_kernel_time"  # suffix of the name of an event: the run of a node
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """All nodes of one operator in a run: their count, seconds, and bytes of outputs."""
+
+    operator: str
+    nodes: float
+    seconds: float
+    nbytes: float
+
+
+@escaping()
+def operator_times(
+    model: ModelProto,
+    feeds: Mapping[str, np.ndarray],
+    device: Device,
+    work: float,
+    in_order: bool = False,
+    runs: int = 3,
+) -> list[OperatorTime]:
+    """Return the time of each operator in a run of a model, the slowest operator first.
+
+    The times are means over `runs` runs, after a first run that does not count. The nodes are
+    counted after onnxruntime's optimizations. `session` documents the other arguments.
+    """
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        prefix = os.path.join(folder, "profile")
+        running = session(model, device, work, in_order, profile=prefix)
+        for _ in range(runs + 1):
+            running.run(None, dict(feeds))
+        events = json.loads(Path(running.end_profiling()).read_text(errors="replace"))
+    nodes = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(_KERNEL)]
+    starts = [e["ts"] for e in events if e["name"] == "model_run"]
+    counted = [e for e in nodes if e["ts"] >= sorted(starts)[1]]
+    totals: dict[str, list[float]] = {}
+    for event in counted:
+        about = event["args"]
+        if about["op_name"] in WITH_SUBGRAPHS:  # the nodes of its subgraphs are counted instead
+            continue
+        entry = totals.setdefault(about["op_name"], [0.0, 0.0, 0.0])
+        entry[0] += 1
+        entry[1] += event["dur"] * 1e-6
+        entry[2] += float(about.get("output_size") or 0)
+    found = [OperatorTime(name, *(v / runs for v in entry)) for name, entry in totals.items()]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+# -- the shapes of outputs, where a file may declare wrong shapes ----------------------------------
+
+# Lengths of symbolic dimensions in a run: of first axes, and of other axes. A Squeeze without axes
+# removes axes of length one: a second run, in which all lengths are one, shows whether ranks vary.
+_LENGTHS, _ONES = (3, 2), (1, 1)
+_MODELS_KEPT = 64  # models whose shapes are remembered: a training prepares a model several times
+_shapes_of_runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
+
+
+def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
+    """Return a function that corrects an output's declared shape, after it has run the model.
+
+    The model runs on random inputs when the first output is asked for. The run gives the rank,
+    unless a second run, in which all lengths are one, gives another rank; lengths that the run
+    contradicts become unknown. A model that fails on these inputs keeps its stated shapes.
+    """
+
+    def confirmed_shape(y: ir.Value, stated: Dims) -> Dims:
+        """Return the shape `stated` of the output `y`, corrected where a run contradicts it."""
+        shapes = _shapes_in_run(proto, _LENGTHS)
+        node = y.producer()
+        if (actual := shapes.get(str(y.name))) is None or node is None or node.graph is None:
+            return stated
+        sizes: dict[Dim, int] = {}
+        for x in node.graph.inputs:
+            sizes.update(zip(dims(x) or (), shapes.get(str(x.name), ()), strict=False))
+        if len(actual) != len(stated):
+            if len(_shapes_in_run(proto, _ONES).get(str(y.name), actual)) != len(actual):
+                return stated
+            confirmed: Dims = (None,) * len(actual)
+        else:
+            known = [d if isinstance(d, int) else sizes.get(d) for d in stated]
+            pairs = zip(stated, known, actual, strict=True)
+            confirmed = tuple(d if n in (None, length) else None for d, n, length in pairs)
+        if confirmed != stated:
+            warn_once(
+                f"the file states the shape {shape_text(stated)} of the output {y.name!r}, which "
+                f"is {actual} when the model runs: the stated shape is ignored"
+            )
+        return confirmed
+
+    return confirmed_shape
+
+
+def _shapes_in_run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of inputs and outputs in a run on random data; {} if the model fails.
+
+    `lengths` has the length of symbolic first axes, and the length of other symbolic axes.
+    """
+    key = external.content_digest(proto), lengths
+    if key not in _shapes_of_runs:
+        if len(_shapes_of_runs) == _MODELS_KEPT:
+            del _shapes_of_runs[next(iter(_shapes_of_runs))]
+        shapes: dict[str, tuple[int, ...]] = {}
+        names = [y.name for y in proto.graph.output if y.type.HasField("tensor_type")]
+        try:
+            running = session(proto, CPU, work=0.0)
+            feed = random_feed(running.get_inputs(), *lengths, random_state=0)
+            arrays = feed | dict(zip(names, running.run(names, feed), strict=True))
+            shapes = {name: array.shape for name, array in arrays.items()}
+        except Exception as e:  # onnxruntime's errors have no common base
+            logger.debug("shapes of outputs are taken as stated: %s", e)
+        _shapes_of_runs[key] = shapes
+    return _shapes_of_runs[key]

@@ -32,12 +32,14 @@ _CACHED_PART = 1 << 16  # elements of an array that stay in the cache of the pro
 
 
 def wrap_ortvalue(value: Any) -> Any:
-    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; others unchanged."""
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`; any other value
+    unchanged.
+    """
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Return an OrtValue, a tensor of torch or an array-like as an array."""
+    """Return an OrtValue, a torch tensor or an array-like as a numpy array."""
     value = wrap_ortvalue(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
@@ -52,14 +54,14 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
-    """Return an array or OrtValue as an OrtValue on a device; the CPU's memory is shared."""
+    """Return an array or OrtValue as an OrtValue; on the CPU, it shares the memory of the array."""
     if isinstance(value, ort.OrtValue):
         return value
     return device.ortvalue(np.asarray(value, order="C"))
 
 
 def copy_to_ortvalue(array: np.ndarray, device: Device) -> ort.OrtValue:
-    """Return an OrtValue with a copy of an array.
+    """Return an OrtValue on a device, with a copy of an array.
 
     An OrtValue of `ortvalue_from_numpy` shares the memory of the array, which the result of the
     method `numpy` does not keep alive.
@@ -70,7 +72,7 @@ def copy_to_ortvalue(array: np.ndarray, device: Device) -> ort.OrtValue:
 
 
 def array_of(value: Value) -> np.ndarray:
-    """Return an OrtValue as an array, which shares the memory of a value on the CPU."""
+    """Return an array or OrtValue as an array, without a copy if its memory is on the CPU."""
     if isinstance(value, np.ndarray):
         return value
     kind = FLOATS.get(value.data_type())
@@ -106,7 +108,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def take_rows(
     arrays: Mapping[str, np.ndarray], rows: slice | np.ndarray, whole: Collection[str] = ()
 ) -> dict[str, np.ndarray]:
-    """Return the same rows of each array; the arrays in `whole` have no row axis.
+    """Return the rows of each array in `arrays`; the arrays named in `whole` are not cut.
 
     `take` is faster than an index, but copies the whole of an array that is not contiguous.
     """

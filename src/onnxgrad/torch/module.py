@@ -20,7 +20,7 @@ try:
 except ImportError as e:
     raise not_installed("onnxgrad.torch", "torch", "torch") from e
 
-from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.derivative import make_weights_inputs
 from onnxgrad.autodiff.partition import RECOMPUTE
 from onnxgrad.autodiff.primal.free_rows import free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
@@ -338,7 +338,7 @@ def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
     if freed is not None and all(_BATCH_SYMBOL in (dims(y) or ()) for y in freed.graph.outputs):
         model = freed
     graph = model.graph
-    as_inputs(proto, graph, names)
+    make_weights_inputs(proto, graph, names)
     graph.outputs[:] = [y for y in graph.outputs if y.dtype != ir.DataType.STRING]
     remaining = {y.name for y in graph.outputs}
     dropped = [y.name for y in proto.graph.output if y.name not in remaining]

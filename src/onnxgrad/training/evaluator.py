@@ -140,7 +140,7 @@ class Evaluator:
             tidy(one.model)
             if not losses:  # no node reads the labels
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            to_native(graph, Target.of(self.job.device, multiply_adds, self.rows))
+            to_native(graph, Target.for_step(self.job.device, multiply_adds, self.rows))
             running = session(to_proto(one.model), self.job.device, multiply_adds)
             self._predictors[key] = Predictor(running, fixed_rows=0)
         return self._predictors[key]

@@ -11,8 +11,8 @@ from typing import Any, Self
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.autodiff.primal.free_rows import add_row_axes, free_rows, stated_rows
+from onnxgrad.autodiff.derivative import make_weights_inputs
+from onnxgrad.autodiff.primal.free_rows import add_row_axes, fixed_row_count, free_rows
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import argument, named, unknown
@@ -349,7 +349,7 @@ def build_objective(
         mixed = mix_rows(op, job, loss, data, BATCH)
     others = {name: results[name] for name in beside}
     results = {name: results[name] for name in [*computed, *predicted]}
-    trained = as_inputs(proto, graph, job.trained)
+    trained = make_weights_inputs(proto, graph, job.trained)
     if job.precision != "file":
         trained = [widen_input(op, w) for w in trained]
         results = {n: y if computed else widen_result(op, y) for n, y in results.items()}
@@ -410,7 +410,7 @@ def _prepare_model(
     add_row_axes(
         model.graph, [] if computed else [read.index(y) for y in predicted], job.moved_inputs
     )
-    rows = stated_rows(model, BATCH, job.batch_axes) or 0
+    rows = fixed_row_count(model, BATCH, job.batch_axes) or 0
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
     model = model if freed is None else freed
     return model, dict(zip(read, model.graph.outputs, strict=True)), 0 if freed is None else rows

@@ -11,7 +11,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from onnxgrad import check_gradient, random_feed
-from onnxgrad.autodiff.check.runtimes import OriginalModel, on_reference
+from onnxgrad.autodiff.check.runtimes import OriginalModel, load_on_reference
 from onnxgrad.autodiff.primal import prepare
 from onnxgrad.model.convert import in_precision
 from onnxgrad.operators import OPERATORS, Operator
@@ -246,7 +246,7 @@ def test_a_point_to_check_at():
         ({"feed": {"z": 1}}, ["input 'z'"]),
         ({"inputs": ["x", "x"]}, ["input 'x'", "twice"]),
         ({"order": 3}, ["order", "3"]),
-        ({"inputs": [], "weights": []}, ["input or weight"]),
+        ({"inputs": [], "weights": []}, ["`inputs`", "`weights`"]),
     ],
 )
 def test_wrong_arguments(options, named):
@@ -262,7 +262,7 @@ def test_other_lengths_where_inputs_share_a_symbol_are_refused():
 
 
 def test_a_model_without_float_output():
-    with pytest.raises(ValueError, match="float output"):
+    with pytest.raises(ValueError, match=naming("`inputs`", "`weights`")):
         check_gradient(parse_model("g (float[2] x) => (int64[1] y) { y = ArgMax(x) }"))
 
 
@@ -273,7 +273,7 @@ def test_outputs_that_are_exactly_zero():
 
 def test_random_outputs_are_refused():
     model = parse_model("g (float[2] x) => (float[2] y) { r = RandomNormalLike(x)  y = Mul(x, r) }")
-    with pytest.raises(ValueError, match="differ"):
+    with pytest.raises(ValueError, match=naming("different outputs", "remove")):
         check_gradient(model)
 
 
@@ -377,7 +377,7 @@ def test_max_pools_in_float64_are_those_of_the_reference(options):
     )
     x = np.random.default_rng(1).normal(size=(2, 2, 9, 8))
     double = in_precision(model, ir.DataType.DOUBLE)
-    [y] = on_reference(double)({"x": x})
+    [y] = load_on_reference(double)({"x": x})
     [expected, _] = ReferenceEvaluator(double).run(None, {"x": x})
     assert y.dtype == np.float64
     np.testing.assert_array_equal(y, expected)
@@ -408,7 +408,7 @@ def test_operators_in_float64_are_those_of_onnxruntime(node, shape):
     model = parse_model(text, opset=20, output_shapes=False)
     x = np.random.default_rng(0).normal(size=shape)
     [expected] = run(model, x=x.astype(np.float32))
-    [found] = on_reference(in_precision(model, ir.DataType.DOUBLE))({"x": x})
+    [found] = load_on_reference(in_precision(model, ir.DataType.DOUBLE))({"x": x})
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -446,5 +446,5 @@ def test_convolutions_in_float64_are_those_of_torch(case):
         [onnx.helper.make_tensor_value_info("y", 11, None)],
     )  # fmt: skip
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)])
-    [y] = on_reference(model)({"x": x, "w": w, "b": b})
+    [y] = load_on_reference(model)({"x": x, "w": w, "b": b})
     np.testing.assert_allclose(y, expected.numpy(), rtol=1e-12, atol=1e-12)

@@ -31,13 +31,13 @@ UNIT_STRIDE = [
 ]
 
 
-FORMS = ["shifted_cotangents", "shifted_inputs", "write_columns"]
+FORMS = ["multiply_shifted_g", "multiply_shifted_x", "multiply_columns"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_of_the_weight_in_every_form(form, monkeypatch):
     only = {getattr(convolutions, form): 1.0}
-    monkeypatch.setattr(convolutions, "times_of_forms", lambda *_: only)
+    monkeypatch.setattr(convolutions, "estimated_times", lambda *_: only)
     assert failures(convolution_parts(UNIT_STRIDE, "rows"), CHECK) == []
 
 
@@ -45,7 +45,7 @@ def test_gradient_of_the_weight_in_every_form(form, monkeypatch):
 @sweep_of(UNIT_STRIDE)
 def test_second_order_of_the_weight_in_every_form(case, form, monkeypatch):
     only = {getattr(convolutions, form): 1.0}
-    monkeypatch.setattr(convolutions, "times_of_forms", lambda *_: only)
+    monkeypatch.setattr(convolutions, "estimated_times", lambda *_: only)
     report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)
 
@@ -63,7 +63,7 @@ STRIDED = [
 
 
 def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
-    monkeypatch.setattr(convolutions, "pays_to_split", lambda *_: True)
+    monkeypatch.setattr(convolutions, "is_split_faster", lambda *_: True)
     for case in STRIDED:
         kinds = operator_names(onnx_derivative(conv_model(case, "rows")))
         assert ("SpaceToDepth" in kinds) == (case.id != "1-D"), case.id
@@ -72,6 +72,6 @@ def test_gradient_of_the_weight_with_strides_as_channels(monkeypatch):
 
 @sweep_of(STRIDED)
 def test_second_order_with_strides_as_channels(case, monkeypatch):
-    monkeypatch.setattr(convolutions, "pays_to_split", lambda *_: True)
+    monkeypatch.setattr(convolutions, "is_split_faster", lambda *_: True)
     report = check_gradient(conv_model(case, "rows"), feed=convolution_feed(case), order=2)
     assert report.ok, str(report)

@@ -332,7 +332,7 @@ def test_svm_regressor_transforms_nothing():
 def test_the_sign_of_a_one_class_machine_has_no_gradient():
     model = ml_model(svm_regressor(4, "RBF", "one_class=1"))
     check_lowered(model)
-    with pytest.raises(ValueError, match="differentiable path"):
+    with pytest.raises(ValueError, match=naming("'x'", "differentiable path")):
         onnx_derivative(model)
 
 
@@ -414,7 +414,7 @@ def test_far_from_the_origin_the_distance_keeps_its_digits():
 def test_machines_that_are_refused():
     one = f"""SVMClassifier<{kernel_text("RBF")}, vectors_per_class=[1],
         support_vectors=[1.0, 2.0, 3.0], coefficients=[1.0], rho=[0.0], classlabels_ints=[1]>"""
-    with pytest.raises(NoGradientRule, match="one class"):
+    with pytest.raises(NoGradientRule, match=naming("SVMClassifier", "one class")):
         onnx_derivative(ml_model(one, label="int64"))
     for classes in (3, 5):
         coupled = ml_model(svm_classifier(classes, "RBF", probabilities(classes)), label="int64")
@@ -561,7 +561,7 @@ FLAT = {
 
 @pytest.mark.parametrize("node", FLAT)
 def test_steps_have_no_gradient_but_what_is_beside_them_has(node):
-    with pytest.raises(ValueError, match="differentiable path"):
+    with pytest.raises(ValueError, match=naming("'x'", "differentiable path")):
         onnx_derivative(ml_model(node))
     model = ml_model(node)
     model.graph.node[0].output[0] = "t"
@@ -589,7 +589,7 @@ def test_steps_have_no_gradient_but_what_is_beside_them_has(node):
     ],
 )
 def test_maps_are_refused(text):
-    with pytest.raises(ModelError, match="maps"):
+    with pytest.raises(ModelError, match=naming("maps", "only tensors")):
         onnx_derivative(parse_model(f"g {text}"))
 
 

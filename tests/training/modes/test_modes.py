@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import Trainer, rule
-from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.derivative import make_weights_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import ModelError
@@ -41,7 +41,7 @@ def training_model(proto, batch_norm="frozen", dropout=None, seed=0, weights=(),
     op, graph = Emit(model.graph), model.graph
     draw = ir.Value(name="draw", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     graph.inputs.append(draw)
-    values = as_inputs(proto, graph, list(weights))
+    values = make_weights_inputs(proto, graph, list(weights))
     values += [x for x in graph.inputs if x.name in gradients]
     buffers = training_form(op, batch_norm=batch_norm, dropout=dropout or {}, draw=draw, seed=seed)
     y = graph.outputs[0]

@@ -19,22 +19,22 @@ from onnxgrad.autodiff.check.runtimes import (
     Function,
     NoKernelError,
     OriginalModel,
-    on_either,
-    on_onnxruntime,
-    on_reference,
+    load_on_either,
+    load_on_onnxruntime,
+    load_on_reference,
 )
+from onnxgrad.autodiff.derivative_builder import Builder
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import printable
 from onnxgrad.model.convert import in_precision
 from onnxgrad.operators.shapes import Dims, dims
 from onnxgrad.reporting import html_table
 
-_ROUNDING = 1e-5  # relative to the size of the outputs: smaller differences are rounding
-_EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
+_ROUNDING = 1e-5  # of the sum of outputs: smaller differences may be rounding errors
+_EPS32 = float(np.finfo(np.float32).eps)  # precision of the constants that `prepare` folds
 _INEXACT = 1e-5  # outputs that differ more in float64 come from an approximating kernel
-_LARGEST_GROUP = 8  # inputs and weights that move together
-_UNLIKE = 100  # largest ratio of the sizes of their gradients: a wrong small one is seen
+_LARGEST_GROUP = 8  # most inputs and weights with one joint direction
+_UNLIKE = 100  # most that a gradient of a joint direction is larger than another
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
@@ -50,23 +50,25 @@ class Method:
     max_order: int = 2
 
     def convert(self, proto: ModelProto) -> ModelProto:
-        """Return `proto` in the precision of this method."""
+        """Return the model `proto` in the precision of this method, float64 or float32."""
         return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
 
 
 METHODS = (
-    Method("float64 on onnxruntime", on_onnxruntime, np.float64, 1e-6, _STEPS),
-    Method("float64 on onnx.reference", on_reference, np.float64, 1e-6, _STEPS),
-    Method("float32 on onnxruntime", on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+    Method("float64 on onnxruntime", load_on_onnxruntime, np.float64, 1e-6, _STEPS),
+    Method("float64 on onnx.reference", load_on_reference, np.float64, 1e-6, _STEPS),
+    Method("float32 on onnxruntime", load_on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
 )
 COARSE = replace(
-    METHODS[-1], load=on_either, name="float32", rtol=Accuracy.differences, max_order=1
+    METHODS[-1], load=load_on_either, name="float32", rtol=Accuracy.differences, max_order=1
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, the inputs and weights to check, and the point at which they are checked."""
+    """A model, the inputs and weights to check, and the point at which their gradients are
+    checked.
+    """
 
     original: ModelProto  # the user's model
     primal: ModelProto  # the prepared model, with the weights as inputs
@@ -82,13 +84,14 @@ class Problem:
     deadline: float = inf  # of `time.monotonic`, after which no further direction is begun
 
     def rtol_of(self, method: Method) -> float:
-        """Return the largest relative error of derivatives by a method."""
+        """Return the largest relative error of a derivative that counts as right for `method`."""
         rtol = method.rtol if self.rtol is None else self.rtol
         return max(rtol, self.accuracy.differences) if method is COARSE else rtol
 
 
-def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
-    """Return the report of one comparison: of the user's model if `original`, else of the primal.
+def compare_by_method(method: Method, problem: Problem, original: bool) -> GradientReport:
+    """Return the report of comparing gradients with differences of the user's model (if `original`)
+    or of the prepared model.
 
     Raises:
         NoKernelError: the runtime cannot run the model in this precision, or not precisely.
@@ -96,8 +99,8 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     """
     rng = np.random.default_rng(problem.seed)
     primal = method.convert(problem.primal)
-    sheet = Sheet(primal, [], problem.wrt, own=True)
-    dtypes = {str(x.name): x.dtype.numpy() for x in sheet.graph.inputs if x.dtype is not None}
+    builder = Builder(primal, [], problem.wrt, own=True)
+    dtypes = {str(x.name): x.dtype.numpy() for x in builder.graph.inputs if x.dtype is not None}
     point = {n: x.astype(dtypes[n]) for n, x in problem.point.items() if n in dtypes}
     function: Function
     if original:
@@ -105,52 +108,54 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     else:
         function = method.load(primal)
     precise = original and method.dtype is np.float64
-    outputs = _fixed_outputs(function, point, problem, precise)
+    outputs = _deterministic_outputs(function, point, problem, precise)
     rows: list[GradientRow] = []
     unchecked: list[str] = []
     last = min(problem.order, method.max_order)
     for order in range(1, last + 1):
-        seeds = sheet.cotangents()
-        reached = sweep(sheet.op, seeds, sheet.wrt)
-        proto = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
-        wrt = [str(x.name) for x in sheet.wrt]
-        drawn = [(y, _normal_as(rng, y)) for y in outputs]
+        seeds = builder.add_cotangents()
+        reached = sweep(builder.op, seeds, builder.wrt)
+        proto = builder.build_model([(f"{x.name}_grad", g) for x, g in reached.items()])
+        wrt = [str(x.name) for x in builder.wrt]
+        drawn = [(y, _draw_like(rng, y)) for y in outputs]
         factors = [np.where(np.isfinite(y), u, 0).astype(y.dtype) for y, u in drawn]
         pairs = zip(seeds.values(), factors, strict=True)
-        cotangents = {str(g.name): _with_rank(u, dims(g)) for g, u in pairs}
-        run, n = on_either(proto, method.load), len(seeds)
+        cotangents = {str(g.name): _fix_empty_rank(u, dims(g)) for g, u in pairs}
+        run, n = load_on_either(proto, method.load), len(seeds)
         results = run(point | cotangents)
         if order == 1:
             values = results[:n]
             rows.append(_outputs_row(values, problem.values, problem.accuracy.outputs))
             if precise and _INEXACT < _outputs_row(values, outputs, _INEXACT).error < 1e-2:
-                raise NoKernelError("a kernel approximates")
+                raise NoKernelError("a kernel of the model rounds to float32")
         gradients = dict(zip((str(x.name) for x in reached), results[n:], strict=True))
         weighted = _WeightedSum(function, point, outputs, factors, gradients)
-        vs = {name: _normal_as(rng, point[name]) for name in wrt}
+        vs = {name: _draw_like(rng, point[name]) for name in wrt}
         compared, left_out = _direction_rows(method, weighted, vs, problem, order)
         rows += compared
         unchecked += left_out
         if order < last:
-            names = [str(g.name) for g in sheet.graph.outputs[len(sheet.kept) :]]
-            sheet = Sheet(proto, [], [*wrt, *cotangents], names, own=True)
+            names = [str(g.name) for g in builder.graph.outputs[len(builder.kept) :]]
+            builder = Builder(proto, [], [*wrt, *cotangents], names, own=True)
             point, outputs = point | cotangents, results[n:]
             function = partial(_outputs_from, n, run)
     return GradientReport(tuple(rows), method.name, tuple(dict.fromkeys(unchecked)))
 
 
-def _fixed_outputs(
+def _deterministic_outputs(
     function: Function, point: Feed, problem: Problem, precise: bool
 ) -> list[np.ndarray]:
-    """Return the outputs at `point`; raise if they are random, or not as `precise` asks."""
+    """Return the outputs at `point`; raise if two runs differ, or if `precise` and the outputs are
+    not of float64 precision.
+    """
     outputs, again = function(point), function(point)
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
-        raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
+        raise ValueError("different outputs in two runs: remove the nodes that draw random numbers")
     if precise:
         if any(y.dtype != np.float64 for y in outputs):
-            raise NoKernelError("a part of the model does not compute in float64")
+            raise NoKernelError("outputs of the model are not float64, though its inputs are")
         if not _outputs_row(outputs, problem.values, problem.accuracy.outputs).ok:
-            raise NoKernelError("in float64, the outputs differ from the outputs of the model")
+            raise NoKernelError("outputs in float64 differ from the outputs of the original model")
     return outputs
 
 
@@ -158,8 +163,9 @@ def _outputs_from(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
     return function(feed)[n:]
 
 
-def _with_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
-    """Return `u` with the rank of `shape`.
+def _fix_empty_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
+    """Return `u`; if `u` is empty and its rank is wrong, return an empty array of the rank of
+    `shape`.
 
     onnxruntime may return the stack of a Loop that runs zero times with too few axes.
     """
@@ -170,7 +176,9 @@ def _with_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _WeightedSum:
-    """The scalar function sum(u y) of the outputs y at a point, with factors u; its gradients."""
+    """The scalar function sum(u y) of a model's outputs y at a point, with factors u, and its
+    gradients.
+    """
 
     function: Function
     point: Feed
@@ -183,21 +191,22 @@ class _WeightedSum:
         return sum(_finite_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
 
     @property
-    def size(self) -> float:
+    def absolute_sum(self) -> float:
         """Return sum(|u y|), which bounds the rounding errors of sum(u y)."""
         return sum(
             _finite_dot(abs(u), abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
         )
 
     @np.errstate(invalid="ignore")
-    def difference(self, vs: Feed, h: float) -> tuple[float, float]:
-        """Return the derivative along h v by differences, and according to the gradient.
+    def changes_along(self, vs: Feed, h: float) -> tuple[float, float]:
+        """Return the change of the function over a step of `h` along the directions `vs`: by
+        differences, and according to the gradient.
 
         `vs` are directions by name, which are moved along together. The third and fourth orders of
         the differences cancel. A variable that the model stores in float32 moves by rounded steps,
         and both results are for rounded steps.
         """
-        rounded = getattr(self.function, "rounded", lambda name, x: x)
+        rounded = getattr(self.function, "round_as_stored", lambda name, x: x)
         by_differences = by_gradient = 0.0
         for size, share in ((h, -1 / 6), (h / 2, 8 / 6)):
             ahead, back = (
@@ -216,13 +225,15 @@ class _WeightedSum:
 def _direction_rows(
     method: Method, f: _WeightedSum, vs: Feed, problem: Problem, order: int
 ) -> tuple[list[GradientRow], list[str]]:
-    """Return the comparisons along the directions `vs`, and the names that the budget left out."""
+    """Return the comparisons along the directions `vs`, and the names left out as the time budget
+    was used up.
+    """
     rows: list[GradientRow] = []
     unchecked: list[str] = []
     # the tolerance of float32 would hide one wrong gradient of a group
     alone = problem.separately or method.dtype is np.float32
-    groups = [[n] for n in vs] if alone else group_alike(vs, f.gradients)
-    for group in groups:  # the loop inserts members of groups that differ
+    groups = [[n] for n in vs] if alone else group_by_size(vs, f.gradients)
+    for group in groups:  # grows while it is read
         if time.monotonic() > problem.deadline and rows:
             unchecked += group
             continue
@@ -230,15 +241,16 @@ def _direction_rows(
         if row.ok or len(group) == 1:
             rows.append(row)
             continue
-        at = groups.index(group) + 1  # to find which is wrong, or has a kink within the steps
+        # each name by itself, to find the wrong gradient, or the kink within the steps
+        at = groups.index(group) + 1
         groups[at:at] = [[n] for n in group]
     place = {n: i for i, n in enumerate(vs)}
     rows.sort(key=lambda row: place[row.names[0]])
     return rows, sorted(unchecked, key=place.__getitem__)
 
 
-def group_alike(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> list[list[str]]:
-    """Return groups of names whose gradients are of similar size, in the order of the first ones.
+def group_by_size(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> list[list[str]]:
+    """Return groups of names whose gradients are of similar size, the largest gradients first.
 
     The derivative along a joint direction is a sum over a group. None of its terms is expected
     below 1/100 of the largest one, so that it is not lost among the others. Gradients that are
@@ -247,7 +259,7 @@ def group_alike(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> li
     Examples:
         >>> import numpy as np
         >>> sizes = {"a": 1.0, "b": 50.0, "c": 1e-4, "d": 0.0, "e": 2.0}
-        >>> group_alike([*sizes, "f"], {n: np.array([g]) for n, g in sizes.items()})
+        >>> group_by_size([*sizes, "f"], {n: np.array([g]) for n, g in sizes.items()})
         [['b', 'e', 'a'], ['c'], ['d', 'f']]
     """
     norms = {n: float(np.linalg.norm(gradients.get(n, np.zeros(1)))) for n in names}
@@ -266,7 +278,8 @@ def group_alike(names: Iterable[str], gradients: Mapping[str, np.ndarray]) -> li
 def _direction_row(
     method: Method, f: _WeightedSum, vs: Feed, rtol: float, order: int
 ) -> GradientRow:
-    """Return the comparison of the derivatives of `f` along `vs`, for the step that agrees best.
+    """Return the comparison of two derivatives of `f` along the directions `vs`, for the step size
+    at which they agree best.
 
     The error is infinite if a gradient has not as many elements as its input or weight.
     """
@@ -274,28 +287,32 @@ def _direction_row(
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if any(n in f.gradients and f.gradients[n].size != v.size for n, v in vs.items()):
         return GradientRow(name, nan, nan, inf, rtol, order, names)
-    floor = _ROUNDING * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
+    floor = _ROUNDING * f.absolute_sum + float(np.finfo(method.dtype).eps) / (
+        method.steps[0] * method.rtol
+    )
     for n in names:
-        terms = np.abs(vs[n] * f.gradients.get(n, 0.0))  # they may cancel in their sum
+        terms = np.abs(vs[n] * f.gradients.get(n, 0.0))  # which may cancel in their sum
         floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
     tried: list[tuple[float, float, float]] = []
     for h in method.steps:
-        expected, computed = np.divide(f.difference(vs, h), h).tolist()
+        expected, computed = np.divide(f.changes_along(vs, h), h).tolist()
         scale = max(abs(computed), abs(expected)) + floor
         tried.append((abs(computed - expected) / scale if scale else 0.0, expected, computed))
-        if tried[-1][0] < 0.1 * method.rtol:  # good enough
+        if tried[-1][0] < 0.1 * method.rtol:  # a smaller step is not needed
             break
     finite = [row for row in tried if np.isfinite(row[0])]
     error, expected, computed = min(finite or tried[:1])
     return GradientRow(name, expected, computed, error, rtol, order, names)
 
 
-def _normal_as(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
+def _draw_like(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
     return np.asarray(rng.standard_normal(np.shape(like))).astype(like.dtype)
 
 
 def _finite_dot(u: np.ndarray, y: np.ndarray) -> float:
-    """Return sum(u y) over nonzero u, where y may be infinite elsewhere; NaN if shapes differ."""
+    """Return sum(u y) over the nonzero u, as y may be infinite where u is 0; NaN if shapes
+    differ.
+    """
     if u.shape != y.shape:
         return nan
     counted = u != 0
@@ -305,7 +322,8 @@ def _finite_dot(u: np.ndarray, y: np.ndarray) -> float:
 def _outputs_row(
     computed: list[np.ndarray], expected: list[np.ndarray], rtol: float
 ) -> GradientRow:
-    """Compare the largest difference of outputs with the largest finite output.
+    """Return the comparison of outputs: their largest difference, relative to the largest finite
+    output.
 
     Infinity counts as the largest number of float32, which some kernels return in place of it. The
     error is infinite if an output has another number of elements.
@@ -325,7 +343,7 @@ def _outputs_row(
     return GradientRow("(outputs)", float(b[worst]), float(a[worst]), error, rtol)
 
 
-_LISTED = 8  # names in a message
+_LISTED = 8  # names that a message lists
 
 
 @dataclass(frozen=True)
@@ -390,7 +408,7 @@ class GradientReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within its tolerance; `unchecked` are not judged."""
+        """Whether every error is within its tolerance; names in `unchecked` have no error."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -412,7 +430,9 @@ class GradientReport:
         return "\n".join([*lines, self._verdict_line()])
 
     def _verdict_line(self) -> str:
-        """Return the last line: ok or wrong, the joint directions, and the names not compared."""
+        """Return the report's last line: ok or wrong, the joint directions, and the names not
+        compared.
+        """
         text = f"{'ok' if self.ok else 'WRONG'}, {self.computed}"
         if groups := [row for row in self.rows if len(row.names) > 1]:
             count = sum(len(row.names) for row in groups)

@@ -17,19 +17,19 @@ from onnxgrad.autodiff.check.comparison import (
     GradientReport,
     Method,
     Problem,
-    compare,
+    compare_by_method,
 )
 from onnxgrad.autodiff.check.runtimes import (
     Feed,
     NoKernelError,
     kernel_accuracy,
-    on_either,
-    on_onnxruntime,
+    load_on_either,
+    load_on_onnxruntime,
 )
-from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.derivative import make_weights_inputs
+from onnxgrad.autodiff.derivative_builder import Builder
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import argument, unknown
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -39,7 +39,7 @@ from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.operators.shapes import is_real
 
 Names = Sequence[str] | None
-_MOST_DIRECTIONS = 16  # inputs and weights, up to which each has its own direction
+_MOST_DIRECTIONS = 16  # up to so many inputs and weights, each has a separate direction
 
 
 def check_gradient(
@@ -104,7 +104,7 @@ def check_gradient(
     problem = _prepare_problem(read(model), inputs, weights, feed or {}, rtol, order, seed)
     alone = len(problem.wrt) <= _MOST_DIRECTIONS if separately is None else separately
     problem = replace(problem, separately=alone, deadline=deadline)
-    return _require_run(problem, _best_report(problem))
+    return _require_runnable_gradient(problem, _report_of_methods(problem))
 
 
 def _prepare_problem(
@@ -130,19 +130,19 @@ def _prepare_problem(
         inputs = [str(x.name) for x in floats]
     wrt = [*inputs, *weights]
     if not wrt or not any(map(is_real, graph.outputs)):
-        raise ValueError("there is no float input or weight, or no float output, to check")
+        raise ValueError("no float among `inputs` and `weights`, or no float output: none to check")
     original = ModelProto()
     original.CopyFrom(proto)
     original.ir_version = min(proto.ir_version, newest_ir_version())
-    values = on_either(original)(point)
-    as_inputs(proto, graph, weights)
+    values = load_on_either(original)(point)
+    make_weights_inputs(proto, graph, weights)
     point |= {name: refs[name].array() for name in weights}
     primal, allowed = to_proto(prepared), kernel_accuracy(proto)
     return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
 
 
-def _best_report(problem: Problem) -> GradientReport:
-    """Return the first report that is ok, else the best one.
+def _report_of_methods(problem: Problem) -> GradientReport:
+    """Return the first report whose gradients are right, or the most accurate of all reports.
 
     If no runtime computes the user's model in float64, it is compared in float32 first. If that
     agrees, the prepared model, which consists of fewer operators, is compared in float64.
@@ -150,53 +150,54 @@ def _best_report(problem: Problem) -> GradientReport:
     float64 = [method for method in METHODS if method.dtype is np.float64]
     reports = _method_reports(problem, float64, original=True)
     if reports:
-        return _best_of(reports)
+        return _choose_best_report(reports)
     coarse = _method_reports(problem, [COARSE], original=True)
     fine = _method_reports(problem, METHODS, original=False)
     if not fine and not coarse:
-        return compare(COARSE, problem, original=True)  # raises NoKernelError, which says why
+        return compare_by_method(COARSE, problem, original=True)  # raises the error of the runtime
     if not fine or (coarse and not coarse[-1].ok):
-        return _best_of(coarse)
-    best = _best_of(fine)
+        return _choose_best_report(coarse)
+    best = _choose_best_report(fine)
     return replace(best, computed=f"{best.computed}; the model itself, float32")
 
 
-def _require_run(problem: Problem, report: GradientReport) -> GradientReport:
-    """Return the report; raise if it is ok, and onnxruntime runs the model, but not its gradient.
+def _require_runnable_gradient(problem: Problem, report: GradientReport) -> GradientReport:
+    """Return `report`; raise if onnxruntime runs the model but not its gradient, though it is
+    right.
 
     The comparison runs in float64, and perhaps on another runtime.
     """
     if not report.ok:
         return report
-    sheet = Sheet(problem.primal, [], problem.wrt, own=True)
-    reached = sweep(sheet.op, sheet.cotangents(ones=True), sheet.wrt)
-    gradient = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
+    builder = Builder(problem.primal, [], problem.wrt, own=True)
+    reached = sweep(builder.op, builder.add_cotangents(ones=True), builder.wrt)
+    gradient = builder.build_model([(f"{x.name}_grad", g) for x, g in reached.items()])
     error = _run_error(gradient, problem.point)
     if error is not None and _run_error(problem.original, problem.point) is None:
-        raise NoKernelError(f"the model runs, and its gradient does not: {error}") from error
+        raise NoKernelError(f"onnxruntime runs the model, but not its gradient: {error}") from error
     return report
 
 
 def _run_error(proto: ModelProto, feed: Feed) -> NoKernelError | None:
-    """Return why onnxruntime does not run `proto`; None if it does."""
+    """Return the error of running the model `proto` on onnxruntime; None if it runs."""
     try:
-        on_onnxruntime(proto)(feed)
+        load_on_onnxruntime(proto)(feed)
     except NoKernelError as e:
         return e
     return None
 
 
-def _best_of(reports: list[GradientReport]) -> GradientReport:
+def _choose_best_report(reports: list[GradientReport]) -> GradientReport:
     return min(reports, key=lambda r: (not r.ok, not r.rows[0].ok, r.max_error))
 
 
 def _method_reports(
     problem: Problem, methods: Sequence[Method], original: bool
 ) -> list[GradientReport]:
-    """Return the reports of the methods that run, up to the first report that is ok.
+    """Return a report for each method that can run the model, up to the first report that is ok.
 
     Some float64 kernels round to float32 inside, so after one that disagrees the next is tried;
-    but float32 is tried only if no float64 method computes the outputs. See `compare` for
+    but float32 is tried only if no float64 method computes the outputs. See `compare_by_method` for
     `original`.
     """
     reports: list[GradientReport] = []
@@ -204,7 +205,7 @@ def _method_reports(
         if method.dtype is np.float32 and any(report.rows[0].ok for report in reports):
             break
         try:
-            reports.append(compare(method, problem, original))
+            reports.append(compare_by_method(method, problem, original))
         except NoKernelError:
             continue
         if reports[-1].ok or reports[-1].unchecked:

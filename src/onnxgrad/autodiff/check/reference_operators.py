@@ -16,6 +16,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_conv, op_conv_transpose, op_max_pool
 
 from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import load_session
 
 
 def erf_of_elements(x: np.ndarray) -> tuple[np.ndarray]:
@@ -79,7 +80,9 @@ def pool_by_onnxruntime(self: Any, x: np.ndarray, **attributes: Any) -> tuple[np
 
 
 def _session_of_node(node: NodeProto, opset: int) -> ort.InferenceSession | None:
-    """Return a session of the node, which reads `x` of float64; None if onnxruntime refuses it."""
+    """Return a session of a node of one float64 input, `x`; None if onnxruntime refuses the
+    node.
+    """
     float64, int64 = (
         TypeProto(tensor_type=TypeProto.Tensor(elem_type=t))
         for t in (TensorProto.DOUBLE, TensorProto.INT64)
@@ -94,10 +97,8 @@ def _session_of_node(node: NodeProto, opset: int) -> ort.InferenceSession | None
     graph.node[0].input[:] = ["x"]
     proto = ModelProto(ir_version=8, graph=graph)
     proto.opset_import.add(version=opset)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        return ort.InferenceSession(proto.SerializeToString(), options, providers=CPU.providers)
+        return load_session(proto, providers=CPU.providers)
     except Exception:  # onnxruntime's errors have no common base
         return None
 
@@ -116,11 +117,7 @@ def convolve(
 
 
 def convolve_transposed(
-    self: Any,
-    x: np.ndarray,
-    w: np.ndarray,
-    b: Any = None,
-    **attributes: Any,
+    self: Any, x: np.ndarray, w: np.ndarray, b: Any = None, **attributes: Any
 ) -> tuple[np.ndarray]:
     """Compute ConvTranspose: a convolution of x, with zeros between its elements, by w reversed.
 
@@ -171,7 +168,9 @@ def _add_bias(y: np.ndarray, b: np.ndarray | None) -> np.ndarray:
 
 
 def _operator_class(name: str, run: Callable, base: type = OpRun) -> type:
-    """Return the class of an operator for `new_ops`, which has the operator's name."""
+    """Return a class that computes the operator `name` by `run`, for
+    `ReferenceEvaluator(new_ops=)`.
+    """
     return type(name, (base,), {"_run": run if base is not OpRun else staticmethod(run)})
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 
@@ -41,32 +40,32 @@ def kernel_accuracy(proto: ModelProto) -> Accuracy:
 
 
 class NoKernelError(PrintableError, RuntimeError):
-    """A runtime cannot run a model in some precision."""
+    """Raised where a runtime cannot run a model in the wanted precision."""
 
 
-def on_onnxruntime(proto: ModelProto) -> Function:
-    """Return the function that runs `proto` on onnxruntime."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
+def load_on_onnxruntime(proto: ModelProto) -> Function:
+    """Return the function that runs `proto` on onnxruntime, from inputs to its float outputs."""
     try:
-        session = load_session(proto, options, providers=CPU.providers)
+        session = load_session(proto, providers=CPU.providers)
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
     inputs = (*session.get_inputs(), *session.get_overridable_initializers())
-    names, outputs = {x.name for x in inputs}, _float_outputs(proto)
+    names, outputs = {x.name for x in inputs}, _float_output_names(proto)
 
     def run(feed: Feed) -> list[np.ndarray]:
         try:
             return session.run(outputs, {n: x for n, x in feed.items() if n in names})
-        except Exception as e:  # some kernels lack a dtype only here
+        except Exception as e:  # some kernels refuse a dtype only when they run
             raise NoKernelError(f"onnxruntime cannot run the model: {e}") from e
 
     return run
 
 
-def on_reference(proto: ModelProto) -> Function:
-    """Return the function that runs `proto` on `onnx.reference`."""
-    outputs = _float_outputs(proto)
+def load_on_reference(proto: ModelProto) -> Function:
+    """Return the function that runs `proto` on `onnx.reference`, from inputs to its float
+    outputs.
+    """
+    outputs = _float_output_names(proto)
     rounded = next(
         (n.op_type for n in proto.graph.node if "float32_in_reference" in operator_of(n).traits),
         None,
@@ -78,7 +77,7 @@ def on_reference(proto: ModelProto) -> Function:
 
     def run(feed: Feed) -> list[np.ndarray]:
         if rounded and any(x.dtype == np.float64 for x in feed.values()):
-            raise NoKernelError(f"onnx.reference computes parts of {rounded} in float32")
+            raise NoKernelError(f"onnx.reference computes operator {rounded} in float32")
         try:
             return list(evaluator.run(outputs, feed))
         except Exception as e:  # operators written in Python raise anything
@@ -87,12 +86,13 @@ def on_reference(proto: ModelProto) -> Function:
     return run
 
 
-def on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) -> Function:
-    """Return the function that runs `proto` on the `first` runtime, or else on another one.
+def load_on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) -> Function:
+    """Return the function that runs `proto` on the runtime of `first`, or on the other runtime if
+    that fails.
 
     Called where none runs `proto`, it raises the error of the first.
     """
-    runtimes = dict.fromkeys((*first, on_onnxruntime, on_reference))
+    runtimes = dict.fromkeys((*first, load_on_onnxruntime, load_on_reference))
     chosen: list[Function] = []
 
     def run(feed: Feed) -> list[np.ndarray]:
@@ -113,7 +113,8 @@ def on_either(proto: ModelProto, *first: Callable[[ModelProto], Function]) -> Fu
     return run
 
 
-def _float_outputs(proto: ModelProto) -> list[str]:
+def _float_output_names(proto: ModelProto) -> list[str]:
+    """Return the names of the outputs of `proto` that are float tensors."""
     tensors = [y for y in proto.graph.output if not non_tensor(y)]
     return [
         y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
@@ -135,7 +136,7 @@ class OriginalModel:
         self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}
         self._inputs = {x.name for x in proto.graph.input}
         fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
-        self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
+        self._function, self._fed = load(_declare_as_inputs(self._proto, fed)), set(fed)
 
     def __call__(self, values: Feed) -> list[np.ndarray]:
         """Return the float outputs; a weight that `values` lacks has its value in the model."""
@@ -150,14 +151,15 @@ class OriginalModel:
             return self._function(feed | {name: weights[name] for name in self._fed})
         return self._load(replace(self._proto, changed))(feed)
 
-    def rounded(self, name: str, x: np.ndarray) -> np.ndarray:
+    def round_as_stored(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""
         weight = self._weights.get(name)
         return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
 
 
-def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return `proto` with the named initializers among its inputs, so that they can be fed.
+def _declare_as_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return a copy of `proto` that declares the initializers `names` as inputs, so that they can
+    be fed.
 
     All else is as in the file; onnx_ir would not keep bodies that return their inputs.
     """

@@ -16,7 +16,7 @@ from onnxgrad.operators import RANDOM
 Pairs = list[tuple[ir.Value, ir.Value]]
 
 
-class Copy:
+class SubgraphCopy:
     """A copy of a subgraph of `node`, in which all values have new names.
 
     The inputs of the subgraph are free values in the copy: the backward pass binds them.
@@ -35,13 +35,14 @@ class Copy:
 
     @property
     def description(self) -> str:
-        """The node, for error messages."""
+        """The text that names the node of the subgraph in error messages."""
         return f"{self.node.op_type} {self.node.name!r} (output {self.node.outputs[0].name!r})"
 
     def sweep(
         self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Iterable[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
-        """Append the gradients of `wrt` to the copy, and return them, as `reverse.sweep` does.
+        """Append the gradients of `wrt` to the copy; return `{value: its gradient}`, as
+        `reverse.sweep` does.
 
         `seeds` are pairs of a value and its cotangent; cotangents of the same value are added up.
         """
@@ -61,7 +62,9 @@ class Copy:
         drop_unused(self.graph)
 
     def random_placeholders(self) -> Pairs:
-        """Replace random numbers by placeholders; return `replace_by_placeholders` of them."""
+        """Replace the random numbers of the copy by placeholders; return pairs as
+        `replace_by_placeholders` does.
+        """
         pairs = []
         for node in [n for n in all_nodes(self.graph) if n.op_type in RANDOM and not n.domain]:
             if node.graph is not self.graph:
@@ -74,7 +77,9 @@ class Copy:
         return pairs
 
     def element_placeholders(self, states: Iterable[ir.Value]) -> Pairs:
-        """Replace tensors that are read from sequences among `states` by placeholders."""
+        """Replace the tensors that nodes read from sequences among `states` by placeholders; return
+        pairs as `replace_by_placeholders` does.
+        """
         sequences, elements = {a for a in states if not is_tensor(a)}, []
         for node in self.graph:
             if not sequences.isdisjoint(reads(node)):
@@ -92,7 +97,7 @@ class Copy:
         return copies[original]
 
     def replace_by_placeholders(self, results: Iterable[ir.Value]) -> Pairs:
-        """Replace each of `results` that is used by a value that no node computes.
+        """Replace each value of `results` that is used by a placeholder, which no node computes.
 
         Return pairs of a placeholder, which the backward pass binds, and the value of the
         original subgraph that it stands for.
@@ -137,7 +142,9 @@ def add_output(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.V
 
 
 def unbound_gradient(op: Emit, like: ir.Value) -> ir.Value:
-    """Return a new value for the gradient of `like`, which no node computes."""
+    """Return a new value for the gradient of `like`, of its type; no node computes the value
+    yet.
+    """
     return op.set_type_like(ir.Value(name=op.name(f"{like.name}_grad")), like)
 
 

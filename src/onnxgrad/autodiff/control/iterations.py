@@ -19,7 +19,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, unbound_gradient
+from onnxgrad.autodiff.control.copies import Pairs, SubgraphCopy, is_tensor, unbound_gradient
 from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph import tidy
 from onnxgrad.graph.emit import Emit
@@ -32,18 +32,19 @@ from onnxgrad.operators.shapes import dims, equal, is_stated, rank, volume
 
 
 @dataclass
-class Carried:
-    """A gradient that is carried from one backward iteration to the next."""
+class CarriedGrad:
+    """A gradient that the backward loop carries from one iteration to the next."""
 
-    of: ir.Value | None  # the value outside of the body that it is the gradient of
+    of: ir.Value | None  # the value outside of the body whose gradient this is
     start: ir.Value  # the initial gradient, outside of the body
     before: ir.Value  # the gradient at the start of a backward iteration, in the body
-    after: ir.Value  # the gradient at its end, in the body
+    after: ir.Value  # the gradient at the end of the iteration, in the body
 
 
 @dataclass
-class Deferred:
-    """A node y = f(a, x) of the body; the gradient w.r.t. a captured x is computed after the loop.
+class Deferral:
+    """A node y = f(a, x) of the body of a loop, whose gradient w.r.t. a captured x is computed
+    after the loop.
 
     `a` differs from iteration to iteration.
     """
@@ -56,12 +57,14 @@ class Deferred:
 
 
 class Iterations:
-    """The iterations of `node`, and a copy of its body that becomes the backward body."""
+    """The iterations of a Loop or Scan `node`, and a copy of its body that becomes the backward
+    body.
+    """
 
     # set by `differentiate`
-    carried: list[Carried]  # gradients of states, and sums of the gradients of captured values
-    gradients: dict[ir.Value, ir.Value]  # in one iteration: of elements, and results of `deferred`
-    deferred: list[Deferred]  # only nodes whose result has a gradient
+    carried: list[CarriedGrad]  # gradients of states, and sums of the gradients of captured values
+    gradients: dict[ir.Value, ir.Value]  # of an iteration: of elements and deferred results
+    deferred: list[Deferral]  # only nodes whose result has a gradient
 
     def __init__(
         self,
@@ -72,16 +75,18 @@ class Iterations:
         states: int,
         before: tuple[int, int] = (0, 0),
     ) -> None:
-        """`before`: how many inputs and outputs of the body precede the `states`."""
+        """Copy the body of `node`; `before` is how many of its inputs and outputs precede the
+        `states`.
+        """
         self.op, self.node = op, node
-        self.copy = copy = Copy(op, node, "body")
+        self.copy = copy = SubgraphCopy(op, node, "body")
         inputs, outputs = copy.inputs[before[0] :], copy.outputs[before[1] :]
         operands = node.inputs[len(node.inputs) - len(inputs) :]
         # carried from iteration to iteration: operands -> inputs -> outputs of the body -> results
         self.initial, self.states, self.ends = operands[:states], inputs[:states], outputs[:states]
         self.results, self._result_gs = node.outputs[:states], gs[:states]
-        self.sequences, self.elements = operands[states:], inputs[states:]  # and their slices
-        self.slices = outputs[states:]  # of the body, which `node` stacks
+        self.sequences, self.elements = operands[states:], inputs[states:]  # stacks and slices
+        self.slices = outputs[states:]  # outputs of the body, which `node` stacks
         pairs = zip(self.slices, gs[states:], strict=True)
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
@@ -95,7 +100,9 @@ class Iterations:
         return self.copy.original.inputs[self.copy.inputs.index(state)]
 
     def _values_that_vary(self, active: Collection[ir.Value]) -> set[ir.Value]:
-        """Return the values of the body that depend on active values, in some iteration."""
+        """Return the values of the body that depend, in some iteration, on values to
+        differentiate.
+        """
         outer, inner = [*self.initial, *self.sequences], [*self.states, *self.elements]
         start = {*self.captured, *(v for x, v in zip(outer, inner, strict=True) if x in active)}
         while True:
@@ -109,31 +116,37 @@ class Iterations:
         """Return the indices of the states that have a gradient."""
         indices = {i for i, g in enumerate(self._result_gs) if g is not None}
         while True:
-            needed = self._needed_by([*self.stack_cotangents, *(self.ends[i] for i in indices)])
+            needed = self._values_before([*self.stack_cotangents, *(self.ends[i] for i in indices)])
             more = {i for i, a in enumerate(self.states) if a in needed}
             if more <= indices:
                 return [i for i in sorted(indices) if self.states[i] in self.varied]
             indices |= more
 
-    def _needed_by(self, ends: Iterable[ir.Value]) -> set[ir.Value]:
-        """Return the values of the body that are needed to compute `ends`."""
+    def _values_before(self, ends: Iterable[ir.Value]) -> set[ir.Value]:
+        """Return the values `ends`, and the values of the body that `ends` are computed from."""
         needed = set(ends)
         for node in reversed(self.copy.graph):
             if not needed.isdisjoint(node.outputs):
                 needed.update(reads(node))
         return needed
 
-    def defer(self, node: ir.Node, a: int, x: int, adjoint: Callable[..., ir.Value]) -> Deferred:
-        """Hide the captured input `x` of `node` from the sweep; `a` is its other input."""
+    def defer_gradient(
+        self, node: ir.Node, a: int, x: int, adjoint: Callable[..., ir.Value]
+    ) -> Deferral:
+        """Hide the captured input number `x` of `node` from the sweep, until after the loop; number
+        `a` is its other input.
+        """
         y, factor, captured = node.outputs[0], node.inputs[a], node.inputs[x]
         assert factor is not None
         assert captured is not None
         hidden = unbound_gradient(self.op, captured)
         node.replace_input_with(x, hidden)
-        return Deferred(y, factor, captured, hidden, adjoint)
+        return Deferral(y, factor, captured, hidden, adjoint)
 
-    def differentiate(self, deferred: Sequence[Deferred]) -> bool:
-        """Append the gradient of one iteration to the copy of the body; return if there is any."""
+    def differentiate(self, deferred: Sequence[Deferral]) -> bool:
+        """Append the gradient of one iteration to the copy of the body; return whether any gradient
+        exists.
+        """
         op, inner, indices = self.op, self.copy.op, self._differentiated_states()
         ds = {i: unbound_gradient(inner, self.ends[i]) for i in indices}
         seeds = [*((self.ends[i], d) for i, d in ds.items()), *self.cotangents.items()]
@@ -150,12 +163,12 @@ class Iterations:
                 same = is_tensor(a) and equal(dims(a), dims(d))
                 after = gradients[a] if a in gradients else inner.zeros_like(d if same else a)
                 start = op.zeros_like(self.results[i]) if start is None else start
-                self.carried.append(Carried(self.initial[i], start, d, after))
+                self.carried.append(CarriedGrad(self.initial[i], start, d, after))
             for v in self.captured:
                 if v in gradients:
                     before = unbound_gradient(inner, v)
                     after = inner.total([before, gradients[v]])
-                    self.carried.append(Carried(v, op.zeros_like(v), before, after))
+                    self.carried.append(CarriedGrad(v, op.zeros_like(v), before, after))
         if not self.carried and not self.gradients:
             detach_graphs([self.copy.graph])
         return bool(self.carried or self.gradients)
@@ -180,9 +193,9 @@ class Iterations:
         return self.op.emit_many(op_type, operands, {"body": body, **attributes}, width, fresh=True)
 
     def outer_gradients(
-        self, results: Iterable[ir.Value], deferred: Iterable[tuple[Deferred, ir.Value, ir.Value]]
+        self, results: Iterable[ir.Value], deferred: Iterable[tuple[Deferral, ir.Value, ir.Value]]
     ) -> Pairs:
-        """Return pairs of a value outside of the body and its gradient.
+        """Return pairs of a value outside of the loop's body and the gradient of that value.
 
         `results` are the outputs of the backward node. `deferred` has the a and the g of all
         iterations, stacked along axis 0.
@@ -195,10 +208,12 @@ class Iterations:
 # -- work that is moved out of the iterations ------------------------------------------------------
 
 
-def defer_lookups(back: Iterations) -> list[Deferred]:
-    """Defer the gradients of captured tensors of which the body gathers single rows, y = x[i]."""
+def defer_lookups(back: Iterations) -> list[Deferral]:
+    """Defer, until after the loop, the gradients of captured tensors from which the body gathers
+    single rows, y = x[i].
+    """
     return [
-        back.defer(node, 1, 0, scatter_rows)
+        back.defer_gradient(node, 1, 0, scatter_rows)
         for node in back.copy.graph
         if (node.domain, node.op_type) == ("", "Gather")
         and int_attribute(node, "axis") == 0
@@ -208,23 +223,27 @@ def defer_lookups(back: Iterations) -> list[Deferred]:
     ]
 
 
-def defer_products(back: Iterations) -> list[Deferred]:
-    """Defer the gradients of captured matrices by which the body multiplies, y = alpha a w."""
-    budget, deferred = _Budget(back), []
+def defer_products(back: Iterations) -> list[Deferral]:
+    """Defer, until after the loop, the gradients of captured matrices by which the body
+    multiplies, y = alpha a w.
+    """
+    budget, deferred = _ElementBudget(back), []
     for node in back.copy.graph:
         get = node.attributes
         if node.domain or node.op_type not in ("MatMul", "Gemm") or get.get_int("transA", 0) == 1:
             continue
         (a, w), y = node.inputs[:2], node.outputs[0]
-        fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.covers(a, y)
+        fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.has_room_for(a, y)
         if w in back.captured and fits:
             how = get.get_int("transB", 0), get.get_float("alpha", 1.0)
-            deferred.append(back.defer(node, 0, 1, partial(_product_adjoint, *how)))
+            deferred.append(back.defer_gradient(node, 0, 1, partial(_product_adjoint, *how)))
     return deferred
 
 
 def _product_adjoint(transposed, alpha, op, w, a, g):
-    """Return alpha Σ aT g, or its transpose if y = alpha a wT."""
+    """Return the gradient of w in y = alpha a w from a and the cotangents g of all iterations:
+    alpha Σ aT g, transposed if y = alpha a wT.
+    """
     factors = (g, a) if transposed else (a, g)
     left, right = (op.Reshape(v, op.vector(-1, op.dim(w, i))) for i, v in enumerate(factors))
     return op.Gemm(left, right, transA=1, alpha=alpha)
@@ -232,27 +251,28 @@ def _product_adjoint(transposed, alpha, op, w, a, g):
 
 def results_worth_saving(back: Iterations) -> list[ir.Value]:
     """Return the results of transcendental functions in the body that are small enough to save."""
-    budget = _Budget(back)
+    budget = _ElementBudget(back)
     results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
-    return [y for y in results if budget.covers(y)]
+    return [y for y in results if budget.has_room_for(y)]
 
 
 def move_constant_work(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
-    """Move nodes that compute the same in every iteration from the body to the graph of `op`.
+    """Move nodes that compute the same in every iteration from the body `graph` to the graph of
+    `op`.
 
     With `may_not_run`, the body may run zero times, and only nodes that cannot fail are moved.
     """
 
-    def worth(node: ir.Node) -> bool:
+    def is_worth_moving(node: ir.Node) -> bool:
         is_output = any(y.is_graph_output() for y in node.outputs)
         return not is_output and (not may_not_run or "never_fails" in operator_of(node).traits)
 
     free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
-    tidy.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})
+    tidy.move_out(graph, op, is_worth_moving, {v for v in free if not v.is_graph_input()})
 
 
-class _Budget:
-    """How many elements an iteration of the forward pass carries, reads and returns."""
+class _ElementBudget:
+    """The number of elements that one iteration of the forward pass carries, reads and returns."""
 
     def __init__(self, back: Iterations) -> None:
         self._elements: Counter[tuple[str, ...]] = Counter()
@@ -260,13 +280,15 @@ class _Budget:
             if (size := _element_count(v)) is not None:
                 self._elements[size[1]] += size[0]
 
-    def covers(self, *values: ir.Value | None) -> bool:
-        """Return whether each of `values` is proven to have no more elements."""
+    def has_room_for(self, *values: ir.Value | None) -> bool:
+        """Return whether each of `values` is proven to have at most the number of elements of the
+        budget.
+        """
         sizes = [(0, ()) if v is None else _element_count(v) for v in values]
         return all(s is not None and s[0] <= self._elements[s[1]] for s in sizes)
 
 
 def _element_count(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
-    """Return the number of elements of `v` as (factor, symbols), or None if it is unknown."""
+    """Return the number of elements of a value as (factor, symbols), or None if it is unknown."""
     shape = dims(v)
     return volume(shape) if shape is not None and all(map(is_stated, shape)) else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
+from onnxgrad.autodiff.control.copies import Pairs, SubgraphCopy, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import (
     Iterations,
     defer_lookups,
@@ -36,11 +36,11 @@ _CONDITION = ir.TensorType(ir.DataType.BOOL)
 def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """y = If(c, f, h):  dx = If(c, f'ᵀ g, h'ᵀ g), for all x that the branches capture."""
     wrt = [v for v in captured(node) if v in active]
-    copies = [Copy(op, node, name) for name in _BRANCHES]
+    copies = [SubgraphCopy(op, node, name) for name in _BRANCHES]
     branch_gradients = []
     for copy in copies:
         pairs = [(y, g) for y, g in zip(copy.outputs, gs, strict=True) if g is not None]
-        seeds = [  # of the shape of y, which this branch may state more precisely than the If
+        seeds = [  # the branch may state the shape of y more precisely than the If
             (y, g if y.shape is None else copy.op.set_type_like(copy.op.copy_of(g), y))
             for y, g in pairs
         ]
@@ -55,15 +55,17 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
                 gradients[v] if v in gradients else inner.zeros_like(v) for v in reached
             )
         for placeholder, original in copy.random_placeholders():
-            saved = _random_output(op, node, name, original)
+            saved = _return_random_numbers(op, node, name, original)
             ir.convenience.replace_all_uses_with(placeholder, saved)
     branches = {name: copy.graph for name, copy in zip(_BRANCHES, copies, strict=True)}
     outputs = op.emit_many("If", node.inputs, branches, outputs=len(reached), fresh=True)
     return [(v, op.set_type_like(dv, v)) for v, dv in zip(reached, outputs, strict=True)]
 
 
-def _random_output(op: Emit, node: ir.Node, branch: str, random: ir.Value) -> ir.Value:
-    """Make `node` return the random numbers of one branch; the other branch returns no elements."""
+def _return_random_numbers(op: Emit, node: ir.Node, branch: str, random: ir.Value) -> ir.Value:
+    """Add an output to the If `node`: the random numbers of one branch, no elements in the other
+    branch.
+    """
     assert random.dtype is not None
     [other] = [node.attributes[name].as_graph() for name in _BRANCHES if name != branch]
     empty = op.const(np.zeros((0,) * (rank(random) or 1), random.dtype.numpy()))
@@ -98,7 +100,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
 
 
 def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> None:
-    """Bind the free values of the backward body, by nodes at its start.
+    """Write nodes at the start of the backward body that compute the forward values which it reads.
 
     Backward iteration `counter` is forward iteration `last - counter`.
     """
@@ -114,25 +116,26 @@ def _bind_free_values(back: Iterations, counter: ir.Value, last: ir.Value) -> No
             "tensors of changing shape: draw the random numbers outside of the Loop, or stack "
             "tensors of one shape"
         )
-    # values of the body -> tensors, or sequences, of their values in all iterations
+    # {value of the body: its values in all iterations, as a tensor or a sequence}
     stacks = {back.cotangents[y]: g for y, g in back.stack_cotangents.items()}
     saved = [*random, *steady.items()]
     stacks |= {v: add_output(op, back.node, "body", o) for v, o in saved}
     recorded = {v: o for v, o in others.items() if is_tensor(v)}
-    again = _loop_again(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
+    again = _rerun_loop(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
     sequences = dict(zip(recorded, again[len(back.states) :], strict=True))
     replace = partial(ir.convenience.replace_all_uses_with, replace_graph_outputs=True)
     with copy.op.at(next(iter(copy.graph), None)) as inner:
         t = inner.set_type_like(last - counter, counter)
         replace(copy.inputs[0], t)
-        replace(copy.inputs[1], inner.const(np.bool_(True)))  # as in every iteration that ran
+        # the condition held in every iteration that ran
+        replace(copy.inputs[1], inner.const(np.bool_(True)))
         for value, stack in stacks.items():
             if value.uses() or value.is_graph_output():
                 replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
             replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))
-        if len(recorded) < len(others):  # ONNX has no sequences of sequences: run up to here
-            starts = _loop_again(back, inner, [t, np.bool_(True)])
+        if len(recorded) < len(others):  # ONNX has no sequences of sequences: run the Loop up to t
+            starts = _rerun_loop(back, inner, [t, np.bool_(True)])
             for a, start in zip(back.states, starts, strict=True):
                 if a in others and not is_tensor(a):
                     replace(a, inner.set_type_like(start, a))
@@ -147,15 +150,16 @@ def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
     return all(map(is_stated, dims(value) or (None,)))
 
 
-def _loop_again(
+def _rerun_loop(
     back: Iterations, op: Emit, limits: Sequence[Any], recorded: Collection[ir.Value] = ()
 ) -> list[ir.Value]:
-    """Write the forward Loop once more by `op`, up to `limits`: how many iterations, a condition.
+    """Write the forward Loop once more by `op`, with `limits`: the number of iterations and a
+    condition.
 
     Return the final states, then for each value of the forward body in `recorded`, the sequence of
     its values in all iterations.
     """
-    copy, n = Copy(back.op, back.node, "body"), len(back.states)
+    copy, n = SubgraphCopy(back.op, back.node, "body"), len(back.states)
     values = [copy.copy_of_value(v) for v in recorded]
     empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in values]
     before = [ir.Value(name=op.name("recorded"), type=sequence.type) for sequence in empty]
@@ -171,7 +175,9 @@ def _loop_again(
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor that is stacked along `axis`; direction 1 reads or writes the last slice first."""
+    """A tensor of slices stacked along `axis`; with direction 1, the last slice is the first
+    iteration's.
+    """
 
     value: ir.Value
     axis: int
@@ -185,11 +191,12 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
     deferred = defer_products(back)
     costly = [] if marks.KEEPS_NOTHING in node.meta else results_worth_saving(back)
-    return _write_scan(back, costly) if back.differentiate(deferred) else []
+    return _write_backward_scan(back, costly) if back.differentiate(deferred) else []
 
 
-def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
-    """Write the Scan over the iterations in reverse.
+def _write_backward_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
+    """Write the Scan over the iterations in reverse; return pairs of an outer value and its
+    gradient.
 
     `costly` are results of the forward body that are saved. Return pairs of a value outside and its
     gradient.
@@ -210,11 +217,11 @@ def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     saved += copy.replace_by_placeholders(p.y for p in back.deferred)
     used = [a for a in back.states if a.uses() or any(p.a is a for p in back.deferred)]
     for v, original in [*saved, *((a, back.original_state(a)) for a in used)]:
-        stacks[v] = Stack(_stack_of_forward(back, original, sequences[0]), 0, 1)
+        stacks[v] = Stack(_stack_in_forward_scan(back, original, sequences[0]), 0, 1)
     move_constant_work(copy.graph, op)
     inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
 
-    # stack of a value that each iteration returns -> the stacked tensor outside of the body
+    # {the stack of a value that each iteration returns: the stacked tensor outside of the body}
     stacked = {Stack(v, 0, s.direction): s.value for v, s in stacks.items() if s.axis == 0}
     of_elements = [
         (sequence.value, Stack(inner[back.gradients[a]], sequence.axis, sequence.direction))
@@ -231,7 +238,7 @@ def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     returned += [a for _, a, _ in of_products]
     outputs = [stack for stack in dict.fromkeys(returned) if stack not in stacked]
     copy.set_outputs([*copy.graph.outputs[:n], *(stack.value for stack in outputs)])
-    results = _emit_scan(back, stacks, outputs)
+    results = _emit_backward_scan(back, stacks, outputs)
 
     stacked |= zip(outputs, results[n:], strict=True)
     deferred = [(p, stacked[a], stacked[g]) for p, a, g in of_products]
@@ -239,8 +246,10 @@ def _write_scan(back: Iterations, costly: list[ir.Value]) -> Pairs:
     return back.outer_gradients(results, deferred) + elements
 
 
-def _stack_of_forward(back: Iterations, value: ir.Value, like: Stack) -> ir.Value:
-    """Make the forward node stack `value` of its body, as long as `like`; return the stack."""
+def _stack_in_forward_scan(back: Iterations, value: ir.Value, like: Stack) -> ir.Value:
+    """Make the forward Scan return `value` of its body, stacked over all iterations; return the
+    stack.
+    """
     node = back.node
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:
@@ -253,10 +262,12 @@ def _stack_of_forward(back: Iterations, value: ir.Value, like: Stack) -> ir.Valu
     return stack
 
 
-def _emit_scan(
+def _emit_backward_scan(
     back: Iterations, stacks: dict[ir.Value, Stack], outputs: list[Stack]
 ) -> list[ir.Value]:
-    """Append the backward Scan; return its outputs: the carried values, then `outputs`."""
+    """Append the backward Scan; return its outputs: the carried gradients, then the stacks
+    `outputs`.
+    """
     if unranked := [y.name for y in back.copy.graph.outputs if y.shape is None]:
         raise NoGradientRule(
             f"{back.copy.description}: onnxruntime runs a Scan only over values of known rank, "
@@ -282,7 +293,9 @@ def _emit_scan(
 
 
 def _reversed_stacks(node: ir.Node, kind: str, values: Sequence[Any]) -> list[Stack]:
-    """Return `values`, stacked like the inputs or outputs of `node` but in the other direction."""
+    """Return `values`, inputs or outputs that the Scan `node` slices or stacks, to be scanned in
+    the other direction.
+    """
     get, zeros = node.attributes.get_ints, (0,) * len(values)
     axes, directions = (get(f"scan_{kind}_{k}", zeros) for k in ("axes", "directions"))
     return [Stack(v, a, 1 - d) for v, a, d in zip(values, axes, directions, strict=True)]

@@ -18,7 +18,9 @@ __all__ = ["GRADIENT", "arithmetic", "convolutions", "finish", "scatters"]
 
 
 def finish(model: ir.Model) -> None:
-    """Remove, in place, the nodes that no output needs, and rewrite the others in cheaper forms."""
+    """Remove the nodes that no output needs, and rewrite the other nodes in cheaper forms, in
+    place.
+    """
     drop_unused(model.graph)
     rewrite(model.graph, GROUPS[GRADIENT])
     tidy(model)

@@ -19,14 +19,16 @@ GRADIENT = "gradient"  # the group of the rewrites that run after the sweep
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def is_own(op: Any, v: ir.Value, op_type: str) -> bool:
-    """Return whether a node of a standard operator computes `v`, and the package wrote it."""
+def is_emitted(op: Any, v: ir.Value, op_type: str) -> bool:
+    """Return whether `v` is the result of a standard operator `op_type` whose node this package
+    wrote.
+    """
     node = made_by(v, op_type)
     return node is not None and op.is_own(node)
 
 
-def read_once(v: ir.Value) -> bool:
-    """Return whether exactly one node reads `v`, and it is no output of its graph."""
+def has_one_reader(v: ir.Value) -> bool:
+    """Return whether exactly one node reads `v`, and `v` is no output of its graph."""
     return len(list(v.uses())) == 1 and not v.is_graph_output()
 
 
@@ -38,19 +40,23 @@ def sum_squares(op, node):
     if product is None or "noop_with_empty_axes" in node.attributes:
         return None
     x, other = product.inputs
-    if x is None or x is not other or not is_real(x):  # onnxruntime has it for few integers
+    # onnxruntime has no ReduceSumSquare of most integers
+    if x is None or x is not other or not is_real(x):
         return None
     return [op.ReduceSumSquare(x, *node.inputs[1:], keepdims=keepdims)]
 
 
 @rewrites("Reshape", group=GRADIENT)
 def sum_without_kept_axes(op, node):
-    """A Reshape that removes the axes of length 1 which a ReduceSum keeps."""
+    """Reshape(ReduceSum(x, keepdims=1)) = ReduceSum(x, keepdims=0), where the Reshape drops the
+    summed axes.
+    """
     total, target = made_by(node.inputs[0], "ReduceSum"), constant(node.inputs[1])
     if total is None or target is None or len(total.inputs) < 2:
         return None
     shape = output_shape("ReduceSum", total.inputs, {"keepdims": 0})
-    if shape is None or static(shape) != tuple(target) or 0 in target:  # 0 copies a length
+    # 0 in a target copies a length
+    if shape is None or static(shape) != tuple(target) or 0 in target:
         return None
     if not int_attribute(total, "keepdims") or "noop_with_empty_axes" in total.attributes:
         return None
@@ -58,8 +64,10 @@ def sum_without_kept_axes(op, node):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """`value`, with `before` zeros in front of it along `axis` and `after` behind it."""
+class _PaddedPart:
+    """A `value` that a Pad extends along `axis` by `before` zeros in front of it and `after` behind
+    it.
+    """
 
     value: ir.Value
     axis: int
@@ -67,13 +75,15 @@ class _Part:
     length: int
     after: int
 
-    def adjoins(self, other: _Part) -> bool:
+    def adjoins(self, other: _PaddedPart) -> bool:
         return self.axis == other.axis and self.before + self.length == other.before
 
 
 @rewrites("Add", "Sum", group=GRADIENT)
-def join_parts(op, node):
-    """pad(a) + pad(b) = concat(a, b), where the parts adjoin, as the gradients of slices do."""
+def join_padded_parts(op, node):
+    """pad(a) + pad(b) = concat(a, b), where a ends at the index at which b begins, as in gradients
+    of slices.
+    """
     terms = list(node.inputs)
     parts = {x: part for x in terms if (part := _padded_part(x)) is not None}
     order = sorted(parts.values(), key=lambda part: (part.axis, part.before))
@@ -81,10 +91,10 @@ def join_parts(op, node):
     if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
         return None
     first, last, like = order[0], order[-1], next(iter(parts))
-    ranks = {rank(part.value) for part in order}  # a stack adds an axis to some
+    ranks = {rank(part.value) for part in order}  # a stack of members adds an axis to some
     own = op.is_own(node) and len(ranks) == 1
     if not own and not all(equal(dims(x), dims(like)) for x in parts):
-        return None  # one may be broadcast
+        return None  # an operand may be broadcast
     whole = op.Concat(*(part.value for part in order), axis=first.axis)
     if first.before or last.after:
         n = len(dims(whole) or ())
@@ -96,7 +106,9 @@ def join_parts(op, node):
 
 
 def _padded_part(x):
-    """Return the part of `x` outside of which a Pad wrote zeros, along one axis; else None."""
+    """Return the operand and the zeros of the Pad that computes `x` along one axis; None for
+    other nodes.
+    """
     node = made_by(x, "Pad")
     if node is None or len(node.inputs) != 2:
         return None
@@ -110,15 +122,17 @@ def _padded_part(x):
     if not isinstance(length, int):
         return None
     axis = int(axes[0])
-    return _Part(value, axis, int(before[axis]), length, int(after[axis]))
+    return _PaddedPart(value, axis, int(before[axis]), length, int(after[axis]))
 
 
 # -- products -------------------------------------------------------------------------------------
 
 
 @rewrites("Add", group=GRADIENT)
-def double(op, node):
-    """x + x = 2 x: a product by a scalar, which `multiply_scalars_first` joins with others."""
+def double_by_product(op, node):
+    """x + x = 2 x: a product by a scalar, which `multiply_scalars_first` joins with other
+    products.
+    """
     x, other = node.inputs
     return [op.Mul(x, 2.0)] if x is other and is_real(x) and op.is_own(node) else None
 
@@ -136,7 +150,7 @@ def multiply_scalars_first(op, node):
         shape = dims(t)
         if shape is None or not _is_column(shape):
             continue
-        terms = v.producer().inputs if is_own(op, v, "Add") and read_once(v) else [v]
+        terms = v.producer().inputs if is_emitted(op, v, "Add") and has_one_reader(v) else [v]
         found = [_scalar_factor(op, term, shape) for term in terms]
         if all(found):
             scaled = [op.Mul(x, op.Mul(s, t)) for x, s in found]
@@ -145,8 +159,10 @@ def multiply_scalars_first(op, node):
 
 
 def _scalar_factor(op, v, scale):
-    """Return x and s if only one node reads `v` = x s, s a scalar and x larger than `scale`."""
-    if not is_own(op, v, "Mul") or not read_once(v):
+    """Return (x, s) if `v` = x s, s a scalar and x of more elements than `scale`, and one node
+    reads `v`; else None.
+    """
+    if not is_emitted(op, v, "Mul") or not has_one_reader(v):
         return None
     operands = v.producer().inputs
     for x, s in (operands, operands[::-1]):
@@ -159,7 +175,7 @@ def _scalar_factor(op, v, scale):
 
 
 def _is_column(shape: Dims) -> bool:
-    """Return whether a shape is of a scalar, or of numbers along the first axis only."""
+    """Return whether a shape has no axis that is longer than 1 but perhaps the first one."""
     return not shape or (shape[0] != 1 and {*shape[1:]} <= {1})
 
 
@@ -176,7 +192,7 @@ def multiply_without_expand(op, node):
 def divide_once(op, node):
     """(1 / d) x = x / d; onnxruntime (1.32) does so too, and fails if x is a product by 1."""
     for v, x in (node.inputs, node.inputs[::-1]) if op.is_own(node) else ():
-        if is_own(op, v, "Div") and read_once(v):
+        if is_emitted(op, v, "Div") and has_one_reader(v):
             one, d = v.producer().inputs
             if not dims(one) and op.is_all(one, 1):
                 return [op.Div(x, d)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.arithmetic import GRADIENT, is_own, read_once
+from onnxgrad.autodiff.forms.arithmetic import GRADIENT, has_one_reader
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute, string_attribute
@@ -16,8 +16,8 @@ from onnxgrad.operators.shapes import dims, equal, rank, static
 from onnxgrad.operators.windows import spatial_lengths, windows_of, windows_tile
 
 
-def _zeros_added_to(op: Any, v: ir.Value) -> ir.Node | None:
-    """Return the ScatterElements that computes `v` by adding numbers to zeros, or None."""
+def _scatter_into_zeros(op: Any, v: ir.Value) -> ir.Node | None:
+    """Return the ScatterElements node that computes `v` by adding numbers to zeros, or None."""
     node = made_by(v, "ScatterElements")
     if node is None or string_attribute(node, "reduction") != "add":
         return None
@@ -27,21 +27,23 @@ def _zeros_added_to(op: Any, v: ir.Value) -> ir.Node | None:
 
 @rewrites("Add", group=GRADIENT)
 def scatter_into_sum(op, node):
-    """x + scatter(0, i, u) = scatter(x, i, u), which adds u; its sums are in another order.
+    """x + scatter(0, i, u) = scatter(x, i, u), where scatter adds u at the indices i.
 
     So is the gradient of a table that is read by rows, and as a matrix. Zeros would be as large.
     """
     for x, y in (node.inputs, node.inputs[::-1]):
-        made = _zeros_added_to(op, y) if is_own(op, y, "ScatterElements") and read_once(y) else None
+        added = _scatter_into_zeros(op, y)
+        if added is None or not (op.is_own(node) and op.is_own(added) and has_one_reader(y)):
+            continue
         exact = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) and static(dims(x)) is not None
-        if made and exact and dims(x) == dims(y) == dims(node.outputs[0]) and op.is_own(node):
-            return [op.ScatterElements(x, *made.inputs[1:], **attributes_of(made))]
+        if exact and dims(x) == dims(y) == dims(node.outputs[0]):
+            return [op.ScatterElements(x, *added.inputs[1:], **attributes_of(added))]
     return None
 
 
 @rewrites("Sub", group=GRADIENT)
 def scatter_into_softmax(op, node):
-    """g - e^y sum(g) = scatter(-e^y sum(u), i, u), where g is zeros with u added at i.
+    """g - e^y sum(g) = scatter(-e^y sum(u), i, u), where g is zero but for u, added at indices i.
 
     This is the gradient of a LogSoftmax, i the index of the label of each row.
     """
@@ -51,27 +53,29 @@ def scatter_into_softmax(op, node):
         return None
     (i, u, axis), factors = label, product.inputs
     for shares, total in (factors, factors[::-1]):
-        # not broadcast: rules write operands of one shape, and a stack adds an axis to some
+        # not broadcast: rules write operands of one shape; a stack of members adds an axis to some
         one_shape = equal(dims(shares), dims(g)) or (op.is_own(node) and rank(shares) == rank(g))
-        if one_shape and _is_sum(op, total, g, axis):
+        if one_shape and _is_sum_along_axis(op, total, g, axis):
             others = op.Mul(shares, op.Neg(op.ReduceSum(u, [axis], keepdims=1)))
             return [op.ScatterElements(others, i, u, axis=axis, reduction="add")]
     return None
 
 
 def _row_labels(op, g):
-    """Return i, u and an axis if `g` is zeros with u added at an index of i in each row."""
-    node, n = _zeros_added_to(op, g), rank(g)
+    """Return (i, u, axis) if `g` is zero but for u, added along `axis` at one index of i in each
+    row; else None.
+    """
+    node, n = _scatter_into_zeros(op, g), rank(g)
     if node is None or n is None:
         return None
     (_, i, u), axis = node.inputs, int_attribute(node, "axis") % n
     rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
-    rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
+    rows[axis] = labels[axis] = 1  # i must have an index for every row of g
     return (i, u, axis) if equal(tuple(rows), tuple(labels)) else None
 
 
-def _is_sum(op, total, g, axis):
-    """Return whether `total` is the sum of `g` along an axis, which is kept."""
+def _is_sum_along_axis(op, total, g, axis):
+    """Return whether `total` is the sum of `g` along `axis`, with keepdims=1."""
     node = made_by(total, "ReduceSum")
     if node is None or node.inputs[0] is not g:
         return False
@@ -81,12 +85,12 @@ def _is_sum(op, total, g, axis):
 
 
 @rewrites("Reshape", group=GRADIENT)
-def unpool(op, node):
-    """Zeros with g added at the maxima of windows = MaxUnpool(g), where windows tile x.
+def unpool_maxima(op, node):
+    """Zeros with g added at the maxima of pooling windows = MaxUnpool(g), where the windows tile x.
 
     Zeros for other windows have the rows of g, so that no runtime stores them, or asks for a size.
     """
-    scatter, dx = _zeros_added_to(op, node.inputs[0]), node.outputs[0]
+    scatter, dx = _scatter_into_zeros(op, node.inputs[0]), node.outputs[0]
     flat = [] if scatter is None else scatter.inputs[1:]
     reshapes = [r for v in flat if (r := made_by(v, "Reshape")) is not None and rank(v) == 1]
     if len(reshapes) < max(len(flat), 1):

@@ -23,11 +23,13 @@ from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.operators.shapes import constant
 
 BRANCHES = "static branches"
-_FIRST = 18  # older bodies use forms of operators that newer opsets lack
+_FIRST = 18  # opset: older bodies use operators as newer opsets do not have them
 
 
-def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """y = f(x), by the nodes of the newest function body that ONNX has; None if it has none."""
+def inline_function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """y = f(x), written by the nodes of ONNX's newest function body of f; None if ONNX has no
+    body.
+    """
     opset = op.root.graph.opset_imports.get(node.domain, 0)
     if not opset or not defs.has(node.op_type, opset, node.domain):
         return None
@@ -57,7 +59,7 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 def constant_as_initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Return the numbers of a Constant, which function bodies hold, as an initializer."""
+    """Return an initializer that holds the numbers of a Constant node of a function body."""
     [y] = node.outputs
     if y.is_graph_output() or len(node.attributes) != 1:
         return None
@@ -69,18 +71,19 @@ def constant_as_initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 @cache
 def operators_with_body() -> list[tuple[str, str]]:
-    """Return domain and name of the operators that have a function body."""
-    return [(schema.domain, schema.name) for schema in defs.get_all_schemas() if has_body(schema)]
+    """Return (domain, name) of all operators that ONNX defines by a function body."""
+    return [(s.domain, s.name) for s in defs.get_all_schemas() if has_function_body(s)]
 
 
-def has_body(schema: Any) -> bool:
+def has_function_body(schema: Any) -> bool:
     """Return whether ONNX defines the operator by a function body of opset 18 or newer."""
-    dependent = schema.context_dependent_function_opset_versions  # on the inputs of a node
+    # bodies that depend on the inputs of a node
+    dependent = schema.context_dependent_function_opset_versions
     return any(v >= _FIRST for v in (*schema.function_opset_versions, *dependent))
 
 
 def _newest_body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
-    """Return the newest function body that ONNX has for `node`, or None."""
+    """Return the newest function body that ONNX has for the operator of `node`, or None."""
     all_versions = schema.function_opset_versions, schema.context_dependent_function_opset_versions
     fixed, dependent = ([v for v in each if _FIRST <= v <= opset] for each in all_versions)
     body = onnx.FunctionProto()
@@ -95,7 +98,7 @@ def _newest_body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
         body.ParseFromString(text)
     try:
         return ir.serde.deserialize_function(body) if body.node else None
-    except ir.serde.SerdeError:  # the body of an Attention lacks outputs
+    except ir.serde.SerdeError:  # onnx's body of Attention lacks outputs
         return None
 
 
@@ -106,7 +109,7 @@ def _type_proto(x: ir.Value | None) -> onnx.TypeProto:
 
 
 @rewrites("If", group=BRANCHES)
-def static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def inline_static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch take the place of the If.
 
     Names that occur several times, which separate branches may have, are changed.

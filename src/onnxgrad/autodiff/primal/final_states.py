@@ -18,11 +18,11 @@ from onnxgrad.operators.rule_nodes import node_output
 from onnxgrad.operators.shapes import constant, dims, rank
 
 FINAL_STATES = "final states"
-_FAR = (1 << 31) - 1  # ends of slices, from which they mean all that is there
+_FAR = (1 << 31) - 1  # an end of a slice from which it means the end of the axis
 
 
 @rewrites("Gather", group=FINAL_STATES)
-def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def read_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Y[T - 1] = Y_h; of a reversed layer, Y[0] = Y_h."""
     (x, i), axes = node.inputs, named_axes(node)
     index, shape = constant(i), dims(x)
@@ -39,7 +39,7 @@ def last_output(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @rewrites("Slice", group=FINAL_STATES)
-def slice_of_last(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def slice_final_state(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Y[T - 1 :] = Y_h, with an axis of length 1."""
     x, *others = node.inputs
     start, end, _, step = map(constant, (*others, None, None)[:4])
@@ -57,7 +57,9 @@ def slice_of_last(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Value | None:
-    """Return the entry of `v` at `number` of an axis, 0 or -1, if it is a final state."""
+    """Return the final state of a recurrent layer if it equals `v` at index `number` of `axis`;
+    else None.
+    """
     node = None if v is None else v.producer()
     if node is None or node.domain or v is not node.outputs[0]:
         return None
@@ -79,15 +81,15 @@ def _final_state(op: Emit, v: ir.Value | None, axis: int, number: int) -> ir.Val
 
 
 def _state_of_layer(op: Emit, node: ir.Node, axis: int, number: int) -> ir.Value | None:
-    """Return Y_h if Y has it at `number` of its axis of time."""
+    """Return the output Y_h of a recurrent layer if it equals Y at index `number` of the time
+    axis.
+    """
     y, end = node.outputs[0], {"forward": -1, "reverse": 0}.get(string_attribute(node, "direction"))
     if axis != int_attribute(node, "layout") or number != end:
         return None
     shape = dims(y)
-    if (
-        shape is None or y.dtype is None or sequence_lengths(node) is not None
-    ):  # zero beyond their ends
-        return None
+    if shape is None or y.dtype is None or sequence_lengths(node) is not None:
+        return None  # with lengths of sequences, Y is zero beyond their ends
     state = node_output(op, node, 1, y.dtype)
     state.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
     return state

@@ -38,7 +38,7 @@ InputAxes = dict[str, int | None]
 States = dict[ir.Value, RowState]
 
 
-def stated_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> int | None:
+def fixed_row_count(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) -> int | None:
     """Return the number of rows that a prepared model takes, None if it takes any number.
 
     It is 1 if an input has one row, otherwise the number that all inputs have in common.
@@ -47,7 +47,7 @@ def stated_rows(model: ir.Model, symbol: str, stated: Mapping[str, int | None]) 
     """
     shapes = [dims(x) or () for x in model.graph.inputs]
     if any(symbol in shape for shape in shapes):
-        return None  # an axis of length 1 beside the symbol, as of a state, is not the row axis
+        return None  # an axis of length 1 of another input, as of a state, is not the row axis
     open_inputs = [x for x in model.graph.inputs if x.name not in stated]
     firsts = {(dims(x) or (None,))[0] for x in open_inputs}
     one = 1 if 1 in firsts else firsts.pop() if len(firsts) == 1 else None
@@ -66,14 +66,14 @@ def free_rows(
         model: a prepared model, which is not changed.
         symbol: the name of the number of rows in shapes.
         stated: the row axis of inputs, where it is known; None for an input without rows.
-        count: the number of rows that the model takes: `stated_rows`.
+        count: the number of rows that the model takes: `fixed_row_count`.
     """
     for axes in islice(_axis_choices(model.graph, stated, count), CHOICES_TRIED):
         copy = model.clone()
         try:
             fixed = FixedRows(copy.graph, axes, count)
             fixed.find_rows()
-            fixed.free_nodes()
+            fixed.rewrite_fixed_nodes()
             shapes = {str(x.name): shape for x in copy.graph.inputs if (shape := dims(x))}
             infer_from_rows(copy, axes, shapes, symbol)
             _require_rows_in_outputs(copy.clone(), axes)
@@ -92,10 +92,10 @@ def _axis_choices(
         shape = dims(x) or ()
         axes: list[int | None] = [i for i, d in enumerate(shape) if d == count]
         if len(shape) == 1 and x.dtype is not None and not x.dtype.is_floating_point():
-            axes = [*axes, None]  # a sample rate, or the like
+            axes = [*axes, None]  # an input without rows, such as a sample rate
         names.append(str(x.name))
         candidates.append([stated[names[-1]]] if names[-1] in stated else axes or [None])
-    waiting = [(0, (0,) * len(names), 0)]  # sum of the indices, indices, the first that may grow
+    waiting = [(0, (0,) * len(names), 0)]  # (sum of indices, indices, first index that may grow)
     while waiting:
         total, choice, first = heappop(waiting)
         yield {n: axes[i] for n, axes, i in zip(names, candidates, choice, strict=True)}
@@ -105,15 +105,19 @@ def _axis_choices(
 
 
 def _require_rows_in_outputs(model: ir.Model, axes: InputAxes) -> None:
-    """Raise `UnprovenRows` unless each output has rows, along any axis; shapes are replaced."""
+    """Raise `UnprovenRows` unless each output has an axis of rows; shapes of `model` are
+    replaced.
+    """
     outputs = model.graph.outputs
     walk = walk_rows(model, axes, assumed_lengths(model.graph.inputs), outputs)
     if lacking := [y.name for y in outputs if not walk.has_rows(y)]:
-        raise UnprovenRows(f"the outputs {lacking} do not depend on the rows")
+        raise UnprovenRows(f"the outputs {lacking} do not depend on the rows of the inputs")
 
 
 class FixedRows(RowWalk):
-    """A walk through a graph of `count` rows, all of whose shapes hold for this number only."""
+    """A walk through a graph whose shapes hold for `count` rows only, which makes them hold for any
+    number.
+    """
 
     def __init__(self, graph: ir.Graph, axes: InputAxes, count: int) -> None:
         self.graph, self.op, self.count = graph, Emit(graph), count
@@ -123,13 +127,15 @@ class FixedRows(RowWalk):
     # -- the search for the rows ------------------------------------------------------------------
 
     def find_rows(self) -> None:
-        """Find the states of all values; raise `UnprovenRows` if a node mixes rows, or may do so.
+        """Find how each value depends on the rows; raise `UnprovenRows` if a node may mix rows.
 
         The row axis after a Reshape may be one of several: the likeliest is tried first.
         """
         needed = nodes_behind(self.graph.outputs)
-        nodes = [node for node in self.graph if node in needed and not _is_size(node)]
-        choices: list[tuple[int, int, Iterator[States]]] = []  # node, known states, open options
+        sizes = ("Shape", "Size")
+        nodes = [n for n in self.graph if n in needed and (n.domain or n.op_type not in sizes)]
+        # (node, number of known states, options left)
+        choices: list[tuple[int, int, Iterator[States]]] = []
         at, visits = 0, VISITS_PER_NODE * len(nodes)
         while at < len(nodes):
             visits -= 1
@@ -146,14 +152,16 @@ class FixedRows(RowWalk):
                 self.states |= states
             at += 1
         if not self.states.keys() >= {*self.graph.outputs}:
-            raise UnprovenRows("an output does not depend on the rows")
+            raise UnprovenRows("an output does not depend on the rows of the inputs")
 
     def _state_options(self, node: ir.Node) -> list[States]:
-        """Return the states that the outputs may have, the likeliest first; none if rows mix."""
+        """Return the possible states of the node's outputs, the likeliest first; [] if the node
+        mixes rows.
+        """
         if self._reshapes_rows(node):
             x, y = node.inputs[0], node.outputs[0]
             assert x is not None
-            found = [(self._likeliest_first(x, y, s), s) for s in self.states_after_reshape(node)]
+            found = [(self._likelihood_key(x, y, s), s) for s in self.states_after_reshape(node)]
             return [{y: state} for _, state in sorted(found, key=lambda pair: pair[0])]
         states: States = {}
         for y, state in zip(node.outputs, self.states_by_row(node), strict=True):
@@ -163,8 +171,8 @@ class FixedRows(RowWalk):
                 return []
         return [states]
 
-    def _likeliest_first(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
-        """Return the sort key of a state after a Reshape, the smallest for the likeliest.
+    def _likelihood_key(self, x: ir.Value, y: ir.Value, state: RowState) -> tuple:
+        """Return the sort key of a row state after a Reshape: smaller for a likelier axis.
 
         An axis of the length `count` is likely, best the same as before. Otherwise the rows are
         joined with the axis behind them, as the heads of an attention that get an axis; or with
@@ -175,14 +183,16 @@ class FixedRows(RowWalk):
         return joined, behind, state.axis != self.states[x].axis, state.axis
 
     def common_layout(self, states: Sequence[RowState]) -> tuple[int, Dim] | None:
-        """Return `outer` and `length` of operands, where unknown lengths equal a known one."""
+        """Return (outer, length) of the row axis that all `states` share, where an unknown
+        length equals any; else None.
+        """
         known = {s.length for s in states if isinstance(s.length, int)}
         length = known.pop() if len(known) == 1 else states[0].length
         filled = [s if isinstance(s.length, int) else s._replace(length=length) for s in states]
         return super().common_layout(filled)
 
     def has_length(self, y: ir.Value, axis: int, length: Dim) -> bool:
-        """Return whether an axis has the length, which an unknown one gets."""
+        """Return whether an axis of `y` has the length; an unknown length is set to it."""
         shape = list(dims(y) or ())
         if axis < len(shape) and not isinstance(shape[axis], int):
             shape[axis] = length
@@ -190,12 +200,14 @@ class FixedRows(RowWalk):
         return super().has_length(y, axis, length)
 
     def elements_per_row(self, length: Dim) -> int | None:
-        """Return how many elements a row has along an axis: one if its length is unknown."""
+        """Return how many elements of an axis of this length each row has; 1 if the length is
+        unknown.
+        """
         times, rest = divmod(length, self.count) if isinstance(length, int) else (1, 0)
         return None if rest else times
 
     def _reshapes_rows(self, node: ir.Node) -> bool:
-        """Return whether a node is a Reshape of rows, or removes the axis of a single row."""
+        """Return whether `node` is a Reshape of rows, or removes the row axis of a single row."""
         x = node.inputs[0]
         if node.domain or x not in self.states:
             return False
@@ -213,8 +225,10 @@ class FixedRows(RowWalk):
 
     # -- the nodes that state the number of rows --------------------------------------------------
 
-    def free_nodes(self) -> None:
-        """Rewrite the nodes that hold for `count` rows only, so that they hold for any number."""
+    def rewrite_fixed_nodes(self) -> None:
+        """Rewrite the nodes that are right for `count` rows only, so that they are right for any
+        number.
+        """
         for node in list(self.graph):
             state = self.states.get(node.outputs[0])
             if state is None:
@@ -254,7 +268,9 @@ class FixedRows(RowWalk):
         self._replace_node(node, sliced)
 
     def _repeat_operands(self, node: ir.Node, operands: Iterable[int], axis: int) -> None:
-        """Repeat operands without rows, which the file states for `count` rows, for each row."""
+        """Replace operands that the file stores for `count` rows by one row, repeated at run
+        time.
+        """
         rows = next(x for x in node.inputs if x is not None and x in self.states)
         for i in operands:
             x = node.inputs[i] if i < len(node.inputs) else None
@@ -262,7 +278,7 @@ class FixedRows(RowWalk):
                 continue
             one = self._operand_of_one_row(x, axis)
             if one is None:
-                raise UnprovenRows(f"{node.op_type}: operand {i} may differ from row to row")
+                raise UnprovenRows(f"{node.op_type}: operand {i}, {x.name!r}, has unequal rows")
             ones = [1] * len(dims(one) or ())
             with self.op.at(node):
                 target = self.op.vector(*ones[:axis], self._row_length(rows), *ones[axis + 1 :])
@@ -270,7 +286,7 @@ class FixedRows(RowWalk):
             node.replace_input_with(i, repeated)
 
     def _operand_of_one_row(self, x: ir.Value, axis: int) -> ir.Value | None:
-        """Return the one row that all rows of an operand equal; None if that is not proven."""
+        """Return one row of an operand, if all its rows along `axis` are equal; else None."""
         shape = dims(x)
         if shape is None or shape[axis] != self.count:
             return None
@@ -286,12 +302,14 @@ class FixedRows(RowWalk):
         return self.op.const(one) if np.all(array == one) else None
 
     def _row_length(self, x: ir.Value) -> ir.Value:
-        """Return the length of the row axis at run time, int64 [1]."""
+        """Return the length of the row axis of `x` at run time, int64 of shape [1]."""
         axis = self.states[x].axis
         return self.op.Shape(x, start=axis, end=axis + 1)
 
     def _replace_node(self, node: ir.Node, new: ir.Value) -> None:
-        """Replace a node by a value, which gets the name, the type and the state of its output."""
+        """Replace a node by the value `new`, which takes over the name, type and state of its
+        output.
+        """
         y = node.outputs[0]
         self.op.set_type_like(new, y)
         new.name, y.name = y.name, self.op.name(str(y.name))
@@ -300,7 +318,7 @@ class FixedRows(RowWalk):
         self.graph.remove(node, safe=True)
 
     def _reshape_target(self, node: ir.Node) -> list[int] | ir.Value:
-        """Return the target shape for any number of rows."""
+        """Return the shape operand of a Reshape node for any number of rows."""
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         place, before, after = self.states[y].axis, dims(x) or (), dims(y) or ()
@@ -312,11 +330,11 @@ class FixedRows(RowWalk):
         if target.count(-1) == 1:
             return self.op.vector(*target)
         own, length = before[self.states[x].axis], after[place]
-        several = target.count(-1) > 2  # unknown lengths: a Reshape can infer one only
+        several = target.count(-1) > 2  # a Reshape can infer only one unknown length
         if not (isinstance(own, int) and isinstance(length, int)) or (
             several and node.op_type != "Reshape"
         ):
-            raise UnprovenRows(f"{node.op_type} (output {y.name!r}) has an unknown shape")
+            raise UnprovenRows(f"{node.op_type} (output {y.name!r}) has axes of unknown length")
         if several:
             given = node.inputs[1]
             target = [
@@ -328,12 +346,9 @@ class FixedRows(RowWalk):
         return self.op.vector(*target)
 
 
-def _is_size(node: ir.Node) -> bool:
-    return node.op_type in ("Shape", "Size") and not node.domain
-
-
 def add_row_axes(graph: ir.Graph, indices: Iterable[int], exempt: Collection[str]) -> None:
-    """Give outputs of a model of one row that lack the axis of the rows one, in place.
+    """Add a first axis of length 1 to the outputs, of a model of one row, that have no axis of
+    rows.
 
     These are outputs of static shapes in which no length is 1; `indices` are those to look at.
     """

@@ -25,12 +25,12 @@ Key = tuple[str, str, str]  # domain, name, overload
 _MARK = "onnxgrad.ref:"  # prefix of a Constant's tensor name: it stands for that initializer
 _QUANTIZE = ("QuantizeLinear", "DequantizeLinear")
 _FEW_BITS = frozenset(map(TensorProto.DataType.Value, ("INT4", "UINT4", "INT16", "UINT16")))
-_FEW_BITS_OPSET = 21  # the first whose QuantizeLinear has them; onnxruntime has its own before
+_FEW_BITS_OPSET = 21  # the first opset whose QuantizeLinear has these dtypes
 _LARGE = 1024  # elements: larger tensors are not copied for every call
 
 
 @escaping()
-def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
+def inline_functions(proto: ModelProto, lifted: bool = False) -> ModelProto:
     """Return a copy of `proto` in which calls of its local functions are inlined.
 
     A constant of a function becomes one initializer, which all calls share. Calls of functions that
@@ -45,7 +45,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model.CopyFrom(proto)
     use_standard_domain(model)
     declare_once(model)
-    refs = list(constant_refs(model))  # before other constants are added
+    refs = list(constant_refs(model))  # before constants are added below
     if lifted:
         lift_constants(model, refs)
     tensors = _mark_constants(refs)
@@ -56,19 +56,19 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _specialize_functions(model)
-        model = _of_one_opset(model, ruled)
+        model = _raise_to_common_opset(model, ruled)
         try:
             model = inliner.inline_local_functions(model)
         except Exception as e:  # the inliner raises several undeclared types
-            raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
+            raise ModelError(f"onnx cannot inline local functions: {first_line(e)}") from e
         model.functions.extend(ruled)
         _share_constants(model)
         copy_foreign_outputs(model, names)
     return model
 
 
-def replace_calls(op: Emit, model: ir.Model) -> None:
-    """Replace the calls of functions that have a rule by the bodies, in place.
+def inline_ruled_calls(op: Emit, model: ir.Model) -> None:
+    """Inline, in place, the calls of local functions that have a gradient rule.
 
     They are calls until their gradients are written.
     """
@@ -79,23 +79,23 @@ def replace_calls(op: Emit, model: ir.Model) -> None:
     note_constants(model)
     for node in model.graph:
         for y in () if node in before else node.outputs:
-            y.name = op.name(str(y.name))  # the pass does not know the names in subgraphs
+            y.name = op.name(str(y.name))  # InlinePass may reuse a name of a subgraph
 
 
 @escaping()
 def raise_opset(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or a copy converted to the working opset if its own is older.
+    """Return `proto`, or a copy converted to the working opset if its opset is older.
 
     Raises:
         ModelError: `proto` cannot be converted.
     """
-    target = _FEW_BITS_OPSET if _in_few_bits(proto) else WORKING_OPSET
+    target = _FEW_BITS_OPSET if _quantizes_to_few_bits(proto) else WORKING_OPSET
     version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
     if version >= target:
         return proto
-    model = inlined(proto)  # the converter drops functions
+    model = inline_functions(proto)  # the converter drops functions
     version = _standard_opset(model) or 0
-    if not version:  # only ai.onnx.ml: the gradient needs the standard operators too
+    if not version:  # a model of ai.onnx.ml only; its gradient needs ai.onnx
         model.opset_import.add(domain="", version=target)
     if not version or version >= target:
         return model
@@ -108,8 +108,10 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     return upgrade_opset(model, version, target)
 
 
-def _in_few_bits(proto: ModelProto) -> bool:
-    """Return whether `com.microsoft` quantizes to the dtypes that opset 21 adds: 16 bits, or 4."""
+def _quantizes_to_few_bits(proto: ModelProto) -> bool:
+    """Return whether nodes of `com.microsoft` quantize to 16-bit or 4-bit integers, which opset 21
+    adds.
+    """
     nodes = [n for n in nodes_of(proto) if n.domain == "com.microsoft"]
     read = {x for n in nodes if n.op_type in _QUANTIZE for x in n.input}
     return bool(read) and any(
@@ -124,8 +126,10 @@ def _standard_opset(holder: ModelProto | FunctionProto) -> int | None:
     return next((o.version for o in holder.opset_import if not o.domain), None)
 
 
-def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelProto:
-    """Return `model` at the newest opset among it and its functions, which are modified."""
+def _raise_to_common_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelProto:
+    """Return `model` and convert its functions, all at the newest opset that any of them
+    declares.
+    """
     version, functions = _standard_opset(model), [*model.functions, *ruled]
     target = max(v for v in (version, *map(_standard_opset, functions)) if v is not None)
     for function in functions:
@@ -141,7 +145,7 @@ def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelPro
 
 
 def _raise_function(function: FunctionProto, target: int) -> None:
-    """Convert `function` to opset `target`, in place."""
+    """Convert a local function to opset `target`, in place."""
     version = _standard_opset(function)
     if version is None or version == target:
         return
@@ -166,7 +170,9 @@ def _raise_function(function: FunctionProto, target: int) -> None:
 
 
 def _last_change(op_type: str, version: int) -> int | None:
-    """Return the opset that last changed the operator, up to `version`."""
+    """Return the newest opset up to `version` that changed the operator; None if it did not
+    exist.
+    """
     exists = defs.has(op_type, version)
     return defs.get_schema(op_type, version).since_version if exists else None
 
@@ -175,7 +181,9 @@ def _last_change(op_type: str, version: int) -> int | None:
 
 
 def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
-    """Mark the constants of functions, in bodies and calls; return them as initializers."""
+    """Replace constants of local functions by marked placeholders; return the constants as
+    initializers.
+    """
     tensors = []
     for ref in refs:
         f, call = ref.function, ref.node
@@ -203,7 +211,7 @@ def _mark_constant(ref: ConstantRef) -> None:
     mark = TensorProto()
     mark.CopyFrom(ref.read())
     mark.name = _MARK + ref.name
-    if ref.attribute is not None:  # of a call: not only Constant nodes may refer to it
+    if ref.attribute is not None:  # an attribute of a call, to which any node may refer
         ref.attribute.t.CopyFrom(mark)
         return
     if prod(mark.dims) > _LARGE:
@@ -251,8 +259,8 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
     bound: dict[tuple[Key, bytes], FunctionProto] = {}
     stack: list[Key] = []  # the functions that are being specialized, from the outermost
 
-    def name_of(key: Key, attributes: dict[str, AttributeProto]) -> str:
-        """Return the name of the function `key` for these attributes, specialized if need be."""
+    def specialized_name(key: Key, attributes: dict[str, AttributeProto]) -> str:
+        """Return the name of the function `key`, specialized for these values of its attributes."""
         serialized = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
         if (key, serialized) not in bound:
             if key in stack:
@@ -270,7 +278,7 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
         return bound[key, serialized].name
 
     def bind_calls(nodes: Iterable[NodeProto]) -> None:
-        """Replace the functions that `nodes` call by specialized ones."""
+        """Let `nodes` call functions that are specialized for the attributes of each call."""
         for node in all_nodes(nodes):
             key = (node.domain, node.op_type, node.overload)
             if key not in functions:
@@ -282,7 +290,7 @@ def _specialize_functions(model: ModelProto) -> list[FunctionProto]:
             if _has_rule(key[:2]):
                 node.attribute.extend(attributes)
             else:
-                node.op_type = name_of(key, stated)
+                node.op_type = specialized_name(key, stated)
                 node.overload = ""
 
     bind_calls(model.graph.node)

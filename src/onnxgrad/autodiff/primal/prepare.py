@@ -18,12 +18,11 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedO
 from onnxgrad.autodiff.primal.bodies import (
     BRANCHES,
     constant_as_initializer,
-    function_body,
+    inline_function_body,
     operators_with_body,
 )
-from onnxgrad.autodiff.primal.defaults import close_defaults, open_defaults
 from onnxgrad.autodiff.primal.final_states import FINAL_STATES
-from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer, infer_file, name_rows, note_ranks
@@ -41,12 +40,13 @@ from onnxgrad.model.opsets import (
     onnxruntime_runs_node,
     opset_has_node,
 )
+from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import OPERATORS, marks, operator_of
-from onnxgrad.operators.shapes import dims
+from onnxgrad.operators.shapes import dims, is_real, static
 from onnxgrad.reporting import escape_loggers
-from onnxgrad.runtime.run_shapes import confirmed_by_run
+from onnxgrad.runtime.session import confirmed_by_run
 
-escape_loggers("onnx_ir")  # of its passes, too
+escape_loggers("onnx_ir")  # names in the log of its passes are escaped, too
 
 
 @escaping()
@@ -81,52 +81,56 @@ def prepare(
         wide: names of constants that keep 16 bits, where the prepared model computes in float32
             instead of 16 bits: see `widen`. None: it computes in the dtypes of the model.
         fill: replaces inputs of the model, of which types and shapes are inferred, by nodes.
-        defaults: inputs with a default stay inputs, see `open_defaults`; else they are constants.
+        defaults: inputs with a default stay inputs, see `make_defaults_inputs`; else they become
+            constants.
     """
-    model = _in_working_opset(proto)
+    model = _convert_to_working_opset(proto)
     if defaults:
-        open_defaults(model, proto, own)
-    close_defaults(model)
-    _copy_repeated_outputs(model.graph)  # before one of two of the same name is selected
+        make_defaults_inputs(model, proto, own)
+    make_defaults_constants(model)
+    _copy_repeated_outputs(model.graph)  # before `outputs` selects by name
     _rename_squeeze_axes(model.graph)
-    if outputs is not None:  # before inference: what no output needs may be what nothing covers
+    if outputs is not None:  # before inference: nodes that no output needs may be unsupported
         model.graph.outputs[:] = values_by_name("output", outputs, model.graph.outputs)
         tidy(model)
-    if wide is not None:  # before inference, which then knows the new types everywhere
+    if wide is not None:  # before inference, which takes over the new types
         widen(model, wide)
     if batch is not None:
         name_rows(model.graph, batch, exempt)
     note_ranks(all_nodes(model.graph))
     _pass_scalars_to_loops(model.graph)
-    trusts_branches = outputs is not None  # trainers check the shapes of feeds
+    trusts_branches = outputs is not None  # a trainer checks the shapes that it feeds
     if own:
         walk = infer(model, trusts_branches)
     else:
         walk = infer_file(model, trusts_branches, confirmed_by_run(proto))
-    if fill is not None:  # of sizes that are inferred, before lowerings drop an empty past
+    if fill is not None:  # after inference of sizes, before lowerings drop an empty past
         fill(model)
     rewrite(model.graph, _rewrite_table(model, walk, on_demand, keep_dropout), keep=keep)
     RemoveUnusedOpsetsPass(process_functions=False)(model)
-    _free_outputs(model)
-    _lower_opset(model)  # last, when operators of a newer opset have been rewritten
+    _copy_replaceable_outputs(model)
+    _lower_opset(model)  # last: operators of a newer opset have been rewritten
     return model
 
 
-def _in_working_opset(proto: ModelProto) -> ir.Model:
-    """Return a copy in the working opset, without functions and Constants.
+def _convert_to_working_opset(proto: ModelProto) -> ir.Model:
+    """Return a copy of `proto` in the working opset, without local functions and Constant nodes.
 
     In the file, `inlined` makes all constants initializers, binds the attributes of functions,
     brings them to one opset and inlines them, and `raise_opset` converts the result. `to_ir` writes
     sparse tensors as dense ones.
     """
-    model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
+    model = to_ir(raise_opset(inline_functions(external.without_data(proto), lifted=True)))
     external.with_data(model, proto)
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
+    # Constants that the conversion has added
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     return model
 
 
 def _lower_opset(model: ir.Model) -> None:
-    """Let the opset be the newest one that has all operators, and that the runtime loads."""
+    """Set the opset to the newest one in which all nodes are defined, and which onnxruntime
+    loads.
+    """
     own, nodes = model.opset_imports[""], all_nodes(model.graph)
     newest = min(own, newest_opset())
     if newest < own or not all(onnxruntime_runs_node(n, own) for n in nodes):
@@ -144,7 +148,9 @@ def _lower_opset(model: ir.Model) -> None:
 
 
 def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) -> list[ir.Value]:
-    """Return the values of these names; `kind` names them in the error message."""
+    """Return the values with these names; raise if a name is missing, called a `kind` in the
+    message.
+    """
     named = {str(v.name): v for v in reversed(list(values))}
     names = list(names)
     for name in names:
@@ -154,7 +160,7 @@ def values_by_name(kind: str, names: Iterable[str], values: Iterable[ir.Value]) 
 
 
 def _rename_squeeze_axes(graph: ir.Graph) -> None:
-    """Rename the axes that onnxruntime added when it fused Gather nodes into a Split.
+    """Rename the initializers `squeeze_axes...`, whose names onnxruntime uses for its own.
 
     It fails on a graph that has values of this name, if it fuses more of them.
     """
@@ -176,13 +182,13 @@ def _copy_repeated_outputs(graph: ir.Graph) -> None:
         listed.add(y)
 
 
-def listed_as(y: ir.Value) -> ir.Value:
-    """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
+def original_output(y: ir.Value) -> ir.Value:
+    """Return the output that `y` copies, if the model lists an output several times; else `y`."""
     return latest_replacement(y.meta.get(marks.LISTED_AS, y))
 
 
 def _pass_scalars_to_loops(graph: ir.Graph) -> None:
-    """Let the bodies of Loops take their number and condition as scalars, in place.
+    """Let the bodies of Loops take their iteration number and condition as scalars, in place.
 
     onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
     scalar reshaped.
@@ -202,7 +208,7 @@ def _pass_scalars_to_loops(graph: ir.Graph) -> None:
 
 
 def _rewrite_table(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: bool) -> Table:
-    """Return the rewrites of each operator, in the order in which a visit of a node applies them.
+    """Return `{operator: rewrites}`, in the order in which one visit of a node applies them.
 
     Its results are inferred, and read as constants if static lengths decide them; an If that always
     takes one branch gives way to it, what reads the last output of a recurrent layer reads its
@@ -224,20 +230,22 @@ def _rewrite_table(model: ir.Model, walk: Walk, on_demand: bool, keep_dropout: b
     if keep_dropout and not OPERATORS["", "Dropout"].of_user:
         del table["", "Dropout"]
     for key in operators_with_body():
-        table.setdefault(key, []).append(_missing_body)
+        table.setdefault(key, []).append(_inline_body_if_needed)
     table.setdefault(("", "Constant"), [constant_as_initializer])
     return table
 
 
-def _missing_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Write the function body of a node that nothing covers, or that is too new for the runtime."""
+def _inline_body_if_needed(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Write the function body of a node without rule or lowering, or too new for onnxruntime; else
+    None.
+    """
     newest = newest_opset()
     covered = operator_of(node).is_covered and (op.opset <= newest or opset_has_node(node, newest))
-    return None if covered else function_body(op, node)
+    return None if covered else inline_function_body(op, node)
 
 
-def _free_outputs(model: ir.Model) -> None:
-    """Copy graph outputs of nodes that may be replaced later, with their results.
+def _copy_replaceable_outputs(model: ir.Model) -> None:
+    """Copy graph outputs of nodes that are replaced later, so that each output keeps its name.
 
     These are operators that are lowered on demand, and calls of functions that have a rule.
     """
@@ -253,3 +261,68 @@ def _free_outputs(model: ir.Model) -> None:
         result = op.set_type_like(op.copy_of(y), y)
         result.name, y.name = y.name, op.name(str(y.name))
         graph.outputs[list(graph.outputs).index(y)] = result
+
+
+# -- inputs with a default: initializers among the inputs, in whose place arrays can be fed --------
+#
+# `make_defaults_inputs` makes them plain inputs, of which no pass and no rule reads the elements;
+# `restore_defaults` gives them back their elements and their shapes.
+
+
+def make_defaults_inputs(model: ir.Model, origin: ModelProto, own: bool) -> None:
+    """Make inputs with a default plain inputs, in place: nothing reads their default then.
+
+    Before IR version 4, all initializers were among the inputs, and could not be fed. Where a file
+    still lists all of them, weights too, integers and settings remain constants, as rules read
+    them, unless it is a prepared one.
+    """
+    if origin.ir_version < 4:
+        return
+    optional = [x for x in model.graph.inputs if x.is_initializer()]
+    stored = len(origin.graph.initializer) + len(origin.graph.sparse_initializer)
+    sized = [x for x in optional if static(dims(x)) is not None]
+    constants = {x for x in sized if not is_real(x) or is_setting(x)}
+    if own or len(optional) < stored or len(constants) == len(sized):
+        constants = set()
+    for x in optional:
+        if x in constants:
+            continue
+        assert x.const_value is not None
+        x.meta[marks.INPUT_DEFAULT] = x.const_value, x.shape
+        pairs = zip(dims(x) or (), x.const_value.shape, strict=False)
+        x.shape = ir.Shape([d if d == length else None for d, length in pairs])
+        del model.graph.initializers[str(x.name)]
+        x.const_value = None
+
+
+def make_defaults_constants(model: ir.Model) -> None:
+    """Remove initializers from the inputs, in place: they become constants of their own shape."""
+    for graph in model.graphs():
+        for x in [x for x in graph.inputs if x.is_initializer()]:
+            graph.inputs.remove(x)
+            if x.const_value is not None:
+                x.shape = ir.Shape(x.const_value.shape.numpy())
+
+
+def has_default(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default: an initializer that users may replace by
+    feeding.
+    """
+    return marks.INPUT_DEFAULT in x.meta
+
+
+def is_weight_input(x: ir.Value) -> bool:
+    """Return whether `x` is an input with a default, and the file declares a static shape for
+    it.
+    """
+    if not has_default(x):
+        return False
+    _, stated = x.meta[marks.INPUT_DEFAULT]
+    return static(dims(ir.Value(shape=stated))) is not None
+
+
+def restore_defaults(graph: ir.Graph) -> None:
+    """Give the inputs with a default their initializers and declared shapes back, in place."""
+    for x in filter(has_default, graph.inputs):
+        x.const_value, x.shape = x.meta.pop(marks.INPUT_DEFAULT)
+        graph.initializers.add(x)

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.defaults import close_defaults
-from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.autodiff.primal.local_functions import inline_functions
+from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.model import external, weights as constants
 from onnxgrad.model.constants import standard
@@ -479,9 +479,9 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
 
     The constants are in the order of the graph.
     """
-    inner = to_ir(inlined(external.without_data(proto), lifted=True))
+    inner = to_ir(inline_functions(external.without_data(proto), lifted=True))
     external.with_data(inner, proto)
-    close_defaults(inner)
+    make_defaults_constants(inner)
     values = inner.graph.initializers
     stated = evidence.stated_kinds(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums
+from onnxgrad.autodiff.row_proofs import UnprovenRows, reduction_over_rows, require_sums_over_rows
 from onnxgrad.errors import ModelError
 from onnxgrad.operators import VIEWS, marks, operator_of
 from onnxgrad.operators.shapes import coefficient, dims, is_stated, static
@@ -106,7 +106,7 @@ def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model |
         return None
     copied = _copy_with_outputs(objective, _reported_sums(objective))
     try:
-        require_sums(copied, axes, lengths, list(copied.graph.outputs))
+        require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
     except (UnprovenRows, ModelError) as e:
         logger.debug("the rows of batches are not independent: %s", e)
         return None
@@ -128,7 +128,7 @@ def micro_batch_effect(
     try:
         if own is not None:
             return reduction_over_rows(copied, axes, lengths, copied.graph.outputs[0]), ""
-        require_sums(copied, axes, lengths, list(copied.graph.outputs))
+        require_sums_over_rows(copied, axes, lengths, list(copied.graph.outputs))
     except (UnprovenRows, ModelError) as e:
         return "mean", str(e)
     return "mean", ""

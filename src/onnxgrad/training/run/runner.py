@@ -405,7 +405,7 @@ class Compiled:
             rows=rows,
             adds_losses=self.adds_losses,
         )
-        target = Target.of(recipe.job.device, work, rows)
+        target = Target.for_step(recipe.job.device, work, rows)
         return Runner(self.step, target, work, objective.carried_inputs, group, most)
 
     def _adds_losses(self, recipe: Recipe, source: BatchSource, taken: int | None) -> bool:

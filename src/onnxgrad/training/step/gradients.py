@@ -15,10 +15,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.attention_blocks import attention_by_blocks
-from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.autodiff.attention_blocks import compute_attention_by_blocks
+from onnxgrad.autodiff.derivative import make_inputs_constants
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.local_functions import replace_calls
+from onnxgrad.autodiff.primal.local_functions import inline_ruled_calls
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough, refuse_quantized
@@ -99,7 +99,7 @@ def write_gradients(
     """
     graph, trained = objective.model.graph, objective.weights
     if recompute == "all":
-        attention_by_blocks(op, {*seeds, *objective.named_values})
+        compute_attention_by_blocks(op, {*seeds, *objective.named_values})
     recomputation = Recomputation(op, seeds.values(), recompute)
     wrt = trained if objective.job.straight_through else []
     quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
@@ -118,9 +118,9 @@ def write_gradients(
             with op:
                 gradients[w] = op.set_type_like(gradients[w] * mask.astype(numpy_dtype(w)), w)
     recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
-    replace_calls(op, objective.model)
+    inline_ruled_calls(op, objective.model)
     unreached = [w for w in trained if w not in gradients]
-    as_constants(graph, unreached)
+    make_inputs_constants(graph, unreached)
     return Gradients(
         objective.model,
         gradients,

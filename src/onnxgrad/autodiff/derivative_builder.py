@@ -9,16 +9,15 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import (
-    as_constants,
-    as_inputs,
     choose_inputs,
-    path_ends,
+    make_inputs_constants,
+    make_weights_inputs,
+    path_ends_text,
     require_equal_lengths,
     warn_of_dropped_outputs,
 )
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.defaults import has_default, restore_defaults
-from onnxgrad.autodiff.primal.prepare import prepare, values_by_name
+from onnxgrad.autodiff.primal.prepare import has_default, prepare, restore_defaults, values_by_name
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
@@ -33,11 +32,11 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.shapes import dims, is_real, rank
 from onnxgrad.reporting import logger
 
-Result = tuple[str, ir.Value]  # an output, and the name that it gets
-Derivatives = Mapping[ir.Value, ir.Value]  # from a value to a derivative of it, or its cotangent
+Result = tuple[str, ir.Value]  # the name of an output, and the value
+Derivatives = Mapping[ir.Value, ir.Value]  # {value: its derivative or cotangent}
 
 
-class Sheet:
+class Builder:
     """The graph of a prepared model, its outputs, and the values to differentiate with respect to.
 
     Args:
@@ -79,7 +78,7 @@ class Sheet:
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
         self._keep_outputs(None if outputs is None else [maps.get(y, y) for y in outputs])
-        self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
+        self.inputs, chosen_weights = chosen, make_weights_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
         require_unique_names("input or weight", [str(x.name) for x in self.wrt])
         by_default = [chosen if inputs is None else (), chosen_weights if weights is None else ()]
@@ -90,12 +89,14 @@ class Sheet:
         self.dummies: dict[ir.Value, ir.Value] = {}
 
     def _chosen_inputs(self, names: Sequence[str] | None, rows: bool) -> list[ir.Value]:
-        """Return the inputs to differentiate with respect to; by default all with rows."""
+        """Return the inputs to differentiate w.r.t.: the inputs called `names`, or by default
+        all floats.
+        """
         chosen = choose_inputs(self.model.graph, names)
         return [x for x in chosen if names is not None or not rows or not has_default(x)]
 
     def _keep_outputs(self, outputs: Sequence[str] | None) -> None:
-        """Keep only the named outputs, which must be floats; None: all that are tensors."""
+        """Keep only the outputs of these names, which must be floats; None keeps all tensors."""
         if outputs is None:
             warn_of_dropped_outputs(self.origin)
             return
@@ -104,54 +105,76 @@ class Sheet:
         )
         for y in chosen:
             if not is_real(y):
-                raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")
+                raise ValueError(f"output {y.name!r} holds {y.dtype}: name float outputs only")
         self.graph.outputs[:] = chosen
 
-    def input_like(self, x: ir.Value, suffix: str) -> ir.Value:
+    def add_input_like(self, x: ir.Value, suffix: str) -> ir.Value:
         """Return a new input `<x>_<suffix>` of the shape and dtype of `x`."""
         new = ir.Value(name=self.op.name(f"{x.name}_{suffix}"), type=x.type, shape=x.shape)
         self.graph.inputs.append(new)
         return new
 
-    def cotangents(self, ones: bool = False) -> dict[ir.Value, ir.Value]:
-        """Return a new input `<y>_grad`, or ones, for each of `differentiated`."""
+    def add_cotangents(self, ones: bool = False) -> dict[ir.Value, ir.Value]:
+        """Return `{y: its cotangent}` for all differentiated outputs: a new input `<y>_grad`, or
+        ones.
+        """
         if ones:
             return {y: self.op.ones_like(y) for y in self.differentiated}
-        return {y: self.input_like(y, "grad") for y in self.differentiated}
+        return {y: self.add_input_like(y, "grad") for y in self.differentiated}
 
-    def free_name(self, name: str) -> None:
-        """Rename the node output or initializer called `name`, if there is one."""
+    def release_name(self, name: str) -> None:
+        """Reserve `name` for a new input: rename the node output or initializer that has this
+        name.
+        """
         existing = ir.convenience.create_value_mapping(self.graph).get(name)
         if existing is not None:
             existing.name = self.op.name(name)
         self.op.name(name)
 
-    def gradients(self, cotangents: Derivatives) -> dict[ir.Value, ir.Value]:
-        """Write the gradients of `wrt`, and return them, as `sweep` does."""
+    def write_gradients(self, cotangents: Derivatives) -> dict[ir.Value, ir.Value]:
+        """Write the gradients of the chosen inputs and weights; return `{input or weight:
+        gradient}`.
+        """
         gradients = sweep(self.op, cotangents, self.wrt)
         self.drop_unreached(gradients)
         return gradients
 
-    def or_zeros(self, derivatives: Derivatives, x: ir.Value) -> ir.Value:
-        """Return the derivative of `x`, of its type and shape: zeros if it has none."""
+    def derivative_or_zeros(self, derivatives: Derivatives, x: ir.Value) -> ir.Value:
+        """Return the derivative of `x` from `derivatives`, or zeros of the type and shape of
+        `x`.
+        """
         v = derivatives[x] if x in derivatives else self.op.zeros_like(x)
         return self.op.set_type_like(v, x)
 
     def drop_unreached(self, reached: Iterable[ir.Value]) -> None:
-        """Remove from `wrt` the values chosen by default that are not in `reached`, if any is."""
+        """Drop from `wrt` the inputs and weights that no caller named and that are not in
+        `reached`; raise if `reached` is empty.
+        """
         reached = set(reached)
         if not reached:
             raise ValueError(
                 f"no differentiable path from any of {[x.name for x in self.wrt]} to any of "
                 f"{[y.name for y in self.kept]}: every derivative is zero. "
-                f"{path_ends(self.graph, self.wrt, self.kept)}"
+                f"{path_ends_text(self.graph, self.wrt, self.kept)}"
             )
         unreached = [x for x in self._by_default if x not in reached]
-        as_constants(self.graph, [w for w in unreached if w not in self.inputs])
+        make_inputs_constants(self.graph, [w for w in unreached if w not in self.inputs])
         self.wrt = [x for x in self.wrt if x not in unreached]
 
-    def finish(self, results: Sequence[Result]) -> ModelProto:
-        """Return the model whose outputs are the kept ones, then `results`, under their names."""
+    def build_with_derivatives(
+        self, suffix: str, values: Sequence[ir.Value], derivatives: Derivatives
+    ) -> ModelProto:
+        """Return the model that also returns `<x>_<suffix>`, the derivative of each x in `values`.
+
+        The derivative of an x that `derivatives` lacks is zero.
+        """
+        named = [(f"{x.name}_{suffix}", self.derivative_or_zeros(derivatives, x)) for x in values]
+        return self.build_model(named)
+
+    def build_model(self, results: Sequence[Result]) -> ModelProto:
+        """Return the model whose outputs are the kept outputs, then `results`, pairs of a name and
+        a value.
+        """
         protected = {*self.graph.inputs, *self.kept}
         derivatives = [self.op.name_output(v, name, v, protected) for name, v in results]
         self.graph.outputs[:] = [*self.kept, *derivatives]
@@ -169,7 +192,7 @@ class Sheet:
         return to_proto(self.model)
 
     def _replace_dummy(self, dummy: ir.Value, y: ir.Value) -> None:
-        """Replace the input `dummy`, of which only the shape is needed, by `y` of the same shape.
+        """Replace the input `dummy`, of which nodes read only the shape, by `y` of the same shape.
 
         Subgraphs may capture it without using its values, which cannot be seen from outside: they
         get NaN in the shape of `y`, so that a use would show.
@@ -188,7 +211,8 @@ class Sheet:
         self.graph.inputs.remove(dummy)
 
     def _shape_from_inputs(self, op: Emit, node: ir.Node) -> None:
-        """Replace a Shape node by the shapes of inputs, if these have all its symbols.
+        """Let a Shape node's result be computed from shapes of inputs, if these have all its
+        symbols.
 
         The tensor whose shape it returns need not be computed then.
         """
@@ -207,12 +231,12 @@ class Sheet:
     def map_unit_vectors(
         self, like: ir.Value, write: Callable[[ir.Value], Derivatives], batched: bool, axis: int
     ) -> dict[ir.Value, ir.Value]:
-        """Return the results of `write` for all unit vectors, stacked along a new `axis`.
+        """Return `write(v)` for all unit vectors v shaped like `like`, stacked along a new `axis`.
 
         The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
         of every row. `map_indices` writes the loop.
         """
-        count = self.op.numel(like, int(batched))  # elements, or elements of a row
+        count = self.op.numel(like, int(batched))  # elements of `like`, or of its rows
         return self.map_indices(
             count, lambda i: write(self._unit_vector(like, count, i, batched)), axis
         )
@@ -220,7 +244,7 @@ class Sheet:
     def map_indices(
         self, count: int | ir.Value, write: Callable[[ir.Value], Derivatives], axis: int = 0
     ) -> dict[ir.Value, ir.Value]:
-        """Return the results of `write` for the indices 0 ... count-1, stacked along a new `axis`.
+        """Return `write(i)` for all indices i = 0 ... count-1, stacked along a new `axis`.
 
         `write` takes the index, an int64 scalar, and is called once. The nodes that depend on the
         index become the body of a `Scan`; all others stay outside, and are computed once.
@@ -244,23 +268,26 @@ class Sheet:
                 return {}
             nonempty = isinstance(count, int) and count > 0
             length = op.vector(count)
-            iterations = count if nonempty else op.Max(op.const(length), [1])  # at least one
+            # at least one iteration
+            iterations = count if nonempty else op.Max(op.const(length), [1])
             attributes, width = {"body": body, "num_scan_inputs": 1}, len(results)
-            stacked = op.emit_many("Scan", [self._range_to(iterations)], attributes, outputs=width)
+            stacked = op.emit_many(
+                "Scan", [self._indices_below(iterations)], attributes, outputs=width
+            )
             if not nonempty:
                 stacked = [op.Slice(v, [0], length, [0]) for v in stacked]
             for v, y in zip(stacked, body.outputs, strict=True):
                 v.shape = ir.Shape([None, *(dims(y) or ())])
             if axis:
-                stacked = [_first_axis_to(op, v, axis) for v in stacked]
+                stacked = [_move_first_axis(op, v, axis) for v in stacked]
         return dict(zip(results, stacked, strict=True))
 
     def _unit_vector(
         self, like: ir.Value, count: int | ir.Value, index: ir.Value, batched: bool
     ) -> ir.Value:
-        """Return the unit vector of the shape of `like` with a one at `index` (of every row)."""
+        """Return the unit vector shaped like `like` with a one at `index` (of every row)."""
         op = self.op
-        shape, is_one = op.shape_of(like), op.Equal(self._range_to(count), index)
+        shape, is_one = op.shape_of(like), op.Equal(self._indices_below(count), index)
         unit = op.Cast(is_one, to=like.dtype)
         if batched:
             row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
@@ -269,8 +296,8 @@ class Sheet:
             unit = op.Reshape(unit, shape, allowzero=1)
         return op.set_type_like(unit, like)
 
-    def _range_to(self, count: int | ir.Value) -> ir.Value:
-        """Return the numbers 0 ... count-1, which are not written as a constant."""
+    def _indices_below(self, count: int | ir.Value) -> ir.Value:
+        """Return the int64 vector 0 ... count-1, computed by a Range node rather than stored."""
         length = count if isinstance(count, int) else None
         end = self.op.Reshape(count, []) if length is None else np.int64(length)
         numbers = self.op.Range(np.int64(0), end, np.int64(1))
@@ -278,7 +305,7 @@ class Sheet:
         return numbers
 
 
-def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
+def _move_first_axis(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     """Return `v` with its first axis moved to `axis`.
 
     The attribute `scan_output_axes` would do so too, but then onnxruntime 1.31 ends the process
@@ -291,7 +318,8 @@ def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
 
 
 def _shape_readers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
-    """Return the nodes that read only the shape of `value` or of a value computed from it.
+    """Return the nodes that read the shape of `value`, or of values computed from it, but no
+    elements.
 
     The second result says whether subgraphs read one of these values.
     """
