@@ -27,11 +27,18 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
-from onnxgrad.losses.formula_nodes import softplus, wide
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
-from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
+from onnxgrad.losses.spec import (
+    CLASS_INDICES,
+    LIKE_PREDICTION,
+    LabelKind,
+    LossSpec,
+    Terms,
+    softplus,
+    wide,
+)
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.values import (

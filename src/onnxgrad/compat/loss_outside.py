@@ -21,9 +21,9 @@ from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
-from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import WrittenLoss
+from onnxgrad.losses.spec import wide
 from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.coco_files import read_coco
-from onnxgrad.data.image_files import is_image, is_path, open_image, pillow
+from onnxgrad.data.image_files import is_image, is_path, open_image, pillow, read_coco
 from onnxgrad.data.image_transforms import (
     RandomColors,
     RandomFlip,

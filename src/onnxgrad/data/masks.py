@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.coco_files import read_coco
-from onnxgrad.data.image_files import MODES, image_size, is_image, open_image, pillow
+from onnxgrad.data.image_files import MODES, image_size, is_image, open_image, pillow, read_coco
 from onnxgrad.data.image_transforms import (
     CenterCrop,
     RandomColors,

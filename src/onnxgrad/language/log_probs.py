@@ -9,9 +9,9 @@ from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.causal import causal_terms
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.classification import causal_terms
 from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.spec import wide
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import note_constants

@@ -1,7 +1,7 @@
 """Losses, and L1 and L2 penalties of weights; importing this package registers the losses.
 
 A `spec.LossSpec` is a loss by name: its formula, its labels and its options. The formulas are in
-`formulas`, `classification`, `causal`, `image_losses`, `embeddings` and `ctc`.
+`formulas`, `classification`, `image_losses`, `embeddings` and `ctc`.
 
 A trainer gets the losses of all outputs from `objectives.training_loss`. Each is written so:
 
@@ -21,6 +21,6 @@ from onnxgrad.lazy_names import offer_names
 from onnxgrad.losses import formulas
 
 # isort: split
-from onnxgrad.losses import causal, ctc, embeddings, image_losses
+from onnxgrad.losses import ctc, embeddings, image_losses
 
 __getattr__, __dir__, __all__ = offer_names(__name__, __file__)

@@ -8,8 +8,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import LOWEST, choose, dims_of, lowest, positions, wide
-from onnxgrad.losses.spec import LabelKind, register
+from onnxgrad.losses.spec import (
+    LOWEST,
+    LabelKind,
+    choose,
+    dims_of,
+    lowest,
+    positions,
+    register,
+    wide,
+)
 
 _INFINITE = 1e29  # a loss above it has no alignment
 

@@ -18,8 +18,19 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.losses.classification import cross_entropy_terms
-from onnxgrad.losses.formula_nodes import at_index, dims_of, lowest, positions, wide
-from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, class_indices, register
+from onnxgrad.losses.spec import (
+    Dims,
+    LabelBounds,
+    LabelKind,
+    Terms,
+    at_index,
+    class_indices,
+    dims_of,
+    lowest,
+    positions,
+    register,
+    wide,
+)
 
 
 def _row_label_kind(

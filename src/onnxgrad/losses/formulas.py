@@ -19,7 +19,6 @@ from onnxgrad.losses.classification import (
     binary_cross_entropy as binary_cross_entropy,
     cross_entropy as cross_entropy,
 )
-from onnxgrad.losses.formula_nodes import at_index, choose, classes_second, dims_of, softplus
 from onnxgrad.losses.spec import (
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
@@ -30,8 +29,13 @@ from onnxgrad.losses.spec import (
     LossSpec,
     Options,
     Terms,
+    at_index,
+    choose,
+    classes_second,
+    dims_of,
     like_prediction,
     register,
+    softplus,
 )
 from onnxgrad.operators import shapes
 

@@ -9,15 +9,19 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.losses.classification import binary_cross_entropy
-from onnxgrad.losses.formula_nodes import (
+from onnxgrad.losses.spec import (
+    LabelBounds,
+    Terms,
     choose,
+    class_indices,
     class_numbers,
     classes_second,
     dims_of,
+    like_prediction,
     lowest,
+    register,
     softplus,
 )
-from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction, register
 
 _TWO_CLASSES: dict[str, Any] = {
     "activation": "Sigmoid",

@@ -12,11 +12,11 @@ from onnx import ModelProto
 
 from onnxgrad.checks import check_positive, check_share
 from onnxgrad.errors import argument, named, unknown
-from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Values, WrittenLoss, sample_weight, training_loss
 from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
+from onnxgrad.losses.spec import wide
 from onnxgrad.losses.sums import element_count
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike

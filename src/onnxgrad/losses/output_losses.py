@@ -11,10 +11,10 @@ from onnx import ModelProto
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
-from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Values, WrittenLoss
 from onnxgrad.losses.other_models import row_weight
+from onnxgrad.losses.spec import at_index
 from onnxgrad.operators.shapes import dims, rank
 
 # by name: the formula, and the number of embeddings in a row

@@ -9,13 +9,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.losses.applied_to import before_activation, decide_options
-from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, refuse_last_position
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.classification import CAUSAL, labels_of_tokens, refuse_last_position
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.logits import logits_of_two, refuse_other_columns, scores_of_votes
 from onnxgrad.losses.positions import WeightedLabels
-from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.spec import LossSpec, Terms, wide
 from onnxgrad.losses.vocabulary import labels_of_words
 from onnxgrad.operators.shapes import dims, rank
 

@@ -17,8 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
-from onnxgrad.losses.formula_nodes import wide
-from onnxgrad.losses.spec import Terms
+from onnxgrad.losses.spec import Terms, wide
 from onnxgrad.operators.shapes import dims, rank
 
 Extents = list[int | ir.Value]

@@ -20,11 +20,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.causal import CAUSAL
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.classification import CAUSAL
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import LabelPositions, WeightedLabels, logit_gradient, weighted_sum
-from onnxgrad.losses.spec import LossSpec
+from onnxgrad.losses.spec import LossSpec, wide
 from onnxgrad.losses.word_blocks import BlockwiseLoss, block_sizes
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank

@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import choose, wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import LabelPositions, logit_gradient, weighted_sum
+from onnxgrad.losses.spec import choose, wide
 from onnxgrad.operators.shapes import dims
 
 BLOCK = 1024  # approximate number of words in a block

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 import onnxgrad as og
 from onnxgrad.data.boxes import names_annotations
-from onnxgrad.data.coco_files import coco_image_ids
+from onnxgrad.data.image_files import coco_image_ids
 from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (

@@ -18,7 +18,7 @@ from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
-from onnxgrad.losses.causal import is_causal
+from onnxgrad.losses.classification import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.notes import stopped_values
