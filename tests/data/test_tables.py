@@ -35,7 +35,7 @@ def image_input(*dims):
 def assigned_columns(table, targets, inputs, trained=None):
     rest = [name for name in table if name not in targets]
     arrays = [name for name in rest if table[name].ndim > 1]
-    return (trained or Names()).by_input(rest, [x.name for x in inputs], arrays)
+    return (trained or Names()).columns_by_input(rest, [x.name for x in inputs], arrays)
 
 
 def as_value(table, names, x, what, **limits):

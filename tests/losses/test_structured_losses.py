@@ -15,7 +15,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import LOSSES
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
-from onnxgrad.losses.in_graph import label_input
+from onnxgrad.losses.in_graph import make_label_input
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.spec import Terms
 from onnxgrad.model.convert import to_proto
@@ -60,7 +60,7 @@ def loss_and_gradients(
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name="g")
     op, labels, feed = Emit(graph), [], dict(zip(("x0", "x1", "x2"), values, strict=False))
     if label is not None:
-        y = label_input(op, inputs[0], kind, "test", "label")
+        y = make_label_input(op, inputs[0], kind, "test", "label")
         if dims == "static":
             y.shape = ir.Shape(label.shape)
         labels, feed["label"] = [y], label.astype(y.dtype.numpy())

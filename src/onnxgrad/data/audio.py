@@ -56,7 +56,7 @@ def _transform_session(transform: WaveformTransform) -> ort.InferenceSession:
 
 @dataclass(frozen=True)
 class Resample(WaveformTransform):
-    """See `resample`."""
+    """The transform that `resample` returns."""
 
     old: int
     new: int
@@ -80,7 +80,7 @@ class Resample(WaveformTransform):
 
 @dataclass(frozen=True)
 class MelSpectrogram(WaveformTransform):
-    """See `mel_spectrogram`."""
+    """The transform that `mel_spectrogram` returns."""
 
     sample_rate: int
     n_fft: int
@@ -98,7 +98,9 @@ class MelSpectrogram(WaveformTransform):
     frames_first: bool
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for wrong arguments; warn of bands without any frequency."""
+        """Raise `ValueError` for wrong arguments; warn of mel bands that contain no frequency of
+        the Fourier transform.
+        """
         for kind, choices in _CHOICES.items():
             if (value := getattr(self, kind)) not in choices:
                 raise unknown(kind, value, [str(choice) for choice in choices])
@@ -124,7 +126,7 @@ class MelSpectrogram(WaveformTransform):
             )
 
     def filters(self) -> np.ndarray:
-        """Return the filters of the bands, (n_mels, n_fft // 2 + 1)."""
+        """Return the triangular filters of the mel bands, (n_mels, n_fft // 2 + 1)."""
         edges = (self.f_min, self.f_max)
         return mel_filters(
             self.sample_rate, self.n_fft, self.n_mels, edges, self.mel_scale, self.norm
@@ -267,7 +269,8 @@ def mel_spectrogram(
 
 
 def sinc_kernel(old: int, new: int, zeros: int, rolloff: float) -> tuple[np.ndarray, int]:
-    """Return polyphase filters (new, taps) that resample by new / old, and their reach in samples.
+    """Return (filters (new, taps) that resample by new / old, number of samples that a filter reads
+    before the current sample).
 
     Filter i computes the samples i, i + new, i + 2 new, ... of the result. It is a sinc with its
     cutoff at `rolloff` times the lower Nyquist frequency, under a Hann window over `zeros` zero

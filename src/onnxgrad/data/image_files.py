@@ -17,7 +17,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
 _ORIENTATION, _TURNED = 0x0112, 5  # tag of Exif, and its least value that swaps the sides
 
 
-def pillow() -> Any:
+def load_pillow() -> Any:
     """Return the module `PIL.Image`; raise an `ImportError` that says how to install Pillow."""
     try:
         from PIL import Image
@@ -32,7 +32,8 @@ def is_image(path: Path) -> bool:
 
 
 def open_image(source: Any, mode: str | None = "RGB") -> Any:
-    """Return an image of Pillow of 8 bits a value, turned upright as its Exif data state.
+    """Return an image as a `PIL.Image` with 8 bits for each channel, turned upright by its Exif
+    orientation.
 
     Args:
         source: a path, an array (height, width[, channels]) of uint8, or an image of Pillow.
@@ -48,7 +49,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
         (3, 2)
     """
     from_file = is_path(source)
-    image = pillow()
+    image = load_pillow()
     try:
         from PIL import ImageOps
 
@@ -65,7 +66,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
 
 
 def image_size(source: Any) -> tuple[int, int]:
-    """Return (width, height) of what `open_image` returns, without decoding a file.
+    """Return (width, height) of an image after turning it upright, without decoding a file.
 
     Args:
         source: as of `open_image`.
@@ -82,7 +83,7 @@ def image_size(source: Any) -> tuple[int, int]:
     if not is_path(source):
         return open_image(source, None).size
     try:
-        with pillow().open(source) as opened:
+        with load_pillow().open(source) as opened:
             turned = opened.getexif().get(_ORIENTATION, 1) >= _TURNED
             return opened.size[::-1] if turned else opened.size
     except (OSError, SyntaxError, ValueError) as e:
@@ -90,7 +91,8 @@ def image_size(source: Any) -> tuple[int, int]:
 
 
 def list_images(inputs: Any) -> list[tuple[str, Any]]:
-    """Return (name, image) of a folder, sorted by name, of a file, or of a list of images.
+    """Return a list of (name, image) for the images in a folder, for one image, or for a list of
+    images.
 
     Args:
         inputs: a folder; an image as `open_image` takes it; or several images, also as one array
@@ -126,17 +128,21 @@ def is_path(source: Any) -> bool:
 
 
 def image_name(source: Any) -> str:
-    """Return the words by which messages call an image."""
+    """Return the name of an image in messages: the quoted path, or the shape or type of an image in
+    memory.
+    """
     if isinstance(source, np.ndarray):
         return f"of shape {source.shape}"
     return repr(str(source)) if is_path(source) else f"of type {type(source).__name__}"
 
 
 def _as_8_bit_image(image: Any) -> Any:
-    """Return an image in 8 bits a value; from 16 bits, Pillow would cut values above 255."""
+    """Return an image with 8 bits for each channel; Pillow itself would cut values of 16 bits at
+    255.
+    """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         exif = image.getexif()
-        image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image = load_pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image.getexif().update(exif)  # it says how the image is turned
         return image
     if image.mode in ("I", "F"):
@@ -150,7 +156,8 @@ def _as_8_bit_image(image: Any) -> Any:
 
 
 class CocoFile(NamedTuple):
-    """A COCO file; every annotation names an image and a category of it.
+    """The content of a COCO file, checked: every annotation names an image and a category of the
+    file.
 
     - `files`, `sizes`: path, and (width, height), of each image by its id, in the file's order.
     - `categories`: names by id, in the order of the ids.
@@ -206,7 +213,9 @@ def read_coco(path: Path, folders: Sequence[Path]) -> CocoFile:
 
 
 def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
-    """Return the ids of image files, from COCO files beside the images or their folder."""
+    """Return {path: COCO id} of images, from COCO files in the folders of the images or in the
+    folders above.
+    """
     folders = {Path(image).parent for image in images if is_path(image)}
     homes = folders | {folder.parent for folder in folders if folder.name == "images"}
     found: dict[Path, Any] = {}

@@ -26,7 +26,7 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
     results: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
     free, ended = threading.Semaphore(depth), threading.Event()
 
-    def read() -> None:
+    def read_items() -> None:
         last: tuple[str, BaseException | None] = ("end", None)
         try:
             while free.acquire() and not ended.is_set():
@@ -42,7 +42,7 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
             items.close()
             results.put(last)
 
-    thread = threading.Thread(target=read, name="onnxgrad-data", daemon=True)
+    thread = threading.Thread(target=read_items, name="onnxgrad-data", daemon=True)
     thread.start()
     asked = False
     try:

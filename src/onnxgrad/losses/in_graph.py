@@ -16,7 +16,7 @@ from onnxgrad.graph.tidy import rename_unused_results, tidy
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
-from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
+from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, match_label_shape
 from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.feeds import caches_with_next_values
@@ -89,10 +89,10 @@ def add_loss_output(
     graph, prediction = model.graph, values[chosen]
     rename_unused_results(graph, {loss_name, label_name, weight_name})
     op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
-    label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
+    label = make_label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
-        losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
+        losses = spec.losses(op, prediction, match_label_shape(op, label, prediction))
         if weight_name is not None:
             by_element = weight_per == "element"
             losses = _multiply_by_sample_weights(
@@ -124,7 +124,9 @@ def _check_penalized_weights(proto: ModelProto, penalties: Iterable[str]) -> Non
 def _cut_to_outputs(
     proto: ModelProto, prediction: str, penalized: Iterable[str]
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
-    """Return the model cut to prediction and penalized weights, and the graph's values by name."""
+    """Return the model whose outputs are the prediction and the penalized weights, and the values
+    of its graph by name.
+    """
     model = to_ir(raise_opset(proto))
     infer_file(model, confirm=confirmed_by_run(proto))
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
@@ -221,17 +223,17 @@ def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
 def choose_output(
     proto: ModelProto, index: int | str | None, remedy: str = "", inside: bool = False
 ) -> str:
-    """Return the name of the float output that has an index or a name.
+    """Return the name of the float output chosen by index or name, or of the only float output.
 
-    `index=None` is the only float output; with `inside`, also the tensor of `scores_behind` if no
-    output holds floats.
+    `index=None` is the only float output; with `inside`, also the only tensor of
+    `score_tensors_behind_outputs` if no output holds floats.
 
     Raises:
         ValueError: there is no such tensor, or `index` is None and there are several. `remedy` is
             the advice for the latter; by default, to give the index.
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
-    behind = scores_behind(proto)
+    behind = score_tensors_behind_outputs(proto)
     choice = ", ".join(map(repr, [*floats, *behind]))
     choice = f"one of {choice}" if choice else "a float tensor inside of the graph"
     if index is None:
@@ -258,8 +260,9 @@ def choose_output(
     return name
 
 
-def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the names of the score tensors from which outputs that hold no floats are computed.
+def score_tensors_behind_outputs(proto: ModelProto) -> list[str]:
+    """Return the names of the float tensors of scores from which labels or maps in the outputs are
+    computed.
 
     They are the tensors in outputs that are maps, or else the scores of an ArgMax or TopK whose
     indices become labels. Each is named once; none is an output.
@@ -285,7 +288,7 @@ def float_outputs(proto: ModelProto) -> list[str]:
     return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
 
-def label_input(
+def make_label_input(
     op: Emit, prediction: ir.Value, kind: LabelKind, loss_name: str, name: str
 ) -> ir.Value:
     """Return a new value for the label of a loss, not yet registered as an input of the graph.

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
-from onnxgrad.losses.spec import Terms, wide
+from onnxgrad.losses.spec import Terms, widen_to_float32
 from onnxgrad.operators.shapes import dims, rank
 
 Extents = list[int | ir.Value]
@@ -26,7 +26,8 @@ Extents = list[int | ir.Value]
 def sum_and_count(
     op: Any, terms: Terms, label: ir.Value, weight: ir.Value | None = None
 ) -> tuple[ir.Value, ir.Value]:
-    """Write the weighted sum of losses, sum(w l), and of weights, sum(w), in the losses' dtype.
+    """Write two scalars: the weighted sum of losses, sum(w l), and the sum of weights, sum(w), in
+    the losses' dtype.
 
     Args:
         op: emitter of the graph.
@@ -86,7 +87,7 @@ def sum_without_label(
     `losses` have a known rank. The sum of the weights is computed from inputs of the graph and
     labels, where they are proven to have the lengths of `losses`.
     """
-    losses, axes = wide(op, losses), range(len(dims(losses) or ()))
+    losses, axes = widen_to_float32(op, losses), range(len(dims(losses) or ()))
     if weight is None:
         return op.ReduceSum(losses, keepdims=0), element_count(op, losses, axes, losses, labels)
     weight = op.Cast(weight, to=losses.dtype)
@@ -127,8 +128,10 @@ def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> 
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
 
 
-def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one weight each."""
+def scale_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
+    """Write `x` times sample weights: `weight` (N,) multiplies rows, a `weight` of more axes
+    multiplies elements.
+    """
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
         return op.set_type_like(x * broadcast_weights(op, weight, op.Shape(x), x), x)
@@ -141,7 +144,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
 def _infer_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
-    """Return losses and label with known ranks, inferred, or else by a reshape to (N, terms)."""
+    """Return losses and label of known rank: inferred, or reshaped to (N, elements of a row)."""
     count = len(op.graph.inputs)
     op.graph.inputs.extend(v for v in (label, *inputs) if v.producer() is None)
     infer(ir.Model(op.graph, ir_version=8))
@@ -159,7 +162,8 @@ def _infer_ranks(
 def _loss_shape_from_label(
     op: Any, losses: ir.Value, label: ir.Value
 ) -> tuple[ir.Value, Extents, bool]:
-    """Return the losses, their shape computed from the label, and whether each label has a loss.
+    """Return (losses, their shape as computed from the label, whether there is one loss for each
+    label).
 
     The axes of the losses are some axes of the label, in their order, and axes of length 1.
     """

@@ -11,7 +11,8 @@ from onnxgrad.errors import EvaluationError
 
 @dataclass(frozen=True)
 class PredictionInfo:
-    """The kind of a prediction: scores of several classes, one score of two classes, or numbers.
+    """What a prediction holds: scores of several classes, one score for two classes, or numbers of
+    a regression.
 
     Attributes:
         classes: number of classes, if the prediction has a score for each; otherwise None.

@@ -66,7 +66,7 @@ class Perplexity(LogLoss):
             )
 
     def compute(self) -> float:
-        """Return the perplexity; infinity where float64 has no larger number."""
+        """Return the perplexity, infinity if it is too large for float64."""
         with np.errstate(over="ignore"):
             return float(np.exp(super().compute()))
 
@@ -106,7 +106,7 @@ class AUC(ClassMetric):
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
         weight = np.ones(len(scores)) if weight is None else weight
-        self._batches.append((scores.copy(), rows.true.copy(), weight))
+        self._batches.append((scores.copy(), rows.true_classes.copy(), weight))
 
     def compute(self) -> float:
         """Return the area under the ROC curve.

@@ -363,7 +363,7 @@ def build_objective(
             written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
             if isinstance(loss, LossOfOutputs):  # it may write its own gradient
-                loss = loss.differentiated(trained if training else (), mixed)
+                loss = loss.for_gradients(trained if training else (), mixed)
             written = loss.write(op, results, recipe.weight_axes > 0)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
