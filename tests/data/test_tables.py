@@ -228,7 +228,7 @@ def test_all_columns_are_targets():
 
 def test_arrays_of_different_length():
     table = {"a": np.arange(2), "b": np.arange(3), "y": np.arange(2)}
-    with pytest.raises(DataError, match="rows"):
+    with pytest.raises(DataError, match=naming("rows", "'b': 3")):
         fed_array(table, image_input("N", 2))
 
 

@@ -186,10 +186,12 @@ class ArrowReader(Reader):
                     cut = slice(at, min(at + size, block.rows))
                     yield _batch_tuple(block.tables(cut if inside is None else inside[cut]))
                 start = 0
-                del block  # or it would stay in memory while the thread fills another one
+                del block  # otherwise the block stays in memory while the thread fills the next
 
     def _decode_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
-        """Yield blocks of `size` rows, from row `start` of the pieces in this order."""
+        """Yield blocks of `size` rows from row `start` on, with the row groups in the order
+        `order`.
+        """
         if start >= self.rows:
             return
         inputs, y, weight = self._groups

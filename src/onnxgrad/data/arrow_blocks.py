@@ -82,7 +82,8 @@ class RowBlock:
         """Return an uninitialized table for `size` rows with the column names, dtypes and row
         shapes of `part`.
         """
-        kinds = {array.dtype for array in part.values()}  # of several, floats round large integers
+        # if there are several, floats round large integers
+        kinds = {array.dtype for array in part.values()}
         if len(kinds) == 1 and all(a.ndim == 1 and a.dtype.kind in "biuf" for a in part.values()):
             return MatrixTable(list(part), np.empty((self.size, len(part)), kinds.pop()))
         return ColumnArrays(

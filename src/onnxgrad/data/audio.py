@@ -117,7 +117,7 @@ class MelSpectrogram(WaveformTransform):
                 f"{self.sample_rate / 2} Hz, half of the sample rate"
             )
         if self.log is not None and not self.floor > 0:
-            raise ValueError(f"floor={self.floor} must be above 0, for the logarithm")
+            raise ValueError(f"floor={self.floor} must be above 0, to have a logarithm")
         if empty := int(np.sum(~self.filters().any(axis=1))):
             warnings.warn(
                 f"{empty} of {self.n_mels} mel bands contain no frequency of the Fourier transform "

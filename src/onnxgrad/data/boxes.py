@@ -162,7 +162,7 @@ class AnnotatedImages(FileReader):
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
         if shape is None or len(shape) != 4 or not all(isinstance(n, int) for n in shape[2:]):
             raise ValueError(
-                f"the inputs {dict(shapes)} state no height and width: pass {argument('size')}"
+                f"the inputs {dict(shapes)} declare no sizes of images: pass {argument('size')}"
             )
         new = copy.copy(self)
         new.size = int(str(shape[2])), int(str(shape[3]))
@@ -241,8 +241,8 @@ def _read_annotations(path: Path, part: str | None) -> dict[str, Any]:
         return _read_yolo(path, part)
     if part == "val":
         raise ValueError(
-            f"part='val' is for the data.yaml of YOLO, and {str(path)!r} is a COCO file: pass the "
-            "COCO file of the images to validate on instead"
+            f"{str(path)!r} is a COCO file, which has no part 'val': leave out part, and pass the "
+            "COCO file of the validation images"
         )
     return _read_coco(path)
 
@@ -290,7 +290,7 @@ def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
     """Return corners, given as shares of width and height, clipped to 0 and 1; raise `ValueError`
     beyond rounding errors.
     """
-    if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
+    if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # NaN fails, too
         raise ValueError(
             f"{where}: the box reaches beyond the image, with its corners at the shares "
             f"{corners.round(4).tolist()} of width and height: correct or remove the box"

@@ -29,7 +29,7 @@ class RowNumbers:
     kept: np.ndarray | None = None
 
     def in_file(self, index: int) -> int:
-        """Return the number in the file of the table's row with this index."""
+        """Return the number in the file of the row with index `index` in the table."""
         return self.first + (index if self.kept is None else int(self.kept[index]))
 
     def range_in_file(self, start: int, count: int) -> np.ndarray:
@@ -102,8 +102,8 @@ class Cells(ColumnArrays):
     def refuse_values(
         self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = ""
     ) -> None:
-        """Raise `DataError` that quotes the first of `values` where the mask `wrong` is true, and
-        lists the rows; do nothing if it is false everywhere.
+        """Raise `DataError` if the mask `wrong` is true anywhere: the message quotes the first
+        wrong value and lists the rows.
         """
         if wrong.any():
             rows = self.row_numbers.rows_in_mask(wrong)
@@ -212,7 +212,7 @@ def mask_incomplete_rows(table: Mapping[str, np.ndarray]) -> np.ndarray:
     gone = np.zeros(count, bool)
     for array in table.values():
         if len(array) != count:
-            continue  # `side_by_side` raises an error
+            continue  # `number_array` raises an error
         if array.dtype.kind == "f":
             gone |= ~np.isfinite(flatten_rows(array)).all(axis=1)
         elif array.dtype.kind == "O":

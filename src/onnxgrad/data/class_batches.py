@@ -137,7 +137,7 @@ class ClassBatches(Reader):
         return None if part is None else self._with_data(part, self.labels[numbers])
 
     def _with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
-        """Return a reader of `data` and `labels` with the P and K of this reader."""
+        """Return a reader of other data and labels, with the same P and K."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
     def describe(self) -> dict[str, Any]:

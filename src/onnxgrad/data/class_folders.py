@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.class_numbers import ClassNames, first_class_names
-from onnxgrad.data.image_files import SUFFIXES, is_image
+from onnxgrad.data.image_files import PASS_IMAGES, is_image
 from onnxgrad.errors import argument
 
-_CLASSES = 100_000  # a folder named by a larger number is a date or the like, and no class
+_CLASSES = 100_000  # a folder named by a larger number is a date or similar, and no class
 _PARTS = {  # names of folders that are data sets, not classes
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
@@ -39,7 +39,7 @@ def read_classes(
     numbers, names = assign_class_indices(str(path), [folder.name for folder in folders], classes)
     found = [_images_in(folder) for folder in folders]
     if empty := [str(f) for f, files in zip(folders, found, strict=True) if not files]:
-        text = f"there is no image in {', '.join(map(repr, empty))} ({' '.join(sorted(SUFFIXES))})"
+        text = f"there is no image in {', '.join(map(repr, empty))}: {PASS_IMAGES}"
         if len(empty) == len(folders):
             raise ValueError(text)
         warnings.warn(text, stacklevel=3)
@@ -110,5 +110,5 @@ def find_images(path: Path) -> list[Path]:
     """Return the path of an image, or all images in a folder and the folders below it."""
     files = [path] if is_image(path) else _images_in(path)
     if not files:
-        raise ValueError(f"there is no image in {str(path)!r} ({' '.join(sorted(SUFFIXES))})")
+        raise ValueError(f"there is no image in {str(path)!r}: {PASS_IMAGES}")
     return files

@@ -198,7 +198,8 @@ def _all_python_numbers(values: list[Any]) -> bool:
 
 
 def class_weights_by_index(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
-    """Return class weights by class index, for one output or for several by name.
+    """Return class weights with class indices in place of class names; the weights may be {class:
+    weight}, or {output: {class: weight}}.
 
     Args:
         weights: `{class, by name or number: weight}`, or a dict of these by output; other

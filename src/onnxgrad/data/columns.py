@@ -111,7 +111,9 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) -> None:
-    """Raise `DataError` if a table has other columns than in training, in any order."""
+    """Raise `DataError` if a table lacks a column of training, or has another column; the order
+    does not matter.
+    """
     given, known = {*names}, {*trained}
     missing = [n for n in trained if n not in given]
     extra = [n for n in names if n not in known]
@@ -167,8 +169,8 @@ class Names:
         return self.columns[name]
 
     def order_targets(self, names: Sequence[str]) -> list[str]:
-        """Return the label columns in the order of training; if the columns are others than in
-        training, store their order.
+        """Return the label columns in the order of training; names that differ from training
+        replace the stored names.
         """
         if sorted(names) != sorted(self.target):
             self.target = list(names)

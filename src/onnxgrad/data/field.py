@@ -18,7 +18,7 @@ from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import join_first, named
 from onnxgrad.operators.shapes import Dims, dims
 
-# (mask of wrong values, rule, words for wrong values, remedy) raises for wrong values
+# (mask of wrong values, rule, words for wrong values, remedy) -> None; raises if the mask is true
 Refuse = Callable[..., None]
 _FEW = 1 << 12  # most values for which `isfinite` of all is faster than of minimum and maximum
 
@@ -68,16 +68,16 @@ class Field:
         array = self.numbers(data)
         if axis == 0 and not whole:
             if array.ndim == 0:
-                raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
+                raise ValueError(f"{self.name!r} is one number: pass an array with a value per row")
             if len(array) == 0:
-                raise ValueError(f"{self.name!r} has no rows: pass at least one")
+                raise ValueError(f"{self.name!r} has no rows: pass at least one row")
         try:
             if axis == 0 and not whole:
                 array = fit_shape(array, self.shape, repr(self.name), reshape=False)
             else:
                 array = self._fit_declared_shape(array, None if whole else axis)
         except DataError as e:
-            # a label for each row, where the loss takes one for each output
+            # the user passed one label for each row, and the loss takes a label for each output
             several = self.is_label and self.classes is None and len(self.shape or ()) > array.ndim
             whole_numbers = several and array.dtype.kind != "O" and not (array % 1).any()
             remedy = "; numbers of classes need a loss of classes, such as 'cross_entropy'"

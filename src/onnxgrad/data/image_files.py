@@ -13,8 +13,9 @@ import numpy as np
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
+PASS_IMAGES = f"pass files with one of the suffixes {' '.join(sorted(SUFFIXES))}"  # in messages
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
-_ORIENTATION, _TURNED = 0x0112, 5  # tag of Exif, and its least value that swaps the sides
+_ORIENTATION, _TURNED = 0x0112, 5  # Exif tag; values of at least 5 swap width and height
 
 
 def load_pillow() -> Any:
@@ -61,7 +62,7 @@ def open_image(source: Any, mode: str | None = "RGB") -> Any:
         finally:
             if from_file:
                 opened.close()
-    except (OSError, SyntaxError, TypeError, ValueError) as e:  # by Pillow, for damaged files
+    except (OSError, SyntaxError, TypeError, ValueError) as e:  # raised by Pillow for damaged files
         raise ValueError(f"cannot read the image {image_name(source)}: {e}") from e
 
 
@@ -118,7 +119,7 @@ def list_images(inputs: Any) -> list[tuple[str, Any]]:
         found = [inputs]
     named = [(Path(x).stem if is_path(x) else str(i), x) for i, x in enumerate(found)]
     if not named:
-        raise ValueError(f"there is no image in {inputs!r} ({' '.join(sorted(SUFFIXES))})")
+        raise ValueError(f"there is no image in {inputs!r}: {PASS_IMAGES}")
     return named
 
 
@@ -143,11 +144,11 @@ def _as_8_bit_image(image: Any) -> Any:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         exif = image.getexif()
         image = load_pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image.getexif().update(exif)  # it says how the image is turned
+        image.getexif().update(exif)  # Exif data hold the orientation
         return image
     if image.mode in ("I", "F"):
         raise ValueError(
-            "it has 32 bits a value, of which the value of white is unknown: convert it to 8 bits"
+            "it has values of 32 bits, and the value of white is unknown: convert it to 8 bits"
         )
     return image
 
@@ -223,7 +224,7 @@ def coco_image_ids(images: Iterable[Any]) -> dict[Path, Any]:
         try:
             listed = json.loads(file.read_text(encoding="utf-8"))["images"]
             ids = {image["file_name"]: image["id"] for image in listed}
-        except (KeyError, TypeError, ValueError):  # another kind of file
+        except (KeyError, TypeError, ValueError):  # the JSON file is no COCO file
             continue
         for place in (file.parent, file.parent / "images"):
             found |= {place / name: number for name, number in ids.items()}

@@ -102,7 +102,7 @@ def _check_options(layout: str | None, channels: int | None, scale: float) -> No
     if channels not in (None, *MODES):
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, MODES))}")
     if not scale > 0:
-        raise ValueError(f"{argument('scale', scale)} must be above 0: the value of white")
+        raise ValueError(f"{argument('scale', scale)}, the value of white pixels, must be above 0")
 
 
 @dataclass(eq=False)

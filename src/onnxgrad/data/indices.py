@@ -271,7 +271,7 @@ def _extract_positions(
     part = ir.convenience.extract(graph, inputs, [index])
     moved = {y.name for node in path for y in node.outputs}
     for node in part:
-        for y in node.outputs:  # inferred for elements, not for positions
+        for y in node.outputs:  # types and shapes were inferred for elements, not for positions
             y.type = y.shape = None
         if node.op_type == "Cast" and node.outputs[0].name in moved:
             node.op_type = "Identity"

@@ -167,7 +167,7 @@ class MaskedImages(FileReader):
         image = open_image(self._pairs[row].image, MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
         for change in self.transforms if rng is not None else ():
-            if isinstance(change, (RandomFlip, CenterCrop)):  # draws the same numbers for both
+            if isinstance(change, (RandomFlip, CenterCrop)):  # the same random numbers for both
                 again = copy.deepcopy(rng)
                 image, mask = change(image, rng), change(mask, again)
             elif isinstance(change, RandomColors):
@@ -312,7 +312,8 @@ def _pairs_in_coco_file(
 def _count_mask_classes(
     pairs: Sequence[_ImageMaskPair], ignore: int | None, classes: int | None
 ) -> int:
-    """Return the count of classes: `classes`, or one more than the largest value in masks.
+    """Return the number of classes: `classes` if it is given, else the largest value in the masks
+    plus one.
 
     Raises:
         ValueError: an image that is missing or of another size than its mask, or a number in a mask

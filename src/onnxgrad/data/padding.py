@@ -46,7 +46,7 @@ def pad_sequences(
     """
     arrays = [to_numbers(f"sequence {i}", sequence) for i, sequence in enumerate(sequences)]
     if not arrays:
-        raise ValueError("there is no sequence to pad: pass at least one")
+        raise ValueError("sequences is empty: pass at least one sequence")
     if numbers := [i for i, array in enumerate(arrays) if not array.ndim]:
         raise ValueError(f"sequence {numbers[0]} is a single number: pass a list or an array")
     lengths = np.array([len(array) for array in arrays], np.int64)
@@ -200,7 +200,7 @@ def _pad_if_ragged(
     rows, shapes = values, [np.shape(row) for row in values] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
         raise ValueError(
-            f"all rows of {name!r} must have the same number of axes, not {sorted(ranks)}"
+            f"the rows of {name!r} have {sorted(ranks)} axes: give all rows as many axes"
         )
     lengths = np.array(shapes)
     differ = np.flatnonzero((lengths != lengths[0]).any(axis=0)).tolist()
@@ -256,7 +256,7 @@ class ByLength(Reader):
         Raises:
             ValueError: lengths differ that must be equal, see `same_length`.
         """
-        first: dict[str, np.ndarray] = {}  # lengths, by the first column that has them
+        first: dict[str, np.ndarray] = {}  # row lengths by the first column that has these lengths
         for name, column in self._ragged_columns.items():
             for other, lengths in first.items():
                 wrong = np.flatnonzero(column.lengths != lengths)
@@ -298,7 +298,7 @@ class ByLength(Reader):
                 )
             if self._ragged_columns[name].axis and axes[name] is None:
                 raise ValueError(
-                    f"{kind} of {name!r}: pass the axis along which lengths differ as axis="
+                    f"{kind}= of {name!r} needs the axis along which lengths differ: pass axis="
                 )
             self._beside[beside] = kind, self._ragged_columns[name].lengths
         return self

@@ -35,7 +35,7 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
                 except StopIteration:
                     break
                 results.put(("item", item))
-                del item  # or it would stay in memory while the next one is read
+                del item  # otherwise the item stays in memory while the next item is read
         except BaseException as e:  # raised in the other thread
             last = ("error", e)
         finally:

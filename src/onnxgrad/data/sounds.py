@@ -183,7 +183,7 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
     else:
         raise ValueError(f"{str(path)!r} must be a folder of folders, a .csv or a .jsonl file")
     if not clips:
-        raise ValueError(f"{str(path)!r} has no sound ({' '.join(sorted(SUFFIXES))})")
+        raise ValueError(f"{str(path)!r} names no sound ({' '.join(sorted(SUFFIXES))}): add one")
     return clips
 
 

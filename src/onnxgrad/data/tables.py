@@ -218,7 +218,7 @@ def _read_and_check_table(
         raise DataError(f"{what}: {e}") from None
     except MemoryError:
         raise DataError(
-            f"{what} declares more data than fits into memory: split the file, or write Parquet"
+            f"{what} declares more data than fit into memory: split the file, or write Parquet"
         ) from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"

@@ -80,7 +80,7 @@ def collate(rows: list[Any]) -> Any:
 
 
 def _stack_values(name: object, values: list[Any]) -> np.ndarray:
-    """Return the values of one input in several rows as an array."""
+    """Return the values of one input in several rows, stacked to one array."""
     arrays = [to_numpy(value) for value in values]
     if len({array.shape for array in arrays}) > 1:
         shapes = sorted({array.shape for array in arrays})

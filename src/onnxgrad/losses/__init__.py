@@ -3,14 +3,15 @@
 A `spec.LossSpec` is a loss by name: its formula, its labels and its options. The formulas are in
 `formulas`, `classification`, `image_losses`, `embeddings` and `ctc`.
 
-A trainer gets the losses of all outputs from `objectives.training_loss`. Each is written so:
+A trainer gets the losses of all outputs from `objectives.training_loss`. Each loss is written in
+four steps:
 
 1. `output_terms.formula_terms` looks for the scores behind the prediction (`logits`).
 2. `applied_to` decides the options that the user has not set: the axis of the classes
    (`class_axis`), and whether the prediction holds scores or probabilities (`value_range`).
-3. `in_graph.label_input` makes the label, and `LossSpec.terms` writes one loss for each label.
-4. `sums` adds them up; over a large vocabulary, `vocabulary` does so without all logits in memory,
-   by the layers in `head`, the labels in `positions`, or the blocks in `word_blocks`.
+3. `in_graph.make_label_input` makes the label, and `LossSpec.terms` writes a loss for each label.
+4. `sums` adds the losses up; over a large vocabulary, `vocabulary` does so without all logits in
+   memory, by the layers in `head`, the labels in `positions`, or the blocks in `word_blocks`.
 
 `in_graph.add_loss_output` writes a loss into a model without a trainer, and `row_losses` removes
 its reduction. Other losses are models (`other_models`, by `second_model`), or functions of outputs

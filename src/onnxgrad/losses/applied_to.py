@@ -41,8 +41,8 @@ from onnxgrad.reporting import logger
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
-    """Return the loss with those of its options `axis`, `soft_labels` and `from_logits` that the
-    user left open, as the graph before the prediction decides them.
+    """Return the loss with the options `axis`, `soft_labels` and `from_logits` decided by the
+    graph, unless the user has set them.
 
     The logger "onnxgrad" reports the decisions.
 
@@ -62,9 +62,8 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         filled["axis"] = _valid_class_axis(spec, prediction, n, otherwise)
         if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
             raise ValueError(
-                f"the output {name!r} holds one score for each row, and the loss {spec.name!r} "
-                "compares scores of "
-                "several classes: use 'binary_cross_entropy', or another loss of one score"
+                f"the output {name!r} holds one score for each row, and {spec.name!r} takes "
+                "scores of several classes: use 'binary_cross_entropy', or a loss of one score"
             )
     if options.get("soft_labels", False) is None:
         shape = dims(prediction)

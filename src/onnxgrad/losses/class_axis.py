@@ -19,7 +19,8 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes, places
 from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
-# an axis; None if no linear operator precedes the value; or why the graph does not decide the axis
+# the class axis; None if no linear operator precedes the value; or the reason, as text, why the
+# graph does not decide the axis
 Answer = int | str | None
 
 
@@ -131,7 +132,8 @@ class _AxisSearch:
         if x not in self.data:
             return None
         if axis is not None:
-            # if the second operand is no matrix of weights, the first may be: it mixes positions
+            # if the second operand is no matrix of weights, the first operand may be one, and mix
+            # positions
             second = node.inputs[weights]
             if second in self.data or 1 in (rank(first), rank(second)):
                 return f"{node_text(node)} has no matrix of weights as its second operand"

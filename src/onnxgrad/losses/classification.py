@@ -71,7 +71,7 @@ def cross_entropy_terms(
                 )
             rest = rest / weight
         loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss, and 0 times it is NaN
+    # an ignored label may have an infinite loss, and 0 times infinity is NaN
     loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
     return Terms(loss, weight)
 
@@ -114,9 +114,8 @@ def cross_entropy(
         index = op.Unsqueeze(label, [classes.axis])
         hit = op.Equal(index, write_class_indices(op, classes.prediction, classes.axis))
         minus_t = where_const(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
-        if label_smoothing or 0 <= ignore_index < (
-            classes.static_class_count or _END
-        ):  # other ignored labels hit no class
+        # other ignored labels hit no class
+        if label_smoothing or 0 <= ignore_index < (classes.static_class_count or _END):
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
         if classes.static_class_count is None:
             op.set_type_like(minus_t, classes.prediction)
@@ -150,7 +149,7 @@ def binary_cross_entropy(
             the sum of `pos_weight`.
     """
     weight = None
-    if class_weight is not None:  # the weight of a label between 0 and 1 is in between
+    if class_weight is not None:  # a label between 0 and 1 gets a weight between both
         zero, one = weight_array(class_weight, 2).tolist()
         weight = zero + (one - zero) * label
     if label_smoothing:
@@ -288,9 +287,8 @@ class _ClassPrediction:
         """
         op, array = self.op, weight_array(class_weight, self.static_class_count)
         dtype: Any = self.prediction.dtype
-        if self.static_class_count is None and isinstance(
-            class_weight, Mapping
-        ):  # comparisons, for there is no table
+        # compare indices, as a table needs the class count
+        if self.static_class_count is None and isinstance(class_weight, Mapping):
             weight = op.const(1.0, dtype)
             index = axis_positions(op, self.prediction, self.axis) if index is None else index
             for c in class_weight:
@@ -306,20 +304,24 @@ class _ClassPrediction:
 
 
 def _align_prediction_and_label(op, prediction, label, axis, shift):
-    """Return a prediction with its class axis, and the label; `axis=None` is axis 1, as in PyTorch.
+    """Return (prediction with its class axis, label) for a cross-entropy; `axis=None` means axis 1,
+    as in PyTorch.
 
     With `shift`, the prediction is without its last position, and the label without the first.
     """
     n = rank(prediction)
     if n is None or n < 2:
-        raise ValueError(f"cross_entropy needs a prediction of known rank, 2 or more, not {n}")
+        raise ValueError(
+            f"cross_entropy needs a prediction (N, C, ...), and {prediction.name!r} has the "
+            f"rank {n}: declare its shape, or choose another output"
+        )
     axis, shape = 1 if axis is None else axis % n, known_dims(prediction)
     if not shift:
         return _ClassPrediction(op, prediction, axis), label
     if n != 3 or axis != 2:
         raise ValueError(
-            f"shift=True needs predictions (N, T, classes), but the shape is {shape}, with classes "
-            f"along axis {axis}"
+            f"shift=True needs predictions (N, T, classes), and {prediction.name!r} has the shape "
+            f"{shape}, with classes along axis {axis}: leave out shift, or choose another output"
         )
     rows, t, count = shape
     length = t - 1 if isinstance(t, int) else f"{t or prediction.name} - 1"

@@ -76,10 +76,10 @@ def _configure_losses(
         if not isfinite(factor):
             raise ValueError(f"the factor of {name!r} must be a finite number, not {factor}")
     if other := {*options} - {*factors}:
-        raise ValueError(f"options are for {sorted(other)}, but the losses are {[*factors]}")
+        raise ValueError(f"options name {sorted(other)}: name losses of {[*factors]} instead")
     if len({kinds[name] for name in factors}) != 1:
         raise ValueError(
-            f"{[*factors]}: combine losses of classes, or losses of scores of two classes, not both"
+            f"{[*factors]}: combine losses of several classes, or losses of two classes, not both"
         )
     if shared := {*chain(*options.values())} & {*_SHARED}:
         raise ValueError(
@@ -104,8 +104,8 @@ def _sum_loss_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -
 
 
 def _prediction_kind(spec: LossSpec) -> str | None:
-    """Return "classes" or "two classes", what the predictions of a loss are; None if the loss
-    cannot be combined with others.
+    """Return "classes" or "two classes", by the predictions that a loss takes; None if it cannot be
+    combined with other losses.
     """
     if spec.activation == "Sigmoid":
         return "two classes"

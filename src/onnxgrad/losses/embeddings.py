@@ -276,7 +276,7 @@ def _contrastive_losses(op, z, label, temperature, normalize):
 
 
 def _normalize_rows(op, x):
-    """Write the rows of `x` divided by their Euclidean norms, at least 1e-12."""
+    """Write each row of `x` divided by its Euclidean norm, or by 1e-12 if the norm is smaller."""
     return x / op.Max(op.ReduceL2(x, [1], keepdims=1), 1e-12)
 
 
@@ -284,7 +284,7 @@ def _p_norms(op, x, p, eps):
     """Write the p-norms of x + eps over the last axis; raise `ValueError` unless p is 1 or 2."""
     norms = {1: op.ReduceL1, 2: op.ReduceL2}
     if p not in norms:
-        raise ValueError(f"p={p!r}: the norm of distances is p=1 or p=2")
+        raise ValueError(f"p={p!r} is no norm of distances: pass p=1 or p=2")
     return norms[p](x + eps, [-1], keepdims=0)
 
 

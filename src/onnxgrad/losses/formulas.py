@@ -121,9 +121,8 @@ def _log_loss_terms(op, prediction, label, eps=1e-6):
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
     if (shapes.dims(prediction) or (None,))[-1] is None:
-        prediction = op.Reshape(
-            prediction, [0, 2]
-        )  # fails for one column, which would be broadcast
+        # fails for predictions of one column, which would be broadcast
+        prediction = op.Reshape(prediction, [0, 2])
     hit = op.Equal(label, op.const(np.arange(2)))
     return where_const(op, hit, -1.0, 0.0, prediction) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
@@ -187,13 +186,13 @@ def quantile(op, prediction, label, q=0.5):
     """
     numbers = np.asarray(q, dtype=float)
     if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
-        raise ValueError(f"q={q!r}: give quantiles that are numbers between 0 and 1")
+        raise ValueError(f"q={q!r} must be a quantile between 0 and 1, or a list of such quantiles")
     if numbers.ndim:
         width = known_dims(prediction)[1]
         if isinstance(width, int) and width != len(numbers):
             raise ValueError(
-                f"the prediction has {width} columns for {len(numbers)} quantiles: give one for "
-                "each column"
+                f"{prediction.name!r} has {width} columns, and q {len(numbers)} quantiles: give "
+                "one quantile for each column"
             )
         numbers = numbers.reshape([-1] + [1] * (len(known_dims(prediction)) - 2))
     above, below = (op.const(a.astype(prediction.dtype.numpy())) for a in (numbers, numbers - 1.0))

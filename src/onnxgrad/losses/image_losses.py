@@ -87,7 +87,7 @@ def _label_alphas(op, like, hit, alpha):
     classes = known_dims(like)[1]
     if numbers.ndim > 1 or (numbers.ndim and isinstance(classes, int) and len(numbers) != classes):
         given = argument("loss_options.alpha", alpha)
-        raise ValueError(f"{given}: give one number, or {classes} numbers, one for every class")
+        raise ValueError(f"{given} must be one number, or {classes} numbers, one for each class")
     if numbers.ndim:
         numbers = numbers.reshape([-1] + [1] * (len(known_dims(like)) - 2))
     weights = op.const(numbers.astype(like.dtype.numpy()))
@@ -126,7 +126,8 @@ def dice(
     activation="Softmax",
 )
 def softmax_dice(op, prediction, label, smooth=1.0, from_logits=True, ignore_index=-100, axis=None):
-    """Mean over classes of 1 - (2 sum(p t) + s) / (sum p + sum t + s), t one-hot.  1606.04797.
+    """Mean over classes of 1 - (2 sum(p t) + s) / (sum p + sum t + s), t the one-hot label.
+    1606.04797.
 
     The sums are over the axes d1, ... of a prediction (N, C, d1, ...), without ignored labels. One
     loss for every row; the mean is over rows with a label that is not ignored. axis: axis of the

@@ -116,8 +116,8 @@ def _check_penalized_weights(proto: ModelProto, penalties: Iterable[str]) -> Non
         if ref.name in penalties and (attribute or ref.graph is not proto.graph):
             where = "is an attribute" if attribute else "is in a subgraph or a local function"
             raise ValueError(
-                f"the weight {ref.name!r} {where}: a penalty needs an initializer of the main "
-                "graph; leave it out"
+                f"the weight {ref.name!r} {where}, and penalties are for initializers of the main "
+                "graph: leave the weight out of penalty"
             )
 
 
@@ -212,7 +212,9 @@ def add_penalties(
 
 
 def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
-    """Return the penalty as `{"l1": a, "l2": b}`, given such a mapping or the number b alone."""
+    """Return a penalty as `{"l1": a, "l2": b}`, given as a dict of these keys or as the number b
+    alone.
+    """
     given = dict(setting) if isinstance(setting, Mapping) else {"l2": setting}
     for key in given:
         if key not in ("l1", "l2"):
@@ -305,8 +307,7 @@ def make_label_input(
     if not kind.accepts(shape):
         raise ValueError(
             f"the loss {loss_name!r} needs {kind.needs}; the output {prediction.name!r} has the "
-            "shape "
-            f"{shape}: choose another output or loss"
+            f"shape {shape}: choose another output or loss"
         )
     shape = kind.shape(shape)
     if shape is not None:

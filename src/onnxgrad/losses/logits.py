@@ -35,7 +35,7 @@ from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import constant, dims, is_real, rank
 from onnxgrad.reporting import logger
 
-_DEPTH = 24  # nodes in a row that a search visits
+_DEPTH = 24  # most consecutive nodes that a search visits
 _ONE = (1.0, 1.0)  # the range of the number 1
 
 
@@ -101,7 +101,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     if made_by(x, "Sub") and (p := _complement_operand(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
         return None if z is None else _cast_to_dtype_of(op, op.Neg(z), x)
-    if node := made_by(x, "Where"):  # one form for scores above zero, one for scores below
+    if node := made_by(x, "Where"):  # sigmoid by two formulas, for scores above and below zero
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
@@ -282,10 +282,10 @@ def scores_without_votes(prediction: ir.Value) -> ir.Value:
     where = node_text(node)
     if low > -inf and high < inf:
         raise ValueError(
-            f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
-            "votes, steps without a gradient, and the scores are bounded, so that their sums may "
-            "order the classes otherwise. Train the classifiers of the pairs one by one, by "
-            f"{named('loss={tensor: loss}')} with the scores of each, or give the model a new "
+            f"{prediction.name!r} cannot be trained: {where} adds {votes[0].name!r}, votes without "
+            "a gradient, to sums of probabilities, which may order the classes differently. Train "
+            "the classifier of each pair of classes, by "
+            f"{named('loss={tensor: loss}')} with its scores, or give the model a new "
             f"head, by {named('onnxgrad.replace_head')}"
         )
     logger.warning(
@@ -336,7 +336,7 @@ def _softsign_operand(x: ir.Value) -> ir.Value:
     if node is None or node.inputs[0] is None:
         return x
     s, waiting = node.inputs[0], [node.inputs[1]]
-    for v in waiting:  # the loop appends to it
+    for v in waiting:  # the loop appends to the list
         if (size := made_by(v, "Abs")) and size.inputs[0] is s:
             return s
         if (inner := made_by(v, "Add", "Mul", "Sum")) and len(waiting) < 32:
@@ -375,7 +375,8 @@ def keep_scores_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[s
 
 
 def two_class_logits(op: Any, prediction: ir.Value) -> ir.Value | None:
-    """Return logits whose softmax is `prediction`, if it is the sigmoid of opposite scores (-z, z).
+    """Return logits whose softmax is `prediction`, if the prediction is the sigmoid of opposite
+    scores (-z, z); else None.
 
     scikit-learn's classifiers of two classes are exported with the coefficients of both classes,
     which are opposite numbers. The softmax of (-d, d) / 4, d the difference of the scores, gives

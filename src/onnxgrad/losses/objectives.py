@@ -227,11 +227,12 @@ class TrainingLoss:
         """Write the weighted sum of the losses of one output, and add it to `written`."""
         weight, own = written.weight, None
         wrt = self.wrt if self.in_chunks and self.mixed is None else None
-        if one.info.shift and weight is not None and rank(weight) == 2:  # shifted as the labels
+        if one.info.shift and weight is not None and rank(weight) == 2:  # weights move with labels
             every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
             weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
         total, count = sum_and_count(op, one.terms, one.label, weight)
-        if self.mixed is not None and one.of_partners is not None:  # both labels have one count
+        # own and partner label weigh as one
+        if self.mixed is not None and one.of_partners is not None:
             label, terms = one.of_partners
             other = None if weight is None else self.mixed.take_partners(op, weight)
             partners_total, _ = sum_and_count(op, terms, label, other)
@@ -246,7 +247,7 @@ class TrainingLoss:
         written.add_sums(total, count, float(self.factors.get(name, 1.0)), own)
         if one.label.producer() is None and one.label not in op.graph.inputs:
             written.add_label(one.label, name, one.info)
-        else:  # tokens of the graph
+        else:  # the labels are computed from the input of tokens
             written.needs_no_label = True
 
 
@@ -306,8 +307,7 @@ def training_loss(
     elif loss_weights:
         raise ValueError(
             f"{named('loss_weights')} takes the factors of several losses: give one loss for each "
-            "output, "
-            f"{named('loss={output: loss}')}"
+            f"output, {named('loss={output: loss}')}"
         )
     else:
         loss, options, class_weight = {None: loss}, {None: options}, {None: class_weight}

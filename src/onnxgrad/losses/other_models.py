@@ -176,7 +176,7 @@ class Distillation:
         names = self.hard.outputs(proto)
         if (len(names) > 1 and self.output is None) or self.output not in (None, *names):
             raise ValueError(
-                f"the hard loss reads the outputs {names}: name the one with the logits by output="
+                f"the hard loss reads the outputs {names}: name the output of the logits by output="
             )
         return names
 
@@ -218,7 +218,7 @@ class Distillation:
         if not shapes_may_be_equal(dims(logits), dims(student)):
             raise ValueError(
                 f"the logits of the teacher have the shape {dims(logits)}, and the logits of the "
-                f"student {dims(student)}"
+                f"student {dims(student)}: correct output= or teacher_output="
             )
         return logits
 

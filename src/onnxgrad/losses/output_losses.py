@@ -94,8 +94,8 @@ class OutputLoss:
                 infer(ir.Model(op.graph, ir_version=8))
             if not dims(losses):
                 raise ValueError(
-                    f"the loss has the shape {dims(losses)}: it must have one number for every row "
-                    "or element"
+                    f"the loss has the shape {dims(losses)}, and needs one number for every row or "
+                    "element: leave out the last mean or sum"
                 )
             written = WrittenLoss(
                 weight=new_row_weight(op, values[0], losses) if weighted else None

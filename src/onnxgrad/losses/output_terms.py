@@ -53,7 +53,8 @@ class MixedRows:
         """Write for each row of `x` the row of its partner, gathered along the first axis."""
         rows = op.Gather(x, self.partners, axis=0)
         if (dims(x) or (None,))[0] != (dims(self.partners) or ())[0]:
-            rows = op.Reshape(rows, op.Shape(x))  # which fails if `x` has another number of rows
+            # a Reshape that fails if `x` has another number of rows
+            rows = op.Reshape(rows, op.Shape(x))
         return op.set_type_like(rows, x)
 
     def blend(self, op: Any, own: ir.Value, other: ir.Value) -> ir.Value:
@@ -70,9 +71,7 @@ def check_losses_can_mix(losses: Mapping[str | None, Any]) -> None:
     for loss in losses.values():
         if not isinstance(loss, LossSpec):
             raise ValueError(
-                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave "
-                "mix "
-                "out"
+                f"mix does not take the loss {loss!r}, only names and functions: leave out mix"
             )
         if not loss.mixes:
             raise ValueError(
@@ -130,7 +129,8 @@ def formula_terms(
     """
     if shape is not None:
         spec = spec.for_labels(shape)
-    if spec.all_options.get("from_logits") is None:  # else, the user has decided about the columns
+    # otherwise, the user has said what the columns are
+    if spec.all_options.get("from_logits") is None:
         if spec.activation == "Softmax" or spec.label_kind.dtype is not None:
             require_class_columns(prediction)
         if spec.activation == "Softmax":

@@ -230,7 +230,7 @@ def _move_nodes(
         value.name = op.name(str(value.name))
         op.graph.register_initializer(value)
     for node in nodes:
-        node.name = None  # the graph gives a new one
+        node.name = None  # the graph gives the node a new name
         op.graph.append(node)
     for domain, version in model.opset_imports.items():
         op.graph.opset_imports.setdefault(domain, version)

@@ -1,4 +1,4 @@
-"""The record of a loss: its formula, the labels that it takes and its options."""
+"""The record of a loss: its formula, labels and options; and nodes that several formulas write."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class LabelBounds(NamedTuple):
     most: float = math.inf
 
     def test(self, labels: np.ndarray) -> np.ndarray:
-        """Return an array that tells for each label whether its value is allowed."""
+        """Return a mask of the labels whose value is allowed."""
         if self.values:
             return np.isin(labels, self.values)
         return (labels >= self.least) & (labels <= self.most)
 
     def write(self, op: Any, label: ir.Value) -> ir.Value:
-        """Write nodes that tell for each element of a label whether its value is allowed."""
+        """Write nodes that compute a mask of the labels whose value is allowed."""
         if self.values:
             return reduce(op.Or, (op.Equal(label, value) for value in self.values))
         sides = []
@@ -210,7 +210,9 @@ class LossSpec:
 
     @property
     def may_ignore_nan(self) -> bool:
-        """Whether NaN may mark ignored labels: they are floats and there is no `ignore_index`."""
+        """Whether NaN may mark ignored labels: the labels are floats, and the loss has no
+        `ignore_index`.
+        """
         return not self.has_ignore_index and self.label_kind.dtype is None
 
     @property
@@ -272,7 +274,8 @@ class LossSpec:
         return op.Where(nan, op.const(0.0, losses.dtype), losses)
 
     def for_labels(self, shape: Sequence[int]) -> LossSpec:
-        """Return the loss for labels of this shape, which tells one-hot labels from class indices.
+        """Return the loss for labels of this shape, by which one-hot labels are told from class
+        indices.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
         additional last axis of length 1). `losses.applied_to.decide_options` compares them.
@@ -282,7 +285,7 @@ class LossSpec:
 
 AnyFormula = TypeVar("AnyFormula", bound=Callable[..., Any])
 
-LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
+LOSSES: dict[str, LossSpec] = {}  # by name; filled when `onnxgrad.losses` is imported
 
 
 def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
@@ -306,7 +309,7 @@ def match_label_shape(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Valu
     """
     declared, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
     if declared is None:
-        return op.Reshape(label, wanted)  # or (N,) and (N, 1) would be broadcast to (N, N)
+        return op.Reshape(label, wanted)  # otherwise (N,) and (N, 1) would be broadcast to (N, N)
     shape_of_kind = label.meta.get(marks.LABEL_SHAPE)
     if None not in declared or shape_of_kind is None or shape_of_kind(known) != known:
         return label

@@ -46,7 +46,7 @@ def sum_and_count(
     assert shape is not None
     assert dtype is not None
     if not shape and dims(label) == () and w is None and weight is None:
-        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one term
+        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one loss
     if not shape:
         raise ValueError(
             "a loss must have one number for every element or row, not one for all: leave out "
@@ -58,7 +58,8 @@ def sum_and_count(
     covers = covers and all(a != 1 or d == 1 for a, d in zip(of_weights or (), shape, strict=True))
     if not covers:
         losses, extents, every = _loss_shape_from_label(op, losses, label)
-        if every and w is None and weight is None:  # Size is fewer nodes than the shape
+        # one Size node in place of the nodes for the shape
+        if every and w is None and weight is None:
             return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
         target = op.vector(*extents)
     else:
@@ -122,9 +123,8 @@ def element_count(
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
     """Write sample weights broadcast to the shape of `like`; a Reshape fails if they do not fit."""
-    every = op.emit(
-        "Expand", [weight, shape], {}, fresh=True
-    )  # Expand is not left out if symbols are equal
+    # fresh: written even if symbolic shapes are equal
+    every = op.emit("Expand", [weight, shape], {}, fresh=True)
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
 
 

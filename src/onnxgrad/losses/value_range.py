@@ -19,7 +19,7 @@ from onnxgrad.operators.records import Range
 from onnxgrad.operators.shapes import constant, dims, rank
 
 _UNBOUNDED: Range = (-inf, inf)
-_DEPTH = 32  # nodes in a row that a search visits
+_DEPTH = 32  # most consecutive nodes that a search visits
 
 
 def value_range(x: ir.Value) -> Range:
@@ -124,7 +124,7 @@ def summed_axes(
         if moved_operands(node) and (is_copy or node.op_type in VIEWS | {"Cast"}):
             column = column or (total if node.op_type in ("Reshape", "Squeeze") else None)
             total = node.inputs[0]
-        elif made_by(total, "Where", "Max", "Clip", "Add"):  # each of them guards against zero
+        elif made_by(total, "Where", "Max", "Clip", "Add"):  # each may guard `total` against zero
             operands = node.inputs[node.op_type == "Where" :]
             rest = [v for v in operands if v is not None and not _is_zero_guard(v)]
             if len(rest) != 1:

@@ -151,7 +151,7 @@ class BlockwiseLoss:
         for x, axis in self.axes.items():
             shape = list(dims(x) or ())
             shape[axis] = self.block
-            if axis == 0:  # a Scan takes such slices without a copy
+            if axis == 0:  # a Scan takes slices along axis 0 without a copy
                 stack = op.Reshape(x, [self.words // self.block, *shape])
                 operands.append(op.set_type_like(stack, x))
                 stack.shape = ir.Shape([self.words // self.block, *shape])

@@ -81,9 +81,7 @@ def false_alarms(
     """
     listed = [_arrays_by_file(part) for part in (scores, labels)]
     if [len(s) for s in listed[0]] != [len(y) for y in listed[1]]:
-        raise ValueError(
-            "scores and labels have different numbers of windows: pass one label for each score"
-        )
+        raise ValueError("scores and labels have different lengths: pass one label for each score")
     all_scores, y = (np.concatenate(part) for part in listed)
     if not np.isin(y, (0, 1)).all() or y.min(initial=1) == y.max(initial=0):
         raise ValueError(
@@ -182,6 +180,6 @@ class FalseAlarms(Metric):
         Raises:
             ValueError: labels are all 0 or all 1.
         """
-        # each row is a file of one window
+        # each row counts as a file with one window
         scores, labels = (list(part[:, None]) for part in self._join_batches())
         return false_alarms(scores, labels, self.seconds).at(self.missed)[1]

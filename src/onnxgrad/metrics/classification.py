@@ -84,7 +84,7 @@ class TopK(Accuracy):
 
     def values(self, rows: Rows) -> np.ndarray:
         """Return for each row whether its label is among the k classes with the highest scores."""
-        if rows.scores.ndim == 1:  # of two classes, so that k is 1
+        if rows.scores.ndim == 1:  # one score for two classes, so that k is 1
             return super().values(rows)
         true = rows.true_classes[:, None]
         score = np.take_along_axis(rows.scores, true, axis=1)
@@ -99,7 +99,7 @@ class CountMetric(ClassMetric):
         """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
-        # whether a class is predicted or a label, of any weight
+        # mask of the classes that occur as prediction or label, even with weight 0
         self._present = np.zeros(self.n_classes, bool)
 
     def add(self, rows: Rows) -> None:

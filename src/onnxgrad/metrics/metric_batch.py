@@ -115,7 +115,9 @@ class MetricBatch:
         return scores, label.reshape(-1)
 
     def _check_class_labels(self, label: np.ndarray) -> np.ndarray:
-        """Return the labels, class indices as int64; raise `ValueError` for other labels."""
+        """Return the labels, checked: class indices as int64, soft labels and labels of two classes
+        unchanged.
+        """
         classes = self.info.classes
         found = f"from {label.min()} to {label.max()}" if label.size else "none"
         is_share = bool(((label >= 0) & (label <= 1)).all())
@@ -211,7 +213,7 @@ class ClassMetric(Metric):
 
     @property
     def n_classes(self) -> int:
-        """Number of classes; 2 if the prediction is the score of one of two."""
+        """Number of classes; 2 if the prediction is one score for two classes."""
         return self.info.classes or 2
 
     def update(

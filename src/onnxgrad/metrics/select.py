@@ -31,7 +31,7 @@ _CLASSES: list[Callable[..., Metric]] = [
 ]
 METRICS: dict[str, Callable[[], Metric]] = {
     **{kind().name: kind for kind in _CLASSES},
-    "top_5_accuracy": partial(TopK, 5),  # and any other number
+    "top_5_accuracy": partial(TopK, 5),  # and "top_K_accuracy" for any K
     **{
         kind(average=average).name: partial(kind, average=average)
         for kind in (Precision, Recall, F1, IoU)
@@ -71,7 +71,9 @@ def select_metric(metric: Any) -> Metric:
             raise unknown("metric", metric, known)
         return METRICS[metric]()
     if isinstance(metric, type):
-        raise ValueError(f"pass {metric.__name__}(), an object, instead of the class")
+        raise ValueError(
+            f"metric {metric.__name__} is a class: pass an object, {metric.__name__}()"
+        )
     if any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__):
         return TorchMetric(metric)
     if callable(metric):
