@@ -20,7 +20,7 @@ from onnxgrad.cli.options import Described
 from onnxgrad.cli.train_options import EvalOptions, TrainOptions
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
-from onnxgrad.metrics.select import METRICS, select
+from onnxgrad.metrics.select import METRICS, select_metric
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves, plateaus
 from onnxgrad.schedules.base import Schedule
@@ -52,7 +52,7 @@ def test_the_metrics_of_the_help_exist():
         names = re.search(r"such as (.*?);", text)[1].split(", ")
         assert len(names) > 5
         for name in names:
-            assert select(name).name == name
+            assert select_metric(name).name == name
 
 
 def test_schedules_are_those_of_the_package():

@@ -268,7 +268,7 @@ def test_images():
         (SquareLearningLoss(), Y[:, :2], F, None, "(rows, 3)|(7, 2)"),
         (SquareLearningLoss(), Y[:, 0], F, None, "(rows, 3)|(7,)"),
         (SquareLearningLoss(), Y.T, F.T[:, :1], None, "(rows, 1)|(3, 7)"),
-        (SquareLearningLoss(), Y[0, 0], F, None, "single number"),
+        (SquareLearningLoss(), Y[0, 0], F, None, "is one number"),
         (SquareLearningLoss(), Y, F[0, 0], None, "'predicted'|rows|()"),
         (SquareLearningLoss(), Y[:0], F[:0], None, "'predicted'|rows"),
         (SquareLearningLoss(), Y, F[:, :, None], None, "(N, k)|(7, 3, 1)|rank"),
@@ -332,7 +332,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("choice", "options", "parts"),
     [
-        ("squared", {}, "loss 'squared'|'square'|'huber'"),
+        ("squared", {}, "loss 'squared'|'square'|'cross_entropy'"),
         (None, {}, "loss None"),
         (3, {}, "loss 3"),
         ("elastic", {"l1": 1}, "loss 'elastic' 'l1'|'l1_weight'"),

@@ -732,7 +732,7 @@ WRONG_DATA = [
     ((None, Y), "'x'|numbers|NoneType"),
     ((np.zeros(47, "f4, f4"), Y), "'x'|numbers|[('f0', '<f4')"),
     ((X,), "['label']"),
-    ((3.0, Y), "'x'|entry per row"),
+    ((3.0, Y), "'x'|a value per row"),
     ((X, Y, np.ones(47)), "sample weights"),
 ]
 WRONG = [(options, (X, Y), parts) for options, parts in WRONG_OPTIONS]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
-from onnxgrad.data.audio_filters import mel_filters
+from onnxgrad.data.audio import mel_filters
 from tests.support.errors import naming
 
 

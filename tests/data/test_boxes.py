@@ -119,7 +119,7 @@ def test_missing_files_are_named(tmp_path):
     (folder / "images" / "b.png").unlink()
     with pytest.raises(ValueError, match=r"image.*b\.png"):
         Detection(small_yolox(), folder, head="yolox")
-    with pytest.raises(ValueError, match=r"instances\.json"):
+    with pytest.raises(ValueError, match=naming("instances.json", "data.yaml", "pass")):
         Detection(small_yolox(), tmp_path, head="yolox")
 
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 import onnxgrad as og
-from onnxgrad.data.class_numbers import class_numbers, weights_by_number
+from onnxgrad.data.class_numbers import class_weights_by_index, labels_to_class_indices
 from tests.support.errors import naming
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
@@ -156,7 +156,7 @@ def test_members_of_a_stack():
 )
 def test_labels_that_are_none(labels, classes, parts):
     with pytest.raises(ValueError, match=naming(*parts)):
-        class_numbers(labels, classes)
+        labels_to_class_indices(labels, classes)
 
 
 def test_names_of_weights_that_are_none():
@@ -213,7 +213,7 @@ def test_readers_tell_the_names_of_their_classes(tmp_path):
     ],
 )  # fmt: skip
 def test_weights_of_classes_are_by_number(weights, classes, count, expected):
-    assert weights_by_number(weights, classes, count) == expected
+    assert class_weights_by_index(weights, classes, count) == expected
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_weights_of_classes_are_by_number(weights, classes, count, expected):
 )
 def test_weights_of_unknown_classes_are_refused(weights, classes, count):
     with pytest.raises(ValueError, match=naming("class_weight=", repr(str(*weights)))):
-        weights_by_number(weights, classes, count)
+        class_weights_by_index(weights, classes, count)
 
 
 # -- names of classes and losses ------------------------------------------------------------------

@@ -279,7 +279,7 @@ def test_a_tuple_that_may_be_batches_or_rows_is_refused():
         for name in ("fit", "evaluate", "predict", "partial_fit"):
             with pytest.raises(ValueError, match=naming("batches", "rows", "X", "y")):
                 getattr(squares_trainer(), name)(same)
-        with pytest.raises(ValueError, match="batches"):
+        with pytest.raises(ValueError, match=naming("batches", "rows", "X", "y")):
             squares_trainer().fit(X, Y, validation=same)
     assert squares_trainer().predict(((X, X), (X, X), (X, X))).shape == (
         3 * ROWS,

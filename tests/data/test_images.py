@@ -282,7 +282,7 @@ def test_an_input_of_bytes_gets_those_of_the_files(folder_of_colors):
         np.testing.assert_array_equal(label, other)
     with pytest.raises(ValueError, match=naming("uint8", "scale=")):
         source(image_folder(folder_of_colors, (6, 8), scale=255), made)
-    with pytest.raises(ValueError, match="normalize="):
+    with pytest.raises(ValueError, match=naming("uint8", "normalize=")):
         source(image_folder(folder_of_colors, (6, 8), [image_transforms.normalize([0], [1])]), made)
 
 
@@ -428,7 +428,7 @@ def test_results_that_are_no_images_are_refused(tmp_path, result):
             return {"image": result}
 
     reader = image_folder(folder_of_noise(tmp_path), 8, [Wrong()], channels=3)
-    with pytest.raises(ValueError, match="Wrong returns"):
+    with pytest.raises(ValueError, match=naming("Wrong returns", "image of 8 bits", "leave out")):
         reader.take(np.arange(2), 1)
 
     class Tensor(Vision):

@@ -148,7 +148,7 @@ def test_labels_that_are_sequences():
         OrtGradientOptimizer(tagging_model(), max_iter=1).fit(
             by_length(IDS, tags, value=0, y_value=7)
         )
-    with pytest.raises(ValueError, match="y_value"):
+    with pytest.raises(ValueError, match=naming("floats", "pass y_value")):
         by_length(IDS, [ids / 2 for ids in IDS])
 
 
@@ -259,10 +259,10 @@ def test_lengths_that_have_to_agree():
         (both, {"mask": {"ids": "m", "others": "m"}}, "input 'm'"),
         (both, {"value": {"idz": 1}}, r"value.*'idz'"),
         (both, {"axis": {"idz": 1}}, r"axis.*'idz'"),
-        ({"a": WIDE}, {"mask": "m"}, r"mask of 'a'.*axis"),
+        ({"a": WIDE}, {"mask": "m"}, r"mask= of 'a'.*pass axis="),
         (WIDE, {"axis": 1}, r"'X'.*axis 2.*axis 1"),
         ([np.ones((2, 3)), np.ones((3, 2))], {}, r"axis 1.*axis 0"),
-        ([np.ones((2, 3)), np.ones(3)], {}, r"axes.*\[1, 2\]"),
+        ([np.ones((2, 3)), np.ones(3)], {}, r"\[1, 2\] axes: give all rows"),
     ):
         with pytest.raises(ValueError, match=message):
             by_length(X, **options)

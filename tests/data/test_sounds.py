@@ -10,6 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.data import sounds
+from tests.support.errors import naming
 from tests.support.sound_files import RATE, random_sound, write_wave
 
 
@@ -81,7 +82,7 @@ def test_lists_that_are_wrong(tmp_path, row, message):
 
 
 def test_folders_that_are_wrong(tmp_path):
-    with pytest.raises(ValueError, match="sound"):
+    with pytest.raises(ValueError, match=naming(str(tmp_path), "no sound", ".wav")):
         sounds.list_clips(tmp_path)
     write_wave(tmp_path / "a.wav", random_sound(100))
     with pytest.raises(ValueError, match=r"a\.wav.*folder"):

@@ -527,7 +527,7 @@ def test_what_has_no_rows_goes_into_every_batch():
     np.testing.assert_allclose(made.trained_coef_["W"], W - 0.05 * gradient, rtol=1e-4)
     with pytest.raises(ValueError, match=naming("'table'", "(4, 3)", "(3, 3)")):
         slices_of(model, (data | {"table": R.random((3, 3))},))
-    with pytest.raises(ValueError, match=r"numbers.* rows"):
+    with pytest.raises(ValueError, match=naming("rows")):
         slices_of(model, (data | {"label": R.random((4, 1))},))
 
 
@@ -553,7 +553,7 @@ def test_rows_may_have_several_names(names):
     np.testing.assert_allclose(made.trained_coef_["W"], W - 0.05 * data["x"].T @ slope, rtol=1e-5)
     expected = [-0.05 * slope[data["k"] == i].sum() for i in range(3)]
     np.testing.assert_allclose(made.trained_coef_["t"].ravel(), expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"numbers.* rows"):
+    with pytest.raises(ValueError, match=naming("rows")):
         train_once(model, data, y[:9])
 
 
@@ -672,7 +672,7 @@ def test_files_that_cannot_be_read(tmp_path):
         train_once(LINEAR, arrow_dataset(ragged), batch_size=2)
     with pytest.raises(ValueError, match=naming("file", "filtered")):
         arrow_dataset(pads.dataset(path).filter(pads.field("a") > 3), "price")
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match=naming("no rows", "pass files")):
         arrow_dataset(numbered_table()[:0], "price")
 
 
@@ -858,7 +858,7 @@ def test_a_folder_of_arrow_files(tmp_path):
     arrow_file(tmp_path)
     np.testing.assert_array_equal(decoded_rows(tmp_path)[0], X)
     pq.write_table(numbered_table(), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="one kind"):
+    with pytest.raises(ValueError, match=naming(".arrow", "one kind")):
         decoded_rows(tmp_path)
 
 

@@ -35,7 +35,7 @@ def image_input(*dims):
 def assigned_columns(table, targets, inputs, trained=None):
     rest = [name for name in table if name not in targets]
     arrays = [name for name in rest if table[name].ndim > 1]
-    return (trained or Names()).by_input(rest, [x.name for x in inputs], arrays)
+    return (trained or Names()).columns_by_input(rest, [x.name for x in inputs], arrays)
 
 
 def as_value(table, names, x, what, **limits):
@@ -228,7 +228,7 @@ def test_all_columns_are_targets():
 
 def test_arrays_of_different_length():
     table = {"a": np.arange(2), "b": np.arange(3), "y": np.arange(2)}
-    with pytest.raises(DataError, match="rows"):
+    with pytest.raises(DataError, match=naming("rows", "'b': 3")):
         fed_array(table, image_input("N", 2))
 
 

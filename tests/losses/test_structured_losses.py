@@ -15,11 +15,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import LOSSES
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
-from onnxgrad.losses.in_graph import label_input
+from onnxgrad.losses.in_graph import make_label_input
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.spec import Terms
 from onnxgrad.model.convert import to_proto
 from tests.support.combinations import parametrize_chosen
+from tests.support.errors import naming
 from tests.support.models import initializer_arrays, parse_model
 from tests.support.running import in_sweep, run
 from tests.support.written_losses import WrittenLoss, torch_leaf
@@ -60,7 +61,7 @@ def loss_and_gradients(
     graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name="g")
     op, labels, feed = Emit(graph), [], dict(zip(("x0", "x1", "x2"), values, strict=False))
     if label is not None:
-        y = label_input(op, inputs[0], kind, "test", "label")
+        y = make_label_input(op, inputs[0], kind, "test", "label")
         if dims == "static":
             y.shape = ir.Shape(label.shape)
         labels, feed["label"] = [y], label.astype(y.dtype.numpy())
@@ -181,7 +182,7 @@ def test_last_axis_of_classes(axis):
 
 
 def test_softmax_focal_refuses_other_numbers_of_alpha():
-    with pytest.raises(ValueError, match=r"one for.* class"):
+    with pytest.raises(ValueError, match=naming("alpha", "each class")):
         loss_by_name("softmax_focal", F, CLASSES, alpha=[1.0, 2.0])
 
 
@@ -254,9 +255,9 @@ def test_quantile(q):
 
 @pytest.mark.parametrize("q", [0.0, 1.5, [0.1, 2], [[0.5]]])
 def test_quantile_refuses(q):
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=naming("q=", "quantile", "between 0 and 1")):
         loss_by_name("quantile", F, BITS, q=q)
-    with pytest.raises(ValueError, match="4 columns for 2 quantiles"):
+    with pytest.raises(ValueError, match=naming("4 columns", "q 2 quantiles", "one quantile")):
         loss_by_name("quantile", F, BITS[:, :1], q=[0.1, 0.9])
 
 
@@ -415,9 +416,9 @@ def test_cosine_similarity(dims):
 
 
 def test_triplet_refuses():
-    with pytest.raises(ValueError, match="mining"):
+    with pytest.raises(ValueError, match=naming("mining", "'hardest'", "'semi-hard'")):
         loss_by_name("triplet", POINTS, OF_POINTS, mining="hardest")
-    with pytest.raises(ValueError, match="is p=1 or p=2"):
+    with pytest.raises(ValueError, match=naming("p=3", "p=1 or p=2")):
         loss_by_name("triplet", POINTS, OF_POINTS, p=3)
 
 

@@ -6,6 +6,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.tasks.detection import Head
 from onnxgrad.tasks.detection_heads import Decoder
+from tests.support.errors import naming
 from tests.support.running import in_sweep
 
 CLASSES = 3
@@ -95,5 +96,5 @@ def test_confusions_of_boxes():
     for batch in ((found, true), (np.zeros((0, 6)), np.zeros((0, 5)))):
         metric.update([batch[0]], [batch[1]])
     assert metric.compute().tolist() == [[1, 0, 0], [1, 0, 1], [0, 1, 0]]
-    with pytest.raises(ValueError, match="confusion_matrix"):
+    with pytest.raises(ValueError, match=naming("confusion_matrix", "sample weights")):
         metric.update([found], [true], weight=np.ones(1))

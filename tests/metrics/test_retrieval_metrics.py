@@ -10,7 +10,8 @@ import pytest
 from onnxgrad.errors import EvaluationError
 from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.retrieval import CosineSpearman, Retrieval
-from onnxgrad.metrics.select import select
+from onnxgrad.metrics.select import select_metric
+from tests.support.errors import naming
 from tests.support.metric_values import batched_value
 from tests.support.running import in_sweep
 
@@ -84,9 +85,9 @@ NAMES = "recall_at_5 hit_rate_at_12 query_recall_at_1 query_hit_rate_at_3 cosine
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_names(name):
-    metric = copy.deepcopy(select(name))
+    metric = copy.deepcopy(select_metric(name))
     assert metric.name == name
-    with pytest.raises(EvaluationError, match="begin"):
+    with pytest.raises(EvaluationError, match=naming(name, "begin")):
         metric.compute()
     metric.begin(PredictionInfo())
     with pytest.raises(ValueError, match=f"'{name}'.*compute"):
@@ -103,7 +104,7 @@ def test_refuses():
         (lambda: Retrieval(0), "1 or more"),
         (lambda: Retrieval(1, "precision"), "Unknown measure"),
         (lambda: Retrieval(1, queries="last"), "Unknown queries"),
-        (lambda: select("recall_at_0"), "Unknown metric"),
+        (lambda: select_metric("recall_at_0"), "Unknown metric"),
         (refuse(Retrieval(1), z, y[:, None]), r"labels \(rows,\)"),
         (refuse(Retrieval(1), z * np.nan, y), "NaN or infinity"),
         (refuse(Retrieval(1), z, np.arange(len(z))), "class.* two rows"),
@@ -115,5 +116,5 @@ def test_refuses():
             wrong()
     metric = Retrieval(1)
     metric.begin(PredictionInfo())
-    with pytest.raises(ValueError, match="sample weights"):
+    with pytest.raises(ValueError, match=naming("'recall_at_1'", "sample weights")):
         metric.update(z, y, np.zeros(len(y)))

@@ -55,7 +55,7 @@ class WrittenLoss:
             scales = [factor / count for factor, count in pairs]
             parts = [s * total for s, total in zip(scales, written.sums, strict=True)]
             total = op.total([op.Cast(part, to=parts[0].dtype) for part in parts])
-            gradient = sweep(op, written.seeds(op, scales), [values[wrt]])[values[wrt]]
+            gradient = sweep(op, written.initial_cotangents(op, scales), [values[wrt]])[values[wrt]]
             outputs = [op.copy_of(v) for v in (total, gradient, *written.counts)]
         graph.outputs[:] = outputs
         tidy(prepared)

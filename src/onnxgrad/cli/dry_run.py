@@ -13,7 +13,7 @@ from rich.console import Console
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare_job
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.data.class_numbers import first_names
+from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.report.environment import peak_memory
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 
@@ -129,7 +129,7 @@ def _print_measured(measured: dict[str, Any], console: Console) -> None:
         "memory": memory,
     }
     print_rows(rows, console)
-    say(f"trained: {first_names(list(trained))}", console)
+    say(f"trained: {first_class_names(list(trained))}", console)
     for remark in measured["remarks"]:
         say(remark, console)
     say("nothing was written", console)

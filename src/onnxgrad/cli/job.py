@@ -12,7 +12,7 @@ from onnxgrad.cli.arguments import learning_rate, trainer_arguments
 from onnxgrad.cli.options import set_options
 from onnxgrad.cli.tasks import open_task
 from onnxgrad.cli.train_options import TrainOptions
-from onnxgrad.data.class_numbers import weights_by_number
+from onnxgrad.data.class_numbers import class_weights_by_index
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import select
@@ -107,7 +107,7 @@ def _class_weights(weights: Any, task: Task) -> Any:
     """Return class weights by class index, as a `Trainer` takes them."""
     classes = list(task.classes)
     count = task.class_count if isinstance(task, RowsTask) else len(classes)
-    by_number = weights_by_number(weights, classes, count)
+    by_number = class_weights_by_index(weights, classes, count)
     if isinstance(by_number, dict) and isinstance(task, RowsTask) and isinstance(task.loss, dict):
         return dict.fromkeys(task.loss, by_number)
     return by_number

@@ -21,7 +21,7 @@ from onnxgrad.cli.model_files import (
     read_model,
 )
 from onnxgrad.cli.output import Output
-from onnxgrad.data.class_numbers import first_names
+from onnxgrad.data.class_numbers import first_class_names
 from onnxgrad.errors import printable
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
 from onnxgrad.model.surgery import select_model_inputs_outputs, with_tensors_of_maps
@@ -168,4 +168,4 @@ def _model_signature(proto: ModelProto) -> dict[str, Any]:
 
 
 def _names_text(names: list[str]) -> Text:
-    return Text(printable(first_names(names)))
+    return Text(printable(first_class_names(names)))

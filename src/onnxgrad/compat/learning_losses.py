@@ -27,11 +27,18 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses import formulas
 from onnxgrad.losses.applied_to import decide_options
-from onnxgrad.losses.formula_nodes import softplus, wide
-from onnxgrad.losses.in_graph import label_input
+from onnxgrad.losses.in_graph import make_label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.output_terms import OutputTerms, formula_terms, widen_label
-from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec, Terms
+from onnxgrad.losses.spec import (
+    CLASS_INDICES,
+    LIKE_PREDICTION,
+    LabelKind,
+    LossSpec,
+    Terms,
+    softplus,
+    widen_to_float32,
+)
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.runtime.values import (
@@ -89,7 +96,7 @@ class BaseLearningLoss(SmallFunctions):
 
         By default, it has the shape and dtype of the prediction.
         """
-        return label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
+        return make_label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return limits of the labels' values, such as a class count; by default no limits."""
@@ -99,7 +106,7 @@ class BaseLearningLoss(SmallFunctions):
         """Write the loss for a `Trainer`, and its gradient if the class overrides `gradient`."""
         label = self.label(op, prediction, label_name)
         widen_label(label)
-        value, expected = wide(op, prediction), label
+        value, expected = widen_to_float32(op, prediction), label
         if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
             expected = op.Reshape(label, op.Shape(value))
         terms, written = Terms(self.loss(op, value, expected)), None
@@ -420,7 +427,7 @@ class NegLogLearningLoss(BaseLearningLoss):
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
         """Return the int64 label input: in the shape of the logits, or (N,) for a softmax."""
-        return label_input(op, prediction, self._label_kind(), type(self).__name__, name)
+        return make_label_input(op, prediction, self._label_kind(), type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return the class count of the labels and, for a sigmoid, the threshold of class 1."""
@@ -478,7 +485,7 @@ class FunctionLearningLoss(BaseLearningLoss):
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
         """Return the label input that `add_loss_output` would add for this loss."""
         spec = self.spec(prediction)
-        return label_input(op, prediction, spec.label_kind, spec.name, name)
+        return make_label_input(op, prediction, spec.label_kind, spec.name, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return the limits of labels that `add_loss_output` would store for this loss."""

@@ -21,10 +21,10 @@ from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
-from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import WrittenLoss
-from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients
+from onnxgrad.losses.spec import widen_to_float32
+from onnxgrad.losses.vocabulary import OwnGradients, gradient_scaler
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
@@ -393,7 +393,7 @@ class RowsAndPenalty:
     ) -> WrittenLoss:
         """Write the summed loss and penalty; gradients start at the prediction and the penalty."""
         ((name, prediction),) = predictions.items()
-        prediction = wide(op, prediction)
+        prediction = widen_to_float32(op, prediction)
         label, weight = self.loss.label(op, prediction, "label"), None
         if self.weight_name is not None:  # (N,) or (N, 1)
             weight = ir.Value(name=op.name(self.weight_name), type=prediction.type)
@@ -408,7 +408,7 @@ class RowsAndPenalty:
             for name in self.weights
             if name in used and (term := self.penalty.penalty(op, name, used[name])) is not None
         ]
-        gradients: list[OwnGradients | None] = [scale_gradients([(prediction, gradient)])]
+        gradients: list[OwnGradients | None] = [gradient_scaler([(prediction, gradient)])]
         if penalties:
             sums, gradients = [*sums, op.total(penalties)], [*gradients, None]
         info = replace(self.loss.info(prediction), label=label.name, prediction=name)

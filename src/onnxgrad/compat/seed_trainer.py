@@ -336,7 +336,7 @@ class SeedTrainer(Arguments):
         now = state.values
         weights = weights_to_evaluate(state.optimizer, now.weights, now.slots, now.steps)
         trained = constants.replace(proto, weights)
-        state.names.keep(trained)
+        state.names.write_metadata(trained)
         return trained
 
     # -- sessions and graphs, built on demand -------------------------------------------------

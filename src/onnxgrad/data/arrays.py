@@ -22,7 +22,7 @@ class DataError(PrintableError, ValueError):
 
 
 def to_numbers(name: str, values: Any) -> np.ndarray:
-    """Return `values` as an array of numbers; `name` is the input that messages name."""
+    """Return `values` as an array of numbers; `name` is the name of the input in messages."""
     if hasattr(values, "toarray"):
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
@@ -125,7 +125,8 @@ def ragged_message(name: str) -> str:
 
 
 def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
-    """Return the text how a shape differs from a declared shape; "" if the shape fits.
+    """Return how a shape differs from the declared shape, as the end of a message; "" if the shape
+    fits.
 
     A symbolic or unknown dimension fits any length; if `declared` is None, any shape fits.
     The result is the end of a message: "must have shape (N, 3), not (7, 2): axis 1 differs".
@@ -197,7 +198,9 @@ def fit_shape(
 
 
 def _column_advice(columns: Sequence[str], count: int) -> str:
-    """Return the advice, for an error message, to keep `count` of these columns."""
+    """Return the advice to leave out columns until `count` are left, as the end of an error
+    message.
+    """
     extra, option = len(columns) - count if count > 0 else "some", argument("ignore")
     how = f" with {option}, or name others with {argument('columns')}" * option.startswith("--")
     return f"leave out {extra} of its columns{how}: {join_first(columns, _LISTED)}"

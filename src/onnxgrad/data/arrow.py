@@ -16,7 +16,7 @@ from onnxgrad.data.arrays import column_array
 from onnxgrad.data.arrow_blocks import ColumnArrays, RowBlock
 from onnxgrad.data.arrow_files import list_pieces, read_piece
 from onnxgrad.data.prefetch import read_ahead
-from onnxgrad.data.readers import Reader, describe_files, with_arguments
+from onnxgrad.data.readers import Reader, describe_files, keep_arguments
 from onnxgrad.errors import unknown
 
 _BUFFER_BYTES = 1 << 26  # most bytes of rows that are shuffled together
@@ -31,11 +31,13 @@ Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 def is_arrow_dataset(X: Any) -> bool:
-    """Return whether `X` is a pyarrow dataset, which is read from files, and no pyarrow table."""
+    """Return whether `X` is a pyarrow dataset, whose rows are in files, rather than a pyarrow table
+    in memory.
+    """
     return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
 
 
-@with_arguments(data="source")
+@keep_arguments(data="source")
 def arrow_dataset(
     source: Any,
     y: str | Sequence[str] | None = None,
@@ -85,7 +87,9 @@ def arrow_dataset(
 
 
 def _file_suffixes(paths: Sequence[str]) -> set[str]:
-    """Return the suffixes of files; of a folder, the suffixes of the first files in it."""
+    """Return the suffixes of the files in `paths`; for a folder, the suffixes of the first 1000
+    files in it.
+    """
     suffixes = set()
     for path in map(Path, paths):
         inside = (f for f in path.rglob("*") if f.is_file() and f.name[0] not in "._")
@@ -121,7 +125,7 @@ def _open_dataset(source: Any) -> Any:
 
 
 class ArrowReader(Reader):
-    """Rows of a dataset of pyarrow, read piece by piece: row groups, or files."""
+    """Rows of a pyarrow dataset, read row group by row group, or file by file."""
 
     def __init__(
         self,
@@ -182,10 +186,12 @@ class ArrowReader(Reader):
                     cut = slice(at, min(at + size, block.rows))
                     yield _batch_tuple(block.tables(cut if inside is None else inside[cut]))
                 start = 0
-                del block  # or it would stay in memory while the thread fills another one
+                del block  # otherwise the block stays in memory while the thread fills the next
 
     def _decode_blocks(self, order: np.ndarray, start: int, size: int) -> BlockGenerator:
-        """Yield blocks of `size` rows, from row `start` of the pieces in this order."""
+        """Yield blocks of `size` rows from row `start` on, with the row groups in the order
+        `order`.
+        """
         if start >= self.rows:
             return
         inputs, y, weight = self._groups

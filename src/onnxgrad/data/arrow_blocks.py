@@ -11,7 +11,7 @@ from onnxgrad.data.arrays import DataError, ragged_message
 
 
 class ColumnArrays:
-    """A table of arrays by name of the column; the order of columns counts."""
+    """A table: arrays by the name of the column, in the order of the columns."""
 
     def __init__(self, values: Mapping[str, np.ndarray]) -> None:
         self.values, self.columns = dict(values), list(values)
@@ -42,7 +42,8 @@ class MatrixTable(ColumnArrays):
 
 
 class RowBlock:
-    """Tables by input with memory for `size` rows, to which decoded rows are appended.
+    """Memory for `size` rows of several tables, one for each input, to which decoded rows are
+    appended.
 
     Every value is copied once, so that the decoded columns can be freed at once.
     """
@@ -52,7 +53,9 @@ class RowBlock:
         self._tables: dict[str, ColumnArrays] = {}
 
     def append(self, part: Mapping[str, np.ndarray]) -> None:
-        """Append rows, as arrays by column; the lists of a column must have one length."""
+        """Append rows, given as arrays by column name; raise `DataError` if the lists of a column
+        differ in length.
+        """
         count = len(next(iter(part.values())))
         where = slice(self.rows, self.rows + count)
         for key, names in self.groups.items():
@@ -76,8 +79,11 @@ class RowBlock:
         self.rows += count
 
     def _allocate_table(self, part: dict[str, np.ndarray]) -> ColumnArrays:
-        """Return an uninitialized table of `size` rows with the columns of `part`."""
-        kinds = {array.dtype for array in part.values()}  # of several, floats round large integers
+        """Return an uninitialized table for `size` rows with the column names, dtypes and row
+        shapes of `part`.
+        """
+        # if there are several, floats round large integers
+        kinds = {array.dtype for array in part.values()}
         if len(kinds) == 1 and all(a.ndim == 1 and a.dtype.kind in "biuf" for a in part.values()):
             return MatrixTable(list(part), np.empty((self.size, len(part)), kinds.pop()))
         return ColumnArrays(
@@ -85,5 +91,5 @@ class RowBlock:
         )
 
     def tables(self, which: slice | np.ndarray) -> dict[str, ColumnArrays]:
-        """Return, by input, the tables of the rows that a slice or row indices select."""
+        """Return {input: table} of the rows that a slice or an array of row indices selects."""
         return {key: table.rows(which) for key, table in self._tables.items()}

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.coco_files import read_coco
-from onnxgrad.data.image_files import is_image, is_path, open_image, pillow
+from onnxgrad.data.image_files import is_image, is_path, load_pillow, open_image, read_coco
 from onnxgrad.data.image_transforms import (
     RandomColors,
     RandomFlip,
     height_and_width,
-    named_transform,
+    transform_name,
 )
-from onnxgrad.data.readers import FileReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, keep_arguments
 from onnxgrad.errors import argument, not_installed, unknown
 from onnxgrad.operators.shapes import Dims
 
@@ -33,7 +32,7 @@ BoxTransform = Callable[[Any, np.ndarray, np.random.Generator], tuple[Any, np.nd
 ImageTransform = RandomFlip | RandomColors
 
 
-@with_arguments(data="path")
+@keep_arguments(data="path")
 def annotated_images(
     path: str | os.PathLike,
     size: int | tuple[int, int] | None = None,
@@ -84,7 +83,7 @@ def annotated_images(
         >>> X.shape, labels.tolist(), reader.classes
         ((1, 3, 16, 16), [[[0.0, 4.0, 4.0, 12.0, 8.0]]], ['cat'])
     """
-    pillow()
+    load_pillow()
     if part not in ("train", "val", None):
         raise unknown("part", part, ["train", "val"])
     annotations = _read_annotations(Path(path), part)
@@ -117,8 +116,8 @@ def letterbox(
     scale = min(size[0] / image.height, size[1] / image.width)
     wide, high = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     left, top = (size[1] - wide) // 2, (size[0] - high) // 2
-    framed = pillow().new("RGB", size[::-1], (_GRAY,) * 3)
-    framed.paste(image.resize((wide, high), pillow().Resampling.BILINEAR), (left, top))
+    framed = load_pillow().new("RGB", size[::-1], (_GRAY,) * 3)
+    framed.paste(image.resize((wide, high), load_pillow().Resampling.BILINEAR), (left, top))
     array = np.asarray(framed, np.float32) / np.float32(255)
     array = np.moveaxis(array if pixels is None else pixels(array), -1, 0)
     corner = np.array([left, top, left, top], np.float32)
@@ -163,7 +162,7 @@ class AnnotatedImages(FileReader):
         shape = next(iter(shapes.values()), None) if len(shapes) == 1 else None
         if shape is None or len(shape) != 4 or not all(isinstance(n, int) for n in shape[2:]):
             raise ValueError(
-                f"the inputs {dict(shapes)} state no height and width: pass {argument('size')}"
+                f"the inputs {dict(shapes)} declare no sizes of images: pass {argument('size')}"
             )
         new = copy.copy(self)
         new.size = int(str(shape[2])), int(str(shape[3]))
@@ -204,7 +203,7 @@ class AnnotatedImages(FileReader):
             "rows": self.rows,
             "classes": self.classes,
             "size": self.size and list(self.size),
-            "transforms": [named_transform(change) for change in self.transforms],
+            "transforms": [transform_name(change) for change in self.transforms],
             "digest": describe_files(self.files) + boxes.hexdigest(),
         }
 
@@ -212,7 +211,7 @@ class AnnotatedImages(FileReader):
 def _transform_image_and_boxes(
     change: Any, image: Any, boxes: np.ndarray, rng: np.random.Generator
 ) -> tuple[Any, np.ndarray]:
-    """Return an image and the boxes in it after a transform."""
+    """Return an image and its boxes, both changed by the transform `change`."""
     if isinstance(change, RandomColors):
         return change(image, rng), boxes
     if not isinstance(change, RandomFlip):
@@ -242,8 +241,8 @@ def _read_annotations(path: Path, part: str | None) -> dict[str, Any]:
         return _read_yolo(path, part)
     if part == "val":
         raise ValueError(
-            f"part='val' is for the data.yaml of YOLO, and {str(path)!r} is a COCO file: pass the "
-            "COCO file of the images to validate on instead"
+            f"{str(path)!r} is a COCO file, which has no part 'val': leave out part, and pass the "
+            "COCO file of the validation images"
         )
     return _read_coco(path)
 
@@ -272,8 +271,9 @@ def _read_coco(path: Path) -> dict[str, Any]:
     }
 
 
-def names_annotations(source: Any) -> bool:
-    """Return whether a path is a COCO file, a data.yaml, or a folder with one of both.
+def is_annotation_path(source: Any) -> bool:
+    """Return whether a path is a COCO file or a data.yaml, or a folder that holds one of these
+    files.
 
     A folder with images in it is a folder of images, whatever other files it has.
     """
@@ -287,8 +287,10 @@ def names_annotations(source: Any) -> bool:
 
 
 def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
-    """Clip rounding errors of corners, given as shares of width and height, to 0 and 1."""
-    if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # also NaN
+    """Return corners, given as shares of width and height, clipped to 0 and 1; raise `ValueError`
+    beyond rounding errors.
+    """
+    if not ((corners >= -_SLACK) & (corners <= 1 + _SLACK)).all():  # NaN fails, too
         raise ValueError(
             f"{where}: the box reaches beyond the image, with its corners at the shares "
             f"{corners.round(4).tolist()} of width and height: correct or remove the box"
@@ -303,7 +305,7 @@ def _clip_to_image(corners: np.ndarray, where: str) -> np.ndarray:
 
 
 def _read_yolo(path: Path, part: str | None) -> dict[str, Any]:
-    """Return the attributes of an `AnnotatedImages` for a part, train or val, of a data.yaml."""
+    """Return the attributes of an `AnnotatedImages` for one part (train, val) of a data.yaml."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as e:

@@ -21,43 +21,52 @@ _ENCODED = 20  # most different texts for which a message advises columns of zer
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """The row number in a file of each row of a table: `first` plus its index or `kept[index]`."""
+    """The number that each row of a table has in the file: `first` plus the index of the row, or
+    plus `kept[index]`.
+    """
 
     first: int = 1
     kept: np.ndarray | None = None
 
-    def number(self, index: int) -> int:
-        """Return the row number in the file of the table's row with this index."""
+    def in_file(self, index: int) -> int:
+        """Return the number in the file of the row with index `index` in the table."""
         return self.first + (index if self.kept is None else int(self.kept[index]))
 
-    def numbers(self, start: int, count: int) -> np.ndarray:
-        """Return the row numbers in the file, int64, of `count` rows from the index `start` on."""
+    def range_in_file(self, start: int, count: int) -> np.ndarray:
+        """Return the numbers in the file, int64, of `count` consecutive rows of the table from the
+        row `start` on.
+        """
         indices = np.arange(start, start + count)
         return self.first + (indices if self.kept is None else self.kept[indices])
 
-    def take(self, indices: np.ndarray) -> RowNumbers:
-        """Return the row numbers in the file of the rows with these indices."""
+    def select_rows(self, indices: np.ndarray) -> RowNumbers:
+        """Return the `RowNumbers` of the table that holds the rows with these indices only."""
         return RowNumbers(self.first, indices if self.kept is None else self.kept[indices])
 
-    def list_rows(self, mask: np.ndarray) -> str:
-        """Return the text of the row numbers of the first five rows where a mask is true."""
-        rows = [self.number(i) for i in np.flatnonzero(flatten_rows(mask).any(axis=1)).tolist()]
+    def rows_in_mask(self, mask: np.ndarray) -> str:
+        """Return "row 3" or "rows 3, 5, ...", the numbers in the file of the first five rows where
+        the mask is true.
+        """
+        rows = [self.in_file(i) for i in np.flatnonzero(flatten_rows(mask).any(axis=1)).tolist()]
         return f"row{'s' * (len(rows) > 1)} {join_first(rows, 5)}"
 
 
 class Cells(ColumnArrays):
-    """Columns of a file for one input; `title` names the input in messages."""
+    """Columns of a file that are converted for one input; `title` is the name of the input in
+    messages.
+    """
 
     def __init__(self, values: Mapping[str, np.ndarray], title: str, numbers: RowNumbers) -> None:
         super().__init__(values)
         self.title, self.row_numbers = title, numbers
 
     def texts(self) -> np.ndarray:
-        """Return the columns side by side, without conversion, (rows, values)."""
+        """Return the columns as one array (rows, values), without conversion to numbers."""
         return np.concatenate([flatten_rows(a) for a in self.values.values()], axis=1)
 
-    def side_by_side(self, nan: bool = False) -> np.ndarray:
-        """Return the columns of numbers side by side; a single column keeps its shape.
+    def number_array(self, nan: bool = False) -> np.ndarray:
+        """Return the columns as one array of numbers (rows, values); a single column keeps its
+        shape.
 
         With `nan`, NaN is allowed, such as for rows without a label.
 
@@ -71,36 +80,42 @@ class Cells(ColumnArrays):
             )
         self._check_numeric()
         bad = np.isinf if nan else lambda array: ~np.isfinite(array)
-        self.refuse_missing({name: bad(array) for name, array in self.values.items()})
+        self.raise_for_missing({name: bad(array) for name, array in self.values.items()})
         return next(iter(self.values.values())) if len(self.values) == 1 else self.texts()
 
-    def weights(self) -> np.ndarray:
+    def sample_weights(self) -> np.ndarray:
         """Return the column as sample weights, which are at least 0.
 
         Raises:
             DataError: a weight is negative, or all are 0.
         """
-        weights = self.side_by_side()
-        self.refuse(weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not")
+        weights = self.number_array()
+        self.refuse_values(
+            weights < 0, weights, f"{self.title} must hold numbers of 0 or more, not"
+        )
         if not weights.any():
             raise DataError(
                 f"{self.title} is 0 in all rows, so that no row counts: raise some of the weights"
             )
         return weights
 
-    def refuse(self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = "") -> None:
-        """Raise `DataError` with a wrong value and its rows, if the mask `wrong` has any."""
+    def refuse_values(
+        self, wrong: np.ndarray, values: np.ndarray, rule: str, remedy: str = ""
+    ) -> None:
+        """Raise `DataError` if the mask `wrong` is true anywhere: the message quotes the first
+        wrong value and lists the rows.
+        """
         if wrong.any():
-            rows = self.row_numbers.list_rows(wrong)
+            rows = self.row_numbers.rows_in_mask(wrong)
             raise DataError(f"{rule} {values[wrong][0]} ({rows}){remedy}")
 
-    def refuse_missing(self, masks: Mapping[str, np.ndarray]) -> None:
-        """Raise `DataError` if there are missing cells, given as a mask for each column."""
+    def raise_for_missing(self, masks: Mapping[str, np.ndarray]) -> None:
+        """Raise `DataError` if a mask of missing cells, one for each column, is true anywhere."""
         bad = {name: mask for name, mask in masks.items() if mask.any()}
         if not bad:
             return
         where = [
-            f"column {name!r}, {self.row_numbers.list_rows(mask)}" for name, mask in bad.items()
+            f"column {name!r}, {self.row_numbers.rows_in_mask(mask)}" for name, mask in bad.items()
         ]
         more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
         count = sum(int(mask.sum()) for mask in bad.values())
@@ -111,7 +126,9 @@ class Cells(ColumnArrays):
         )
 
     def _check_numeric(self) -> None:
-        """Raise `DataError` for columns without numbers; the message quotes a wrong cell."""
+        """Raise `DataError` for a column that does not hold numbers; the message quotes a wrong
+        cell.
+        """
         wrong = [name for name, array in self.values.items() if array.dtype.kind not in "biuf"]
         if not wrong:
             return
@@ -129,7 +146,7 @@ class Cells(ColumnArrays):
         kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
         advice = number_advice(rows[first], filled)
         raise DataError(
-            f"column {name!r} is {kind}, first in row {self.row_numbers.number(first)}: "
+            f"column {name!r} is {kind}, first in row {self.row_numbers.in_file(first)}: "
             f"{quote_cell(rows[first])}{also}; {advice}, or leave out the "
             f"column with {leave}"
         )
@@ -141,7 +158,9 @@ def flatten_rows(array: np.ndarray) -> np.ndarray:
 
 
 def first_non_number(rows: Sequence[Any]) -> int:
-    """Return the index of the first cell that is neither a number nor empty; 0 if there is none."""
+    """Return the index of the first cell that is neither a number nor empty; 0 if all cells are
+    numbers or empty.
+    """
     return next((i for i, v in enumerate(rows) if not (_is_number(v) or is_empty(v))), 0)
 
 
@@ -165,7 +184,9 @@ def _is_number(value: Any) -> bool:
 
 
 def number_advice(value: Any, rows: list[Any]) -> str:
-    """Return the advice how to turn the cell `value`, which is no number, into a number."""
+    """Return the advice, for a message, how to turn a column with the cell `value`, which is no
+    number, into numbers.
+    """
     text = value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
         return "write numbers without separators of thousands, and with a decimal point"
@@ -185,13 +206,13 @@ def quote_cell(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def rows_with_gaps(table: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a mask of the rows that have a cell that is empty, NaN or infinite."""
+def mask_incomplete_rows(table: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a mask of the rows of a table that have an empty, NaN or infinite cell."""
     count = len(next(iter(table.values())))
     gone = np.zeros(count, bool)
     for array in table.values():
         if len(array) != count:
-            continue  # `side_by_side` raises an error
+            continue  # `number_array` raises an error
         if array.dtype.kind == "f":
             gone |= ~np.isfinite(flatten_rows(array)).all(axis=1)
         elif array.dtype.kind == "O":

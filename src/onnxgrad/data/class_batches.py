@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.readers import DiskArrays, IndexedReader, Reader, describe_arrays, with_arguments
+from onnxgrad.data.readers import DiskArrays, IndexedReader, Reader, describe_arrays, keep_arguments
 from onnxgrad.errors import argument
 from onnxgrad.operators.shapes import Dims
 
 
-@with_arguments(data="data labels")
+@keep_arguments(data="data labels")
 def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> ClassBatches:
     """Return `data` in batches of P classes with K rows each, for losses of embeddings.
 
@@ -48,7 +48,7 @@ def p_by_k(data: Any, labels: Any = None, classes: int = 8, rows: int = 4) -> Cl
         raise ValueError(f"a {type(data).__name__} has no labels: pass {argument('labels')}")
     rows_of_data = data if isinstance(data, IndexedReader) else DiskArrays(data)
     reader = ClassBatches(rows_of_data, np.asarray(labels), classes, rows)
-    reader.check()
+    reader.check_sizes()
     return reader
 
 
@@ -68,8 +68,10 @@ class ClassBatches(Reader):
         self.rows, self.count = data.rows, max(1, data.rows // max(1, classes * rows))
         self._members = {int(c): np.flatnonzero(labels == c) for c in np.unique(labels)}
 
-    def check(self) -> None:
-        """Raise `ValueError` if there are too few classes, or rows of a class, for a batch."""
+    def check_sizes(self) -> None:
+        """Raise `ValueError` if the data have fewer than P classes, or a class has fewer than K
+        rows.
+        """
         classes, rows = self.sizes
         if not 2 <= classes <= len(self._members):
             given, most = argument("classes", classes), len(self._members)
@@ -84,19 +86,21 @@ class ClassBatches(Reader):
                 )
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of one pass; `size` is the batch size of passes without a seed only."""
+        """Yield the batches of one pass: P by K rows if there is a `seed`, else `size` rows in the
+        order of the data.
+        """
         if seed is None:
             for start in range(skip * size, self.rows, size):
                 yield self._labeled_batch(np.arange(start, min(start + size, self.rows)), None)
             return
-        self.check()  # a subset has fewer rows
+        self.check_sizes()  # a subset has fewer rows
         rng, classes, rows = np.random.default_rng(seed), *self.sizes
         every = [*self._members]
-        line: list[int] = []
-        lines: dict[int, list[int]] = {c: [] for c in every}
+        queue: list[int] = []
+        queues: dict[int, list[int]] = {c: [] for c in every}
         for number in range(self.count):
-            chosen = _draw_in_turns(line, every, classes, rng)
-            drawn = [_draw_in_turns(lines[c], self._members[c], rows, rng) for c in chosen]
+            chosen = _draw_in_turns(queue, every, classes, rng)
+            drawn = [_draw_in_turns(queues[c], self._members[c], rows, rng) for c in chosen]
             if number >= skip:
                 yield self._labeled_batch(np.concatenate(drawn), seed)
 
@@ -116,7 +120,7 @@ class ClassBatches(Reader):
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """The metadata entries of a trained model that say how data become numbers."""
+        """{key: value} for a trained model's metadata, which says how data become numbers."""
         return self.data.remembered
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ClassBatches:
@@ -124,14 +128,16 @@ class ClassBatches(Reader):
         return self._with_data(self.data.for_dtypes(dtypes), self.labels)
 
     def subset(self, numbers: np.ndarray) -> ClassBatches | None:
-        """Return the reader of the rows with these indices, maybe too few for P by K."""
+        """Return the reader of the rows with these indices, which may be too few for batches of P
+        classes with K rows.
+        """
         part = self.data.subset(numbers)
         if part is None and isinstance(self.data, DiskArrays):
             part = DiskArrays(self.data.take(numbers, None)[0])
         return None if part is None else self._with_data(part, self.labels[numbers])
 
     def _with_data(self, data: Any, labels: np.ndarray) -> ClassBatches:
-        """Return a reader of `data` and `labels` with the P and K of this reader."""
+        """Return a reader of other data and labels, with the same P and K."""
         return ClassBatches(copy.copy(data), labels, *self.sizes)
 
     def describe(self) -> dict[str, Any]:
@@ -142,17 +148,18 @@ class ClassBatches(Reader):
 
 
 def _draw_in_turns(
-    line: list[int], every: Sequence[int] | np.ndarray, count: int, rng: np.random.Generator
+    queue: list[int], candidates: Sequence[int] | np.ndarray, count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Draw `count` elements of `every`, so that each is drawn once before any is drawn again.
+    """Return `count` of the `candidates`, drawn at random so that each is drawn once before any is
+    drawn again.
 
-    `line` holds the elements that wait to be drawn, from the front, where they are removed. If it
-    is too short, all elements of `every` that do not wait are first appended in random order, so
-    that the drawn elements differ.
+    `queue` holds the elements that wait to be drawn, from the front, where they are removed. If it
+    is too short, all `candidates` that do not wait are first appended in random order, so that the
+    drawn elements differ.
     """
-    if len(line) < count:
-        waiting = set(line)
-        line += [i for i in rng.permutation(every).tolist() if i not in waiting]
-    taken = line[:count]
-    del line[:count]
+    if len(queue) < count:
+        waiting = set(queue)
+        queue += [i for i in rng.permutation(candidates).tolist() if i not in waiting]
+    taken = queue[:count]
+    del queue[:count]
     return taken

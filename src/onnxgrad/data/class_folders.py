@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.class_numbers import ClassNames, first_names
-from onnxgrad.data.image_files import SUFFIXES, is_image
+from onnxgrad.data.class_numbers import ClassNames, first_class_names
+from onnxgrad.data.image_files import PASS_IMAGES, is_image
 from onnxgrad.errors import argument
 
-_CLASSES = 100_000  # a folder named by a larger number is a date or the like, and no class
+_CLASSES = 100_000  # a folder named by a larger number is a date or similar, and no class
 _PARTS = {  # names of folders that are data sets, not classes
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
@@ -24,7 +24,9 @@ _PARTS = {  # names of folders that are data sets, not classes
 def read_classes(
     path: Path, classes: Sequence[Any] | None
 ) -> tuple[list[Path], np.ndarray, list[str]]:
-    """Return the images in the sub-folders of a folder, their labels, and the names of classes."""
+    """Return (image paths, class indices, class names) of a folder with one sub-folder for each
+    class.
+    """
     folders = class_folders(path)
     if not folders:
         raise ValueError(
@@ -34,10 +36,10 @@ def read_classes(
     if parts := data_set_folders(path):
         named = " and ".join(f"{str(part)!r}" for part in parts.values())
         raise ValueError(f"{str(path)!r} has the folders of several data sets: pass one of {named}")
-    numbers, names = number_classes(str(path), [folder.name for folder in folders], classes)
+    numbers, names = assign_class_indices(str(path), [folder.name for folder in folders], classes)
     found = [_images_in(folder) for folder in folders]
     if empty := [str(f) for f, files in zip(folders, found, strict=True) if not files]:
-        text = f"there is no image in {', '.join(map(repr, empty))} ({' '.join(sorted(SUFFIXES))})"
+        text = f"there is no image in {', '.join(map(repr, empty))}: {PASS_IMAGES}"
         if len(empty) == len(folders):
             raise ValueError(text)
         warnings.warn(text, stacklevel=3)
@@ -45,10 +47,10 @@ def read_classes(
     return [file for files in found for file in files], labels, names
 
 
-def number_classes(
+def assign_class_indices(
     source: str, folders: list[str], classes: Sequence[Any] | None = None
 ) -> tuple[list[int], list[str]]:
-    """Return the class index of each folder or label, and the names of all classes."""
+    """Return (class index of each folder or label name, names of all classes)."""
     stated = [int(name) for name in folders] if all(map(str.isdecimal, folders)) else []
     if len({*stated}) < len(stated):
         raise ValueError(
@@ -63,7 +65,7 @@ def number_classes(
             return stated, order
         other = next(name for name in folders if name not in order)
         raise ValueError(
-            f"the class {other!r} of {source!r} is none of the classes {first_names(order)}: "
+            f"the class {other!r} of {source!r} is none of the classes {first_class_names(order)}: "
             "rename it, or pass all classes in the order of the model's output, as "
             f"{argument('classes', folders)}"
         )
@@ -108,5 +110,5 @@ def find_images(path: Path) -> list[Path]:
     """Return the path of an image, or all images in a folder and the folders below it."""
     files = [path] if is_image(path) else _images_in(path)
     if not files:
-        raise ValueError(f"there is no image in {str(path)!r} ({' '.join(sorted(SUFFIXES))})")
+        raise ValueError(f"there is no image in {str(path)!r}: {PASS_IMAGES}")
     return files

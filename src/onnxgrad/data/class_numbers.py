@@ -15,7 +15,7 @@ from onnxgrad.errors import argument, first_number, join_first, named, unknown
 _SHOWN = 12  # most classes in a message
 
 
-def class_numbers(
+def labels_to_class_indices(
     labels: Any,
     classes: Sequence[Any],
     name: str = "y",
@@ -49,14 +49,14 @@ def class_numbers(
             f"the order of the model's output, as {argument('classes', _first_labels(values))}, or "
             "numbers"
         )
-    numbers, wrong = known.encode(array, ignored, ignores_nan)
+    numbers, wrong = known.encode_labels(array, ignored, ignores_nan)
     if wrong.any():
         at = int(wrong.argmax())
         row = at // max(1, array[:1].size) + first_number()
         raise DataError(
             f"{name!r} has the label {array[wrong].tolist()[0]!r} in row {row}, and the classes "
-            f"are {first_names(classes)}: pass all classes in the order of the model's output, "
-            f"with {argument('classes')}"
+            f"are {first_class_names(classes)}: pass all classes in the order of the model's "
+            f"output, with {argument('classes')}"
         )
     return numbers
 
@@ -78,10 +78,10 @@ class ClassNames:
         whole = bool(self.texts) and all(name.lstrip("-").isdecimal() for name in self.texts)
         return whole and not self.are_places
 
-    def encode(
+    def encode_labels(
         self, labels: np.ndarray, ignored: int | None = None, ignores_nan: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return labels as class indices, and a mask of the labels that are no class.
+        """Return (labels as class indices, mask of the labels that are not a name of a class).
 
         The label `ignored`, and with `ignores_nan` NaN, stand for rows without a label: they are
         returned unchanged.
@@ -99,8 +99,8 @@ class ClassNames:
         return numbers.reshape(labels.shape), wrong.reshape(labels.shape)
 
 
-def labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
-    """Return a mask of the labels that are no index of `count` classes.
+def mask_labels_outside(labels: np.ndarray, count: int | None = None) -> np.ndarray:
+    """Return a mask of the labels that are not integers from 0 to `count` - 1.
 
     The mask is false for NaN.
     """
@@ -124,11 +124,11 @@ def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> N
     needed = len(names) or int(labels.max()) + 1
     if needed == count or (not names and needed <= count):
         return
-    listed = f" ({first_names(names)})" if names else ""
+    listed = f" ({first_class_names(names)})" if names else ""
     units = argument("units", names or needed)
     remedy = f"train a new last layer with {units} ({named('replace_head')})"
     if not names and len(np.unique(labels)) <= count:
-        remedy = remedy_outside(labels, count)
+        remedy = advice_for_labels_outside(labels, count)
     elif names and len(names) < count:
         remedy += f"; or pass all {count} in the order of its output with {argument('classes')}"
     raise DataError(
@@ -136,13 +136,15 @@ def check_class_count(names: Sequence[str], labels: np.ndarray, count: int) -> N
     )
 
 
-def first_names(names: Sequence[Any]) -> str:
-    """Return up to 12 names of classes as text, and how many more there are."""
+def first_class_names(names: Sequence[Any]) -> str:
+    """Return the first 12 class names as text, and the number of names that are left out."""
     return join_first(names, _SHOWN)
 
 
-def remedy_outside(labels: np.ndarray, count: int) -> str:
-    """Return the advice for labels that are no index of `count` classes."""
+def advice_for_labels_outside(labels: np.ndarray, count: int) -> str:
+    """Return the advice, for an error message, what to do about labels that are not integers from 0
+    to `count` - 1.
+    """
     values = np.unique(labels)
     remedy = f"{named('replace_head')} gives the model another number of classes"
     if len(values) > count or not (values == np.trunc(values)).all():
@@ -152,20 +154,22 @@ def remedy_outside(labels: np.ndarray, count: int) -> str:
 
 
 def _first_labels(labels: list[Any]) -> list[str]:
-    """Return the first 12 different labels as texts, sorted, and "..." for more."""
+    """Return the 12 smallest different labels as texts, followed by "..." if there are more."""
     values = sorted({*labels})
     return [*map(label_text, values[:_SHOWN]), *["..."] * (len(values) > _SHOWN)]
 
 
 def label_text(label: Any) -> str:
-    """Return a label as text; 3.0 is "3"."""
+    """Return a label as text; a whole float such as 3.0 becomes "3"."""
     if isinstance(label, bytes):
         return label.decode(errors="replace")
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def _label_array(labels: Any) -> np.ndarray | None:
-    """Return labels, texts or numbers, as an array, columns side by side; None for other data."""
+    """Return labels (texts or numbers) as an array, (rows, columns) for a table of several columns;
+    None for data of other types.
+    """
     names = labels.columns if isinstance(labels, ColumnSelection) else column_names(labels)
     if names is not None:
         columns = [_label_array(labels[name]) for name in names]
@@ -193,8 +197,9 @@ def _all_python_numbers(values: list[Any]) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
-def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
-    """Return class weights by class index, for one output or for several by name.
+def class_weights_by_index(weights: Any, classes: Sequence[Any], count: int | None = None) -> Any:
+    """Return class weights with class indices in place of class names; the weights may be {class:
+    weight}, or {output: {class: weight}}.
 
     Args:
         weights: `{class, by name or number: weight}`, or a dict of these by output; other
@@ -210,7 +215,7 @@ def weights_by_number(weights: Any, classes: Sequence[Any], count: int | None = 
     known, numbered = ClassNames(classes), {}
     for label, weight in weights.items():
         if not np.isscalar(weight) or isinstance(weight, str):  # the weights of an output
-            numbered[label] = weights_by_number(weight, classes, count)
+            numbered[label] = class_weights_by_index(weight, classes, count)
         else:
             numbered[_class_index(label, known, count)] = weight
     return numbered

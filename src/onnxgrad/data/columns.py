@@ -45,7 +45,9 @@ def is_table(X: Any) -> bool:
 
 
 def column_names(X: Any) -> list[str] | None:
-    """Return the names of the columns of a table; None if they are not all strings."""
+    """Return the names of the columns of a table; None if some are not strings, or the data are not
+    a table.
+    """
     labels = _column_labels(X)
     if labels and ({*map(type, labels)} == {str} or all(isinstance(n, str) for n in labels)):
         return labels
@@ -53,7 +55,9 @@ def column_names(X: Any) -> list[str] | None:
 
 
 def target_names(y: Any) -> list[str] | None:
-    """Return the names of the columns of labels in a table or a series; None without names."""
+    """Return the names of the label columns in a table or a series; None if the columns have no
+    names.
+    """
     name = getattr(y, "name", None)
     return [name] if isinstance(name, str) and name else column_names(y)
 
@@ -107,7 +111,9 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_same_columns(names: Sequence[str], trained: Sequence[str], what: str) -> None:
-    """Raise `DataError` if a table has other columns than in training, in any order."""
+    """Raise `DataError` if a table lacks a column of training, or has another column; the order
+    does not matter.
+    """
     given, known = {*names}, {*trained}
     missing = [n for n in trained if n not in given]
     extra = [n for n in names if n not in known]
@@ -151,8 +157,9 @@ class Names:
     classes: Labels = field(default_factory=list)
     notes: Mapping[str, list[Any]] = field(default_factory=dict)
 
-    def order(self, name: str, names: Sequence[str]) -> list[str]:
-        """Return an input's columns in the order of training; the first call stores `names`.
+    def order_columns(self, name: str, names: Sequence[str]) -> list[str]:
+        """Return the columns of an input in the order of training; the first call stores `names` as
+        this order.
 
         Raises:
             DataError: other columns than in training.
@@ -161,16 +168,18 @@ class Names:
         check_same_columns(names, self.columns.setdefault(name, list(names)), f"input {name!r}")
         return self.columns[name]
 
-    def target_order(self, names: Sequence[str]) -> list[str]:
-        """Return the label columns in the order of training; new `names` are stored instead."""
+    def order_targets(self, names: Sequence[str]) -> list[str]:
+        """Return the label columns in the order of training; names that differ from training
+        replace the stored names.
+        """
         if sorted(names) != sorted(self.target):
             self.target = list(names)
         return self.target
 
-    def by_input(
+    def columns_by_input(
         self, names: Iterable[str], inputs: Sequence[str], arrays: Collection[str] = ()
     ) -> dict[str, list[str]]:
-        """Return the columns that each input takes, among `names`, the columns without labels.
+        """Return {input: columns} for the columns of a table that hold no labels.
 
         Each of several inputs takes the columns that it was trained on, or else the column of its
         name, or the only column that skl2onnx renames to it. A single input takes all columns, in
@@ -181,7 +190,7 @@ class Names:
         if not rest:
             raise DataError(f"every column is a {named('label')}: no column is left for the inputs")
         if len(inputs) == 1 and first not in arrays:
-            return {first: list(self.copy().order(first, rest))}
+            return {first: list(self.copy().order_columns(first, rest))}
         columns = {name: self.columns.get(name, [_column_of_input(name, rest)]) for name in inputs}
         for name in (name for group in columns.values() for name in group):
             if name not in rest:
@@ -192,8 +201,8 @@ class Names:
         """Return a copy that can be modified independently."""
         return replace(self, columns=dict(self.columns))
 
-    def keep(self, proto: ModelProto) -> None:
-        """Write the names into the metadata of `proto`, in place.
+    def write_metadata(self, proto: ModelProto) -> None:
+        """Write the names of columns and classes into the metadata of `proto`, in place.
 
         Inputs that `proto` lacks, and single columns with the name of the input, are left out.
         """
@@ -233,5 +242,7 @@ def read_names(proto: ModelProto) -> Names:
 
 
 def class_names(proto: ModelProto) -> Labels | None:
-    """Return the labels of the classes that a model stores, in the order of the output."""
+    """Return the class labels that a model stores in its metadata or nodes, in the order of the
+    output; None if it stores none.
+    """
     return read_note(proto, CLASSES) or stored_labels(proto)

@@ -11,14 +11,14 @@ import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
-from onnxgrad.data.class_numbers import labels_outside, remedy_outside
+from onnxgrad.data.class_numbers import advice_for_labels_outside, mask_labels_outside
 from onnxgrad.data.columns import ColumnSelection, column_names, is_table, stack_columns
 from onnxgrad.data.indices import IndexedTable
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import join_first, named
 from onnxgrad.operators.shapes import Dims, dims
 
-# (mask of wrong values, rule, words for wrong values, remedy) raises for wrong values
+# (mask of wrong values, rule, words for wrong values, remedy) -> None; raises if the mask is true
 Refuse = Callable[..., None]
 _FEW = 1 << 12  # most values for which `isfinite` of all is faster than of minimum and maximum
 
@@ -47,12 +47,13 @@ class Field:
     is_weight: bool = False
 
     @classmethod
-    def of(cls, x: ir.Value) -> Field:
-        """Return the `Field` of an input of a graph, with the declared dtype and shape."""
+    def from_input(cls, x: ir.Value) -> Field:
+        """Return the `Field` of a graph's input, with the declared dtype and shape."""
         return cls(str(x.name), (x.dtype or ir.DataType.FLOAT).numpy(), dims(x))
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
-        """Return `data` as the array for the input; the columns of a table are reshaped.
+        """Return `data` converted to the dtype and shape of the input; raise `ValueError` if values
+        or shape are not accepted.
 
         Args:
             data: array-like, or a table, whose rows are on axis 0.
@@ -67,16 +68,16 @@ class Field:
         array = self.numbers(data)
         if axis == 0 and not whole:
             if array.ndim == 0:
-                raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
+                raise ValueError(f"{self.name!r} is one number: pass an array with a value per row")
             if len(array) == 0:
-                raise ValueError(f"{self.name!r} has no rows: pass at least one")
+                raise ValueError(f"{self.name!r} has no rows: pass at least one row")
         try:
             if axis == 0 and not whole:
                 array = fit_shape(array, self.shape, repr(self.name), reshape=False)
             else:
                 array = self._fit_declared_shape(array, None if whole else axis)
         except DataError as e:
-            # a label for each row, where the loss takes one for each output
+            # the user passed one label for each row, and the loss takes a label for each output
             several = self.is_label and self.classes is None and len(self.shape or ()) > array.ndim
             whole_numbers = several and array.dtype.kind != "O" and not (array % 1).any()
             remedy = "; numbers of classes need a loss of classes, such as 'cross_entropy'"
@@ -89,7 +90,9 @@ class Field:
         return self._values_in_dtype(array, what, refuse)
 
     def _values_in_dtype(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
-        """Return an array in the dtype of the input; call `refuse` for forbidden values."""
+        """Return an array converted to the dtype of the input; call `refuse` with a mask of values
+        that the input does not accept.
+        """
         values = array
         if array.dtype != self.dtype:
             with np.errstate(all="ignore"):
@@ -109,13 +112,13 @@ class Field:
             refuse(values < 0, f"{what} must hold numbers of 0 or more", "; other values")
         if self.classes is not None:
             count = self.classes if isinstance(self.classes, int) else None
-            wrong = labels_outside(values, count)
+            wrong = mask_labels_outside(values, count)
             if self.ignored is not None:
                 wrong &= values != self.ignored
             where, remedy = "below 0", ""
             if count is not None:
                 where = f"outside 0..{count - 1}"
-                remedy = f"; {remedy_outside(values, count)}" if wrong.any() else ""
+                remedy = f"; {advice_for_labels_outside(values, count)}" if wrong.any() else ""
             refuse(wrong, f"{what} holds labels {where}", "", remedy)
         if self.allowed is not None:
             rule = f"{what} must hold labels {self.allowed.text}"
@@ -128,19 +131,23 @@ class Field:
         return values
 
     def convert_cells(self, cells: Cells) -> np.ndarray:
-        """Return columns of a file as the array for the input; inputs of strings get texts."""
+        """Return columns of a file as the array for the input: numbers, or texts if the input takes
+        strings.
+        """
         if self.dtype == object:
             return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
-        array = cells.side_by_side(nan=bool(self.ignores_nan))
+        array = cells.number_array(nan=bool(self.ignores_nan))
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
-            cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
+            cells.refuse_values(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
 
         values = self._values_in_dtype(array, cells.title, refuse)
         return fit_shape(values, self.shape, cells.title, True, cells.columns)
 
     def numbers(self, data: Any) -> np.ndarray:
-        """Return data as an array of numbers; the values of a table get the input's shape."""
+        """Return data as an array of numbers; the columns of a table are reshaped to the input's
+        declared shape.
+        """
         if self.dtype == object:
             raise ValueError(
                 f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
@@ -159,7 +166,7 @@ class Field:
         return fit_shape(values, self.shape, repr(self.name), True, names)
 
     def cells(self, data: Any) -> Cells | None:
-        """Return a `FileTable`'s columns in `data` as `Cells`; None for data from elsewhere."""
+        """Return columns of a `FileTable` as `Cells`; None if `data` were not read from a file."""
         if type(data) is np.ndarray:
             return None
         table = data.table if isinstance(data, ColumnSelection) else data
@@ -193,7 +200,8 @@ class Field:
     def check_indices(
         self, arrays: Mapping[str, np.ndarray], axis: int | None = 0, cells: Cells | None = None
     ) -> None:
-        """Raise if the array of this input holds indices outside of a table.
+        """Raise `ValueError` if the array of this input holds an index that is out of range of a
+        tensor in the model.
 
         Args:
             arrays: the arrays of all inputs, by name.
@@ -202,14 +210,16 @@ class Field:
         """
         for table in self.tables:
             array = arrays[self.name]
-            outside = table.outside(array, arrays)
+            outside = table.mask_outside(array, arrays)
             if cells is not None:
-                cells.refuse(outside, array, f"{cells.title} must hold {table}, not")
+                cells.refuse_values(outside, array, f"{cells.title} must hold {table}, not")
             _raise_for_rows(outside, f"{self.name!r} must hold {table}; other values", axis)
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Return whether all numbers of an array are finite, without a mask of a large array."""
+    """Return whether all numbers of an array are finite, by minimum and maximum if the array is
+    large.
+    """
     if values.size <= _FEW:
         return bool(np.isfinite(values).all())
     with np.errstate(all="ignore"):
@@ -217,7 +227,9 @@ def _all_finite(values: np.ndarray) -> bool:
 
 
 def _raise_for_rows(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
-    """Raise `ValueError` that lists the rows along `axis`, or the elements, of the mask `bad`."""
+    """Raise `ValueError` that lists the rows (or elements, if `axis` is None) where the mask `bad`
+    is true.
+    """
     if not bad.any():
         return
     if axis is None:

@@ -27,7 +27,9 @@ def write_resize(op: Any, x: ir.Value, size: int | tuple[int, int]) -> ir.Value:
     return _write_resize_to(op, x, sides, (size, size))
 
 
-def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False) -> ir.Value:
+def write_resize_to_cover(
+    op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = False
+) -> ir.Value:
     """Write nodes that resize images so that they just cover `size`, (height, width).
 
     With `only_small`, only images with a smaller side are resized.
@@ -46,7 +48,7 @@ def write_cover(op: Any, x: ir.Value, size: tuple[int, int], only_small: bool = 
     return _write_resize_to(op, x, sides, size)
 
 
-def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
+def write_center_crop(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
     """Write nodes that crop images to `size`, (height, width), in the middle."""
     if _declared_sides(x) == size:
         return x
@@ -56,8 +58,8 @@ def write_center(op: Any, x: ir.Value, size: tuple[int, int]) -> ir.Value:
     return _declare_image_shape(y, x, size)
 
 
-def write_scale(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
-    """Write nodes that turn values from 0 to 255 into float32 from 0 to `scale`."""
+def write_rescaling(op: Any, x: ir.Value, scale: float = 1.0) -> ir.Value:
+    """Write nodes that map pixel values from 0..255 to float32 values from 0 to `scale`."""
     x = op.Cast(x, to=ir.DataType.FLOAT)
     return x if scale == 255 else op.Div(x, 255.0 / scale)
 
@@ -73,7 +75,9 @@ def _declared_sides(x: ir.Value) -> tuple[Any, ...]:
 
 
 def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -> ir.Value:
-    """Write a Resize of images to `sides`, a list or a computed value, at least `least`."""
+    """Write a Resize of images to `sides` (height, width), each of which is proven to be `least` or
+    more.
+    """
     if (dims(x) or (None,))[-1] == 4:
         raise ValueError(
             "images with an alpha channel cannot be resized inside of a model, as Pillow weights "
@@ -91,7 +95,9 @@ def _write_resize_to(op: Any, x: ir.Value, sides: Any, least: tuple[int, int]) -
 def _declare_image_shape(
     y: ir.Value, x: ir.Value, sides: tuple[Any, ...], least: tuple[int, int] | None = None
 ) -> ir.Value:
-    """Declare that `y` has the shape of the images `x` with other sides, and return `y`."""
+    """Declare the shape of the images `y`: the batch size and channels of `x`, with `sides` as
+    height and width; return `y`.
+    """
     before = dims(x) or (None,) * 4
     y.shape = ir.Shape([before[0], *sides, before[3]])
     y.meta[marks.LEAST_SIDES] = sides if least is None else least

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data import image_nodes
-from onnxgrad.data.image_files import pillow
+from onnxgrad.data.image_files import load_pillow
 from onnxgrad.errors import argument, unknown
 
 # (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
 Transform = Callable[[Any, np.random.Generator | None], Any]
 
-IMAGES = "onnxgrad.images"  # key of metadata: a list with the dict that `image_note` returns
+IMAGES = "onnxgrad.images"  # key of metadata: a list with the dict that `image_metadata` returns
 
 
 def check_normalize_is_last(transforms: Sequence[Transform]) -> None:
@@ -25,7 +25,7 @@ def check_normalize_is_last(transforms: Sequence[Transform]) -> None:
         raise ValueError("normalize must be the last transform: other transforms take images")
 
 
-def named_transform(transform: Any) -> str:
+def transform_name(transform: Any) -> str:
     """Return the name of a function, or the `repr` of another transform, without an address."""
     return getattr(transform, "__qualname__", None) or repr(transform)
 
@@ -35,7 +35,7 @@ def resize_to_cover(image: Any, size: tuple[int, int]) -> Any:
     width, height = image.size
     scale = max(size[0] / height, size[1] / width)
     wide, high = max(size[1], round(width * scale)), max(size[0], round(height * scale))
-    return image.resize((wide, high), pillow().Resampling.BILINEAR)
+    return image.resize((wide, high), load_pillow().Resampling.BILINEAR)
 
 
 def _crop_image(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
@@ -52,7 +52,7 @@ def _image_and_spare_pixels(image: Any, size: tuple[int, int]) -> tuple[Any, int
 
 @dataclass(frozen=True)
 class Resize:
-    """See `resize`."""
+    """The transform that `resize` returns."""
 
     size: int | tuple[int, int]
 
@@ -63,7 +63,7 @@ class Resize:
             wide, high = (max(1, round(n * self.size / short)) for n in image.size)
         else:
             high, wide = self.size
-        return image.resize((wide, high), pillow().Resampling.BILINEAR)
+        return image.resize((wide, high), load_pillow().Resampling.BILINEAR)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write nodes that resize images."""
@@ -72,27 +72,29 @@ class Resize:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """See `center_crop`."""
+    """The transform that `center_crop` returns."""
 
     size: tuple[int, int]
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the part of `size` in the middle of the image."""
+        """Return the crop of (height, width) in the middle of the image."""
         image, rows, columns = _image_and_spare_pixels(image, self.size)
         return _crop_image(image, self.size, rows // 2, columns // 2)
 
     def write(self, op: Any, x: Any) -> Any:
         """Write nodes that crop images to `size` in the middle."""
-        x = image_nodes.write_cover(op, x, self.size, only_small=True)
-        return image_nodes.write_center(op, x, self.size)
+        x = image_nodes.write_resize_to_cover(op, x, self.size, only_small=True)
+        return image_nodes.write_center_crop(op, x, self.size)
 
 
 @dataclass(frozen=True)
 class RandomCrop(CenterCrop):
-    """See `random_crop`; models and evaluations take the part in the middle."""
+    """The transform that `random_crop` returns; evaluations crop in the middle."""
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return a crop at a place that `rng` draws; without `rng`, the crop in the middle."""
+        """Return a crop at a random position drawn from `rng`; without `rng`, the crop in the
+        middle.
+        """
         if rng is None:
             return super().__call__(image, None)
         image, rows, columns = _image_and_spare_pixels(image, self.size)
@@ -101,7 +103,7 @@ class RandomCrop(CenterCrop):
 
 
 class OnlyInTraining:
-    """A transform that does not change images in evaluations."""
+    """Base of transforms that change images in training only; evaluations keep images unchanged."""
 
     def write(self, op: Any, x: Any) -> Any:
         """Return the images unchanged."""
@@ -110,27 +112,31 @@ class OnlyInTraining:
 
 @dataclass(frozen=True)
 class RandomFlip(OnlyInTraining):
-    """See `random_flip`."""
+    """The transform that `random_flip` returns."""
 
     probability: float = 0.5
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image, mirrored if `rng` draws so; unchanged without `rng`."""
+        """Return the image mirrored with the given probability, drawn from `rng`; unchanged without
+        `rng`.
+        """
         if rng is None or rng.random() >= self.probability:
             return image
-        return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
+        return image.transpose(load_pillow().Transpose.FLIP_LEFT_RIGHT)
 
 
 @dataclass(frozen=True)
 class RandomColors(OnlyInTraining):
-    """See `random_colors`."""
+    """The transform that `random_colors` returns."""
 
     hue: float = 0.015
     saturation: float = 0.7
     value: float = 0.4
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the image with colors that `rng` changes; unchanged without `rng`."""
+        """Return the image with random changes of its colors, drawn from `rng`; unchanged without
+        `rng`.
+        """
         if rng is None:
             return image
         drawn = rng.uniform(-1, 1, 3) * (self.hue, self.saturation, self.value)
@@ -147,7 +153,7 @@ class RandomColors(OnlyInTraining):
 
 @dataclass(frozen=True)
 class Normalize:
-    """See `normalize`."""
+    """The transform that `normalize` returns."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -164,12 +170,13 @@ class Normalize:
 
 @dataclass(frozen=True)
 class ForeignTransform(OnlyInTraining):
-    """A transform of another library, which changes images in training only."""
+    """Base of transforms of other libraries, which change images in training only."""
 
     transform: Any
 
     def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
-        """Return the transformed image, by the numbers of `rng`; unchanged without `rng`.
+        """Return the transformed image, with random numbers seeded from `rng`; unchanged without
+        `rng`.
 
         Raises:
             ValueError: the result is no image of 8 bits with the channels of `image`.
@@ -177,11 +184,13 @@ class ForeignTransform(OnlyInTraining):
         return image if rng is None else self.transform_image(image, int(rng.integers(1 << 32)))
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, by the random numbers of a seed."""
+        """Return the transformed image, with the random numbers of a seed."""
         raise NotImplementedError
 
-    def wrong_result(self, result: str) -> ValueError:
-        """Return the error for a result that is no image with the channels of the input."""
+    def result_error(self, result: str) -> ValueError:
+        """Return the error for a transform that returns something else than an image with as many
+        channels as before.
+        """
         return ValueError(
             f"{type(self.transform).__name__} returns {result}, and a transform of image_folder "
             "must return an image of 8 bits with as many channels as before: leave out what makes "
@@ -193,7 +202,7 @@ class OfAlbumentations(ForeignTransform):
     """A transform of albumentations, which takes and returns an array (height, width, channels)."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, by the random numbers of a seed."""
+        """Return the transformed image, with the random numbers of a seed."""
         from PIL import Image
 
         self.transform.set_random_seed(seed)
@@ -201,7 +210,7 @@ class OfAlbumentations(ForeignTransform):
         gray = image.mode == "L"
         channels = (1,) if array.ndim == 3 and gray else () if gray else (len(image.getbands()),)
         if array.dtype != np.uint8 or array.shape[2:] != channels or array.ndim < 2:
-            raise self.wrong_result(f"an array of {array.dtype} {array.shape}")
+            raise self.result_error(f"an array of {array.dtype} {array.shape}")
         return Image.fromarray(array.reshape(array.shape[:2]) if gray else array, image.mode)
 
 
@@ -209,7 +218,7 @@ class OfTorchvision(ForeignTransform):
     """A transform of torchvision, which takes and returns an image of Pillow."""
 
     def transform_image(self, image: Any, seed: int) -> Any:
-        """Return the transformed image, by the random numbers of a seed.
+        """Return the transformed image, with the random numbers of a seed.
 
         The states of the generators of torch, on the CPU, and of Python stay unchanged.
         """
@@ -224,12 +233,13 @@ class OfTorchvision(ForeignTransform):
             finally:
                 random.setstate(before)
         if getattr(result, "mode", None) != image.mode:
-            raise self.wrong_result(f"a {type(result).__name__}")
+            raise self.result_error(f"a {type(result).__name__}")
         return result
 
 
 def adapt_transform(transform: Any) -> Any:
-    """Return a transform of albumentations or torchvision adapted to `image_folder`.
+    """Return a transform that takes `(image, rng)`, for a transform of albumentations or
+    torchvision.
 
     Other transforms are returned unchanged. The libraries are recognized by the module names of the
     classes: neither is imported.
@@ -245,10 +255,11 @@ def height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def image_note(
+def image_metadata(
     size: tuple[int, int], scale: float, transforms: Sequence[Transform]
 ) -> dict[str, Any]:
-    """Return JSON, for a model's metadata, that says how evaluations turn images into numbers.
+    """Return a dict, for the metadata of a trained model, that says how evaluations turn images
+    into numbers.
 
     The entry "function" names a transform that is no transform of this module. Random transforms
     and transforms of other libraries are left out: they change images in training only.
@@ -261,23 +272,26 @@ def image_note(
             name = "resize" if isinstance(transform, Resize) else "center_crop"
             note["steps"] = [*note.get("steps", ()), {name: transform.size}]
         elif not isinstance(transform, OnlyInTraining):
-            note["function"] = named_transform(transform)
+            note["function"] = transform_name(transform)
     return note
 
 
-def noted_transforms(note: Mapping[str, Any]) -> list[Transform]:
-    """Return the transforms that the JSON of `image_note` holds, without the normalization."""
+def transforms_from_metadata(note: Mapping[str, Any]) -> list[Transform]:
+    """Return the transforms that a dict of `image_metadata` holds, without the normalization."""
     kinds = {"resize": resize, "center_crop": center_crop}
     return [kinds[name](size) for step in note.get("steps", ()) for name, size in step.items()]
 
 
-def noted_normalization(note: Mapping[str, Any]) -> Normalize | None:
-    """Return the normalization that the JSON of `image_note` holds; None if it holds none."""
+def normalization_from_metadata(note: Mapping[str, Any]) -> Normalize | None:
+    """Return the normalization that a dict of `image_metadata` holds; None if it holds no
+    normalization.
+    """
     return Normalize(tuple(note["mean"]), tuple(note["std"])) if "mean" in note else None
 
 
 def resize(size: int | tuple[int, int]) -> Transform:
-    """Return a transform: the shorter side becomes `size` pixels, or the image (height, width).
+    """Return a transform that resizes images to (height, width), or their shorter side to `size`
+    pixels.
 
     Examples:
         >>> import onnxgrad as og
@@ -299,7 +313,7 @@ def center_crop(size: int | tuple[int, int]) -> Transform:
 
 
 def random_crop(size: int | tuple[int, int]) -> Transform:
-    """Return a transform that crops (height, width) at a random place.
+    """Return a transform that crops (height, width) at a random position.
 
     Examples:
         >>> import onnxgrad as og
@@ -310,7 +324,7 @@ def random_crop(size: int | tuple[int, int]) -> Transform:
 
 
 def random_flip(probability: float = 0.5) -> Transform:
-    """Return a transform that swaps left and right with this probability.
+    """Return a transform that mirrors an image, left to right, with this probability.
 
     Examples:
         >>> import onnxgrad as og
@@ -322,7 +336,8 @@ def random_flip(probability: float = 0.5) -> Transform:
 
 
 def random_colors(hue: float = 0.015, saturation: float = 0.7, value: float = 0.4) -> Transform:
-    """Return a transform: random changes of hue, saturation and brightness, as YOLO trains with.
+    """Return a transform that randomly changes hue, saturation and brightness, as in the training
+    of YOLO.
 
     Args:
         hue: the largest shift of the hue, as a share of the color circle.
@@ -349,7 +364,7 @@ AUGMENTATIONS: dict[str, Callable[[], Transform]] = {
 
 
 def as_transforms(augment: Any) -> tuple[Any, ...]:
-    """Return a list of transforms, where texts are names of `AUGMENTATIONS`.
+    """Return a tuple of transforms, given transforms or names of `AUGMENTATIONS`.
 
     Args:
         augment: a name, several with commas between them, "none", or a sequence of names and
@@ -371,7 +386,8 @@ def as_transforms(augment: Any) -> tuple[Any, ...]:
 
 
 def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Return a transform, (value - mean) / std by channel, of values from 0 to 1.
+    """Return a transform that computes (value - mean) / std for each channel, for values from 0 to
+    1.
 
     Examples:
         >>> import numpy as np, onnxgrad as og

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.data.class_folders import find_images, read_classes
 from onnxgrad.data.class_numbers import ClassNames
-from onnxgrad.data.image_files import MODES, open_image, pillow
+from onnxgrad.data.image_files import MODES, load_pillow, open_image
 from onnxgrad.data.image_transforms import (
     IMAGES,
     CenterCrop,
@@ -22,16 +22,16 @@ from onnxgrad.data.image_transforms import (
     adapt_transform,
     check_normalize_is_last,
     height_and_width,
-    image_note,
-    named_transform,
+    image_metadata,
     resize_to_cover,
+    transform_name,
 )
-from onnxgrad.data.readers import FileReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, keep_arguments
 from onnxgrad.errors import argument, unknown
 from onnxgrad.operators.shapes import Dims
 
 
-@with_arguments(data="path")
+@keep_arguments(data="path")
 def image_folder(
     path: str | os.PathLike,
     size: int | tuple[int, int],
@@ -85,7 +85,7 @@ def image_folder(
         >>> og.data.image_folder(root, 8).labels.tolist()
         [10]
     """
-    pillow()
+    load_pillow()
     _check_options(layout, channels, scale)
     check_normalize_is_last(transforms)
     adapted = tuple(map(adapt_transform, transforms))
@@ -102,12 +102,12 @@ def _check_options(layout: str | None, channels: int | None, scale: float) -> No
     if channels not in (None, *MODES):
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, MODES))}")
     if not scale > 0:
-        raise ValueError(f"{argument('scale', scale)} must be above 0: the value of white")
+        raise ValueError(f"{argument('scale', scale)}, the value of white pixels, must be above 0")
 
 
 @dataclass(eq=False)
 class ImageFolder(FileReader):
-    """Images in files, and the index of the class of each: the reader of `image_folder`."""
+    """Images in files, each with the index of its class: the reader that `image_folder` returns."""
 
     per_row = ("files", "labels")
 
@@ -144,7 +144,9 @@ class ImageFolder(FileReader):
         return new
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> ImageFolder:
-        """Return the reader; its values are not scaled if the model's only input is uint8."""
+        """Return the reader adapted to the model's only input: if it is uint8, pixel values are not
+        scaled.
+        """
         new = copy.copy(self)
         new.raw = {*dtypes.values()} == {np.dtype(np.uint8)}
         if new.raw and (self.normalization or self.scale != 1):
@@ -166,8 +168,8 @@ class ImageFolder(FileReader):
 
     @property
     def remembered(self) -> dict[str, list[Any]]:
-        """The metadata entries of a trained model that say how images become numbers."""
-        return {IMAGES: [image_note(self.size, self.scale, self.transforms)]}
+        """{key: value} for a trained model's metadata, which says how images become numbers."""
+        return {IMAGES: [image_metadata(self.size, self.scale, self.transforms)]}
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
         """Return the images of a batch, and the labels if the reader has labels."""
@@ -199,7 +201,7 @@ class ImageFolder(FileReader):
             "classes": self.classes,
             "size": list(self.size),
             **({} if self.scale == 1 else {"scale": self.scale}),
-            "transforms": [named_transform(transform) for transform in self.transforms],
+            "transforms": [transform_name(transform) for transform in self.transforms],
             "digest": describe_files(self.files, self.path),
         }
 
@@ -211,7 +213,9 @@ def layout_and_channels(
     channels: int | None,
     caller: str = "image_folder",
 ) -> tuple[str, int]:
-    """Return the layout, NCHW or NHWC, and the count of channels of an input's shape."""
+    """Return (layout "NCHW" or "NHWC", number of channels) of an image input, from its declared
+    shape.
+    """
     axes = {"NCHW": 1, "NHWC": 3}
     if shape is not None and len(shape) == 4:
         counts = [channels] if channels else [*MODES]

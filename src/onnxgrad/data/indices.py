@@ -35,7 +35,8 @@ _LARGE = 100_000  # elements of a constant above which it does not hold position
 
 @dataclass(frozen=True)
 class IndexedTable:
-    """A tensor of static length, such as an embedding, into which an input holds indices.
+    """A tensor of the model, such as an embedding table, into which an input holds indices; the
+    lengths of its axes are static.
 
     - `name`: name of the tensor; `lengths`: lengths of the axes for the numbers of an index.
     - `negative`: whether -1 is the last entry; `ignored`: an index that selects nothing.
@@ -56,8 +57,9 @@ class IndexedTable:
             ends = f"within its shape {list(self.lengths)}"
         return f"indices into {self.name!r}, of length {n}, {ends}"
 
-    def outside(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return a mask of the elements of `array` that are indices out of range.
+    def mask_outside(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return a mask of the elements of the input's array that are indices out of range of the
+        tensor.
 
         `arrays` has the arrays of all inputs, by name.
         """
@@ -65,7 +67,7 @@ class IndexedTable:
         if self.selection is None:
             return self._out_of_range(array, self.lengths[0])
         wrong = np.zeros(array.size, bool)
-        positions = self.selection.positions(array, arrays)
+        positions = self.selection.selected_positions(array, arrays)
         if positions is None:  # the run of the whole model will raise
             return wrong.reshape(array.shape)
         flat, several = array.reshape(-1), len(self.lengths) > 1
@@ -80,7 +82,8 @@ class IndexedTable:
 
 
 class Selection:
-    """The nodes that select, from the elements of an input, the indices into a tensor.
+    """A part of the model that selects, from the elements of an input, the elements that are used
+    as indices.
 
     Where the input declares a number of rows, `rows`, the part runs on as many rows at a time.
     """
@@ -95,8 +98,12 @@ class Selection:
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_predictor"}
 
-    def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return flat positions of the selected indices in `array`; None if the nodes fail."""
+    def selected_positions(
+        self, array: np.ndarray, arrays: Mapping[str, np.ndarray]
+    ) -> np.ndarray | None:
+        """Return the flat positions, in the input's array, of the elements that are used as
+        indices; None if the nodes fail.
+        """
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
         predictor, size = self._predictor, self.rows
         try:
@@ -115,7 +122,7 @@ TablesByInput = dict[str, tuple[IndexedTable, ...]]
 
 
 def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput:
-    """Return, for each input of indices, the tensors of static length that it indexes.
+    """Return {input: tensors of static length into which the input's elements are indices}.
 
     Indices that are computed from elements of an input are left out.
     """
@@ -128,7 +135,7 @@ def indexed_tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> TablesByInput
 def _find_indexed_tensors(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable]:
     """Yield the tensors into which elements of the input `x` are indices."""
     yielded: list[IndexedTable] = []
-    for index, node, operand, whole in _uses_of_elements(x):
+    for index, node, operand, whole in _reads_of_elements(x):
         table = _indexed_table(node, operand)
         if table is None or (whole and table in yielded):
             continue
@@ -141,8 +148,10 @@ def _find_indexed_tensors(graph: ir.Graph, x: ir.Value) -> Iterator[IndexedTable
         yield table
 
 
-def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
-    """Yield (value, node, operand index, whether `value` has all elements of `x`) by reader."""
+def _reads_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
+    """Yield (value, node, operand index, whether the value has all elements of `x`) for each node
+    that reads elements of `x`.
+    """
     reached: dict[ir.Value, bool] = {x: True}
     waiting = [x]
     for v in waiting:  # the loop appends to the list
@@ -155,7 +164,9 @@ def _uses_of_elements(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, boo
 
 
 def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
-    """Yield (output, whether it has all elements) if a node only moves its operand."""
+    """Yield (output, whether it has all elements of the operand) for a node that only moves
+    elements.
+    """
     if node.domain:
         return
     if node.op_type in _MOVES and (operand == 0 or node.op_type == "Concat"):
@@ -168,7 +179,9 @@ def _outputs_with_elements(node: ir.Node, operand: int) -> Iterator[tuple[ir.Val
 
 
 def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
-    """Return the tensor into which an operand of a node holds indices; None without indices."""
+    """Return the tensor into which an operand of a node holds indices; None if the operand holds no
+    indices.
+    """
     kind, size = node.op_type, node.attributes.get_int
     if node.domain or not node.inputs:
         return None
@@ -204,7 +217,9 @@ def _indexed_table(node: ir.Node, operand: int) -> IndexedTable | None:
 
 
 def _indexed_tensor_name(data: ir.Value) -> str:
-    """Return the name of a tensor, or of the weight of which it is a cast or transposed copy."""
+    """Return the name of a tensor; for a cast or transposed copy of a weight, the name of the
+    weight.
+    """
     v = data
     while (node := v.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose"):
         if node.inputs[0] is None:
@@ -214,7 +229,9 @@ def _indexed_tensor_name(data: ir.Value) -> str:
 
 
 def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
-    """Return the nodes that select `index` from `x`; None if nodes compute new numbers."""
+    """Return the part of the graph that selects the elements `index` of `x`; None if `index` holds
+    newly computed numbers.
+    """
     path: list[ir.Node] = []
     on_path, v = {x, index}, index
     while v is not x:
@@ -248,11 +265,13 @@ def _index_selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection
 def _extract_positions(
     graph: ir.Graph, x: ir.Value, index: ir.Value, path: list[ir.Node], inputs: list[ir.Value]
 ) -> ModelProto:
-    """Return a model that computes `index` from the positions of elements in `x`."""
+    """Return a model that, fed with the positions of the elements of `x`, computes the positions of
+    the elements in `index`.
+    """
     part = ir.convenience.extract(graph, inputs, [index])
     moved = {y.name for node in path for y in node.outputs}
     for node in part:
-        for y in node.outputs:  # inferred for elements, not for positions
+        for y in node.outputs:  # types and shapes were inferred for elements, not for positions
             y.type = y.shape = None
         if node.op_type == "Cast" and node.outputs[0].name in moved:
             node.op_type = "Identity"

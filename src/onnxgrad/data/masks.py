@@ -12,17 +12,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.coco_files import read_coco
-from onnxgrad.data.image_files import MODES, image_size, is_image, open_image, pillow
+from onnxgrad.data.image_files import (
+    MODES,
+    image_size,
+    is_image,
+    load_pillow,
+    open_image,
+    read_coco,
+)
 from onnxgrad.data.image_transforms import (
     CenterCrop,
     RandomColors,
     RandomFlip,
     Resize,
     height_and_width,
-    named_transform,
+    transform_name,
 )
-from onnxgrad.data.readers import FileReader, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_files, keep_arguments
 from onnxgrad.errors import not_installed
 
 _IGNORED = -100
@@ -32,7 +38,7 @@ _WHITE = 255  # in masks, pixels without a label; in black and white masks, clas
 MaskTransform = Callable[[Any, Any, np.random.Generator], tuple[Any, Any]]
 
 
-@with_arguments(data="path images")
+@keep_arguments(data="path images")
 def masked_images(
     path: str | os.PathLike,
     size: int | tuple[int, int],
@@ -45,7 +51,7 @@ def masked_images(
     images: str | os.PathLike | None = None,
     channels: int = 3,
 ) -> MaskedImages:
-    """Return images and the class of each pixel as data for `fit`, decoded in training.
+    """Return images with a class for each pixel as data for `fit`, decoded while training runs.
 
     A batch has images, float32 (N, channels, height, width) from 0 to 1, and labels, int64 (N,
     height, width), -100 where ignored. Images are resized (bilinear), masks too (nearest neighbor).
@@ -88,7 +94,7 @@ def masked_images(
         >>> X.shape, labels.tolist(), reader.classes
         ((1, 3, 4, 4), [[[1, 1], [1, 1]]], ['0', '1'])
     """
-    pillow()
+    load_pillow()
     found = _open_image_mask_pairs(Path(path), classes, ignore, images)
     sides, mask_sides = height_and_width(size), height_and_width(mask_size or size)
     return MaskedImages(*found, sides, mask_sides, tuple(transforms), front, ignore, channels)
@@ -97,7 +103,9 @@ def masked_images(
 def _open_image_mask_pairs(
     path: Path, classes: int | Sequence[str] | None, ignore: int | None, images: Any
 ) -> tuple[list[_ImageMaskPair], list[str], bool]:
-    """Return pairs of images and masks, the classes, and whether the classes have names."""
+    """Return (pairs of image and mask, classes as texts, whether these are names given by files or
+    user).
+    """
     if path.suffix.lower() == ".json":
         beside = [path.parent, path.parent / "images"]
         pairs, named = _pairs_in_coco_file(path, [Path(images)] if images else beside)
@@ -116,7 +124,7 @@ def _open_image_mask_pairs(
 
 
 class _ImageMaskPair(NamedTuple):
-    """An image with a mask: a file, or a list of (class, polygons or RLE) to draw."""
+    """An image file with its mask: a file, or a list of (class, polygons or RLE) to be drawn."""
 
     image: Path
     mask: Any
@@ -125,7 +133,7 @@ class _ImageMaskPair(NamedTuple):
 
 @dataclass(eq=False)
 class MaskedImages(FileReader):
-    """Images and the class of each pixel: the reader of `masked_images`.
+    """Images with a class for each pixel: the reader that `masked_images` returns.
 
     Attributes:
         classes: names of the classes, or their numbers as texts.
@@ -155,11 +163,11 @@ class MaskedImages(FileReader):
         return X, y if self.relabel is None else self.relabel(X, y)
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the image of a row, and the class of each of its pixels."""
+        """Return the image of a row, and the class index of each pixel of the image."""
         image = open_image(self._pairs[row].image, MODES[self.channels])
         mask = _read_mask(self._pairs[row], image.size, self.ignore)
         for change in self.transforms if rng is not None else ():
-            if isinstance(change, (RandomFlip, CenterCrop)):  # draws the same numbers for both
+            if isinstance(change, (RandomFlip, CenterCrop)):  # the same random numbers for both
                 again = copy.deepcopy(rng)
                 image, mask = change(image, rng), change(mask, again)
             elif isinstance(change, RandomColors):
@@ -189,7 +197,7 @@ class MaskedImages(FileReader):
             "classes": self.classes,
             "size": [*self.size, *self.mask_size],
             "ignore": self.ignore,
-            "transforms": [named_transform(change) for change in self.transforms],
+            "transforms": [transform_name(change) for change in self.transforms],
             "digest": describe_files(files) + hashlib.blake2b(drawn, digest_size=16).hexdigest(),
         }
 
@@ -207,7 +215,7 @@ def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) 
     else:
         name = f"the mask {str(pair.mask)!r}"
         try:
-            with pillow().open(pair.mask) as opened:
+            with load_pillow().open(pair.mask) as opened:
                 mode, numbers = opened.mode, np.asarray(opened).astype(np.uint8)
         except (OSError, SyntaxError) as e:
             raise ValueError(f"cannot read {name}: {e}") from e
@@ -222,7 +230,7 @@ def _read_mask(pair: _ImageMaskPair, size: tuple[int, int], ignore: int | None) 
                     "pixels have no class"
                 )
             numbers = white.astype(np.uint8)
-        mask = pillow().fromarray(numbers)
+        mask = load_pillow().fromarray(numbers)
     mask.putpalette(bytes(range(256)) * 3)
     return mask
 
@@ -231,10 +239,10 @@ def _draw_shapes(shapes: Sequence[tuple[int, Any]], size: tuple[int, int]) -> An
     """Return the mask on which the polygons or RLE of each class are drawn, in this order."""
     from PIL import ImageDraw
 
-    mask = pillow().new("L", size)
+    mask = load_pillow().new("L", size)
     for number, parts in shapes:
         if isinstance(parts, dict):
-            mask.paste(number, mask=pillow().fromarray(_decode_rle(parts) * np.uint8(255)))
+            mask.paste(number, mask=load_pillow().fromarray(_decode_rle(parts) * np.uint8(255)))
         else:
             for part in parts:
                 ImageDraw.Draw(mask).polygon(part, fill=number)
@@ -252,7 +260,7 @@ def _decode_rle(rle: dict[str, Any]) -> np.ndarray:
 
 
 def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
-    """Return the pairs of files in images/ and masks/, and the class names of classes.txt."""
+    """Return (pairs of image and mask files in images/ and masks/, class names in classes.txt)."""
     found = {}
     for part in ("images", "masks"):
         if not (path / part).is_dir():
@@ -282,7 +290,7 @@ def _pairs_in_folder(path: Path) -> tuple[list[_ImageMaskPair], list[str]]:
 def _pairs_in_coco_file(
     path: Path, folders: Sequence[Path]
 ) -> tuple[list[_ImageMaskPair], list[str]]:
-    """Return the images and masks of a COCO file, and the classes "background", categories."""
+    """Return (pairs of image and mask, class names) of a COCO file; class 0 is "background"."""
     coco = read_coco(path, folders)
     numbers = {category: number for number, category in enumerate(coco.categories, 1)}
     pairs = {i: _ImageMaskPair(file, [], coco.sizes[i]) for i, file in coco.files.items()}
@@ -304,7 +312,8 @@ def _pairs_in_coco_file(
 def _count_mask_classes(
     pairs: Sequence[_ImageMaskPair], ignore: int | None, classes: int | None
 ) -> int:
-    """Return the count of classes: `classes`, or one more than the largest value in masks.
+    """Return the number of classes: `classes` if it is given, else the largest value in the masks
+    plus one.
 
     Raises:
         ValueError: an image that is missing or of another size than its mask, or a number in a mask

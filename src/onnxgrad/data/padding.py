@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import to_numbers
-from onnxgrad.data.readers import Reader, describe_arrays, with_arguments
+from onnxgrad.data.readers import Reader, describe_arrays, keep_arguments
 from onnxgrad.errors import unknown
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.values import to_numpy
@@ -46,7 +46,7 @@ def pad_sequences(
     """
     arrays = [to_numbers(f"sequence {i}", sequence) for i, sequence in enumerate(sequences)]
     if not arrays:
-        raise ValueError("there is no sequence to pad: pass at least one")
+        raise ValueError("sequences is empty: pass at least one sequence")
     if numbers := [i for i, array in enumerate(arrays) if not array.ndim]:
         raise ValueError(f"sequence {numbers[0]} is a single number: pass a list or an array")
     lengths = np.array([len(array) for array in arrays], np.int64)
@@ -72,7 +72,7 @@ def pad_sequences(
     return padded, np.arange(width) < lengths[:, None], lengths
 
 
-@with_arguments(data="X y sample_weight")
+@keep_arguments(data="X y sample_weight")
 def by_length(
     X: Any,
     y: Any = None,
@@ -136,12 +136,14 @@ def by_length(
     targets = {n: _pad_if_ragged(n, c, axes[n], y_value) for n, c in labels.items()}
     dicts = isinstance(X, Mapping), isinstance(y, Mapping)
     reader = ByLength(columns, targets, sample_weight, dicts, same_length)
-    reader.add("mask", mask, axes).add("lengths", lengths, axes)
-    return reader.keep_apart({name for name in features if values[name] is not None})
+    reader.add_length_inputs("mask", mask, axes).add_length_inputs("lengths", lengths, axes)
+    return reader.separate_lengths({name for name in features if values[name] is not None})
 
 
 def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return `{name: value of the option}`, None for names without a value."""
+    """Return {name: value} of an option that is given as one value for all names, or as a dict by
+    name.
+    """
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     for name in given:
@@ -152,7 +154,9 @@ def _option_by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _RaggedRows:
-    """One array for each row, of different `lengths` along `axis`; batches pad with `value`."""
+    """One array for each row; the rows differ in length along `axis`, and batches pad them with
+    `value`.
+    """
 
     rows: Sequence[Any]
     axis: int
@@ -167,7 +171,8 @@ class _RaggedRows:
         return replace(self, rows=[self.rows[i] for i in indices], lengths=self.lengths[indices])
 
     def is_attention_mask(self) -> bool:
-        """Return whether all elements are 1, so that zeros mark padded elements.
+        """Return whether all elements of all rows are 1, so that after padding, zeros mark the
+        padded elements.
 
         Rows that are read by batch count as other values: this would read all of them.
         """
@@ -186,7 +191,7 @@ class _RaggedRows:
 def _pad_if_ragged(
     name: str, values: Any, axis: int | None, value: float | None
 ) -> _RaggedRows | np.ndarray:
-    """Return a list of arrays as rows that batches pad; return other values as an array."""
+    """Return a list of arrays as `_RaggedRows`, which batches pad, and other values as an array."""
     stated = getattr(values, "shapes", None)
     if stated is None:
         if isinstance(values, np.ndarray) or not len(values) or not np.ndim(next(iter(values))):
@@ -195,7 +200,7 @@ def _pad_if_ragged(
     rows, shapes = values, [np.shape(row) for row in values] if stated is None else list(stated)
     if len(ranks := {len(shape) for shape in shapes}) > 1:
         raise ValueError(
-            f"all rows of {name!r} must have the same number of axes, not {sorted(ranks)}"
+            f"the rows of {name!r} have {sorted(ranks)} axes: give all rows as many axes"
         )
     lengths = np.array(shapes)
     differ = np.flatnonzero((lengths != lengths[0]).any(axis=0)).tolist()
@@ -241,16 +246,17 @@ class ByLength(Reader):
 
     @property
     def _ragged_columns(self) -> dict[str, _RaggedRows]:
-        """The columns of sequences by name, of features and labels."""
+        """The columns of features and labels whose rows are sequences, by name."""
         return {n: c for n, c in {**self._X, **self._y}.items() if isinstance(c, _RaggedRows)}
 
     def _distinct_row_lengths(self, same: bool | None) -> list[np.ndarray]:
-        """Return the array of row lengths of each column, equal arrays once.
+        """Return the arrays of row lengths that occur among the columns; columns with equal lengths
+        share one array.
 
         Raises:
             ValueError: lengths differ that must be equal, see `same_length`.
         """
-        first: dict[str, np.ndarray] = {}  # lengths, by the first column that has them
+        first: dict[str, np.ndarray] = {}  # row lengths by the first column that has these lengths
         for name, column in self._ragged_columns.items():
             for other, lengths in first.items():
                 wrong = np.flatnonzero(column.lengths != lengths)
@@ -267,10 +273,12 @@ class ByLength(Reader):
                 first[name] = column.lengths
         return [*first.values()]
 
-    def add(
+    def add_length_inputs(
         self, kind: str, given: str | Mapping[str, str] | None, axes: Mapping[str, int | None]
     ) -> ByLength:
-        """Add model inputs that get masks or lengths, given as in `by_length`."""
+        """Add the model inputs that get masks or lengths of sequences, given as the arguments of
+        `by_length`.
+        """
         named = given if isinstance(given, Mapping) else {}
         if isinstance(given, str):
             features = {n: c for n, c in self._ragged_columns.items() if n in self._X}
@@ -290,13 +298,14 @@ class ByLength(Reader):
                 )
             if self._ragged_columns[name].axis and axes[name] is None:
                 raise ValueError(
-                    f"{kind} of {name!r}: pass the axis along which lengths differ as axis="
+                    f"{kind}= of {name!r} needs the axis along which lengths differ: pass axis="
                 )
             self._beside[beside] = kind, self._ragged_columns[name].lengths
         return self
 
-    def keep_apart(self, filled: set[str]) -> ByLength:
-        """Make batches of rows of one length, for columns without mask and not in `filled`.
+    def separate_lengths(self, filled: set[str]) -> ByLength:
+        """Make batches of rows of equal length, if a column of sequences has neither a mask nor a
+        padding value.
 
         A mask counts for all columns of the same lengths.
         """
@@ -314,7 +323,9 @@ class ByLength(Reader):
         return self
 
     def for_inputs(self, shapes: Any) -> Reader:
-        """Return the reader; raise if the model lacks inputs for masks, log unpadded columns."""
+        """Return the reader; raise `ValueError` if the model lacks an input for a mask or lengths,
+        and warn if sequences are not padded.
+        """
         for name in self._beside:
             if name not in shapes:
                 raise unknown("input", name, shapes)
@@ -329,11 +340,13 @@ class ByLength(Reader):
 
     @property
     def order(self) -> np.ndarray | None:
-        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
+        """The row indices in the order of an evaluation, which has no seed; None means 0, 1, 2,
+        ....
+        """
         return np.argsort(self._length_groups(), kind="stable") if self._apart else None
 
     def _length_groups(self) -> np.ndarray:
-        """Return a group for each row; rows of one group may be in one batch."""
+        """Return a group number for each row; only rows of the same group may be in one batch."""
         lengths = np.stack([*self._apart.values()])
         return np.unique(lengths, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -359,7 +372,7 @@ class ByLength(Reader):
         return part
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of one pass; without a seed, rows are in `order`."""
+        """Yield the batches of one pass; without a `seed`, the rows have the order of `order`."""
         rng = None if seed is None else np.random.default_rng(seed)
         rows = np.arange(self.rows) if rng is None else rng.permutation(self.rows)
         if self._apart:

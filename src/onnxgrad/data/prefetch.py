@@ -26,7 +26,7 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
     results: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
     free, ended = threading.Semaphore(depth), threading.Event()
 
-    def read() -> None:
+    def read_items() -> None:
         last: tuple[str, BaseException | None] = ("end", None)
         try:
             while free.acquire() and not ended.is_set():
@@ -35,14 +35,14 @@ def read_ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None
                 except StopIteration:
                     break
                 results.put(("item", item))
-                del item  # or it would stay in memory while the next one is read
+                del item  # otherwise the item stays in memory while the next item is read
         except BaseException as e:  # raised in the other thread
             last = ("error", e)
         finally:
             items.close()
             results.put(last)
 
-    thread = threading.Thread(target=read, name="onnxgrad-data", daemon=True)
+    thread = threading.Thread(target=read_items, name="onnxgrad-data", daemon=True)
     thread.start()
     asked = False
     try:

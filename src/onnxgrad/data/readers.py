@@ -29,7 +29,7 @@ _LISTED = 10_000  # files in a digest
 
 
 class Reader:
-    """Data that are read batch by batch.
+    """Base of data that are read batch by batch.
 
     A batch is a tuple (X,), (X, y) or (X, y, sample_weight) with rows on axis 0, as `fit` takes
     it, or a dict of arrays by input, which the model gets unchanged. In front of a batch, None says
@@ -73,15 +73,19 @@ class Reader:
 
     @property
     def order(self) -> np.ndarray | None:
-        """The row indices in the order of batches without a seed; None means 0, 1, 2, ...."""
+        """The row indices in the order of an evaluation, which has no seed; None means 0, 1, 2,
+        ....
+        """
         return None
 
     def first(self) -> Any:
-        """Return the first row, or of batched data the first batch, as a batch; None if empty."""
+        """Return the first row as a batch; if the data are batches, the first batch; None if the
+        data are empty.
+        """
         return next((batch for batch in self.batches(1, None, 0) if batch is not None), None)
 
     def peek(self) -> Any:
-        """Return the result of `first`, without iterating an iterable once more."""
+        """Return the same as `first`, but read an iterable only as a part of its next pass."""
         return self.first()
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
@@ -96,7 +100,7 @@ class Reader:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return, as JSON, entries that identify the data: other data give other entries."""
+        """Return a dict for JSON that identifies the data: other data give another dict."""
         return {"kind": type(self).__name__, "rows": self.rows}
 
     def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
@@ -105,12 +109,14 @@ class Reader:
 
     @property
     def class_names(self) -> Sequence[str]:
-        """The names of the classes by class index, for trained models; empty without names."""
+        """The names of the classes by class index, which a trained model stores; empty if classes
+        have no names.
+        """
         return ()
 
     @property
     def remembered(self) -> Mapping[str, list[Any]]:
-        """The metadata entries of a trained model that say how data become numbers."""
+        """{key: value} for a trained model's metadata, which says how data become numbers."""
         return {}
 
     def for_dtypes(self, dtypes: Mapping[str, np.dtype]) -> Reader:
@@ -128,8 +134,9 @@ class Reader:
         return None
 
 
-def with_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that keeps a function's arguments in the `Reader` that it returns.
+def keep_arguments(data: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that stores the arguments of a function in the `Reader` that the function
+    returns.
 
     Each argument must be equal in a resumed training, except the arguments that `data` names, whose
     content `Reader.describe` identifies.
@@ -193,7 +200,7 @@ class FileReader(IndexedReader):
     per_row: tuple[str, ...]
 
     def read_row(self, row: int, rng: np.random.Generator | None) -> tuple[Any, ...]:
-        """Return the arrays of a row, changed at random by `rng`, which evaluations leave out."""
+        """Return the arrays of a row; `rng` draws random changes, and is None in evaluations."""
         raise NotImplementedError
 
     def take(self, indices: np.ndarray, seed: int | None) -> Any:
@@ -243,7 +250,7 @@ class DiskArrays(IndexedReader):
 
 
 def _arrays_of_batch(parts: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yield every array of X, y and weights; each is an array, a dict of arrays or None."""
+    """Yield all arrays in (X, y, weights), each of which is an array, a dict of arrays or None."""
     for part in parts:
         yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
 
@@ -263,7 +270,7 @@ def _map_arrays(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
 
 
 class IteratedReader(Reader):
-    """Data from an iterable that each pass over the data iterates once.
+    """Base of readers of an iterable that is iterated once for each pass over the data.
 
     The items that `peek` has read begin the next pass, so that an iterable that draws random
     numbers draws the same numbers with and without `peek`. One thread iterates all of that pass.
@@ -276,7 +283,7 @@ class IteratedReader(Reader):
         """Return a new iterator of the items of a pass."""
         raise NotImplementedError
 
-    def next_pass(self) -> Iterator[Any]:
+    def iterate_pass(self) -> Iterator[Any]:
         """Yield the items of one pass, beginning with the items that `peek` has read."""
         read, items = self._peeked or ([], self.begin_pass())
         self._peeked = None
@@ -284,7 +291,9 @@ class IteratedReader(Reader):
         yield from items
 
     def peek_items(self) -> list[Any]:
-        """Read the next pass up to its first item that is not None; return the read items."""
+        """Read the next pass up to the first item that is not None, and return the items that were
+        read.
+        """
         if self._peeked is None:
             items = read_ahead((item for item in self.begin_pass()), 0)
             read = []
@@ -313,11 +322,13 @@ class Batches(IteratedReader):
         self._begun = False
 
     def first(self) -> Any:
-        """Return the first batch; None for an iterable that reading would use up."""
+        """Return the first batch; None for an iterator, which can be read once only."""
         return None if self._once else super().first()
 
     def peek(self) -> Any:
-        """Return the first batch of the next pass; None for an iterable that this would use up."""
+        """Return the first batch of the next pass; None for an iterator, which can be read once
+        only.
+        """
         if self._once or self._listed_batches():
             return self.first()
         return next(iter(self.peek_items()[-1:]), None)
@@ -341,15 +352,17 @@ class Batches(IteratedReader):
 
         None in front of a batch does not count as a batch.
         """
-        batches = self.next_pass()
+        batches = self.iterate_pass()
         for _ in range(skip):
             while next(batches, batches) is None:
                 pass
         yield from batches
 
     def describe(self) -> dict[str, Any]:
-        """Return facts of the iterable: its type, count of batches and, of a list, a digest."""
-        entries: dict[str, Any] = {"kind": full_name(self.source), "batches": self.count}
+        """Return a dict that identifies the iterable: its type, number of batches and, for a list,
+        a digest.
+        """
+        entries: dict[str, Any] = {"kind": type_name(self.source), "batches": self.count}
         if listed := [batch for batch in self._listed_batches() if batch is not None]:
             chosen = np.unique(np.linspace(0, len(listed) - 1, _SAMPLED).astype(int))
             arrays = enumerate(_numeric_arrays([listed[i] for i in chosen]))
@@ -364,13 +377,15 @@ class Batches(IteratedReader):
         return self.source if isinstance(self.source, (list, tuple)) else ()
 
 
-def full_name(value: Any) -> str:
-    """Return the name of a value's type with its module, such as `torch.utils.data.DataLoader`."""
+def type_name(value: Any) -> str:
+    """Return the name of the type of a value with its module, such as
+    `torch.utils.data.DataLoader`.
+    """
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _numeric_arrays(batches: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yield the arrays of numbers in batches."""
+    """Yield the arrays in batches whose dtype is numeric."""
     for batch in batches:
         parts = batch.values() if isinstance(batch, Mapping) else batch
         for part in parts if isinstance(parts, (tuple, list)) else [*parts]:
@@ -379,7 +394,9 @@ def _numeric_arrays(batches: Sequence[Any]) -> Iterator[np.ndarray]:
 
 
 def describe_arrays(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return JSON that identifies arrays: shapes, dtypes, and a digest of about 1 MB of values."""
+    """Return a dict for JSON that identifies arrays: shapes, dtypes, and a digest of about 1 MB of
+    values.
+    """
     digest = hashlib.blake2b(digest_size=16)
     total = sum(array.nbytes for array in arrays.values())
     for array in arrays.values():
@@ -417,8 +434,9 @@ def is_batch(item: Any) -> bool:
     return is_mapping or is_table(item) or (isinstance(item, list) and _has_arrays(item))
 
 
-def are_parts(items: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is (X,), (X, y) or (X, y, sample_weight), not a tuple of batches.
+def is_one_batch(items: tuple[Any, ...]) -> bool:
+    """Return whether a tuple is one batch, (X,), (X, y) or (X, y, sample_weight), rather than
+    several batches.
 
     It is a tuple of batches if its items are dicts with a name in common, or tuples and lists of
     arrays that are not the rows of one array.
@@ -445,12 +463,14 @@ def are_parts(items: tuple[Any, ...]) -> bool:
 
 
 def _has_arrays(parts: Any) -> bool:
-    """Return whether one of the parts is an array or a dict."""
+    """Return whether any element of a tuple or list is an array or a dict."""
     return any(hasattr(part, "shape") or isinstance(part, Mapping) for part in parts)
 
 
 def _may_be_rows(parts: Any) -> bool:
-    """Return whether all parts are arrays of the same shape, so that each may be a row."""
+    """Return whether all elements of a tuple or list are arrays of one shape, so that each may be a
+    row.
+    """
     if not all(hasattr(part, "shape") for part in parts):
         return False
     return len({tuple(shape_of(part)) for part in parts}) == 1

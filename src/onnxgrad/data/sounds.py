@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.audio import resample
-from onnxgrad.data.class_folders import number_classes
+from onnxgrad.data.class_folders import assign_class_indices
 from onnxgrad.data.image_files import is_path
-from onnxgrad.data.readers import FileReader, describe_arrays, describe_files, with_arguments
+from onnxgrad.data.readers import FileReader, describe_arrays, describe_files, keep_arguments
 from onnxgrad.errors import not_installed
 
 SUFFIXES = frozenset(".wav .flac .ogg .mp3 .aiff .aif .opus".split())
 _ENDS = ("start", "end")
 
 
-@with_arguments(data="path noise")
+@keep_arguments(data="path noise")
 def sound_folder(
     path: str | os.PathLike,
     rate: int = 16000,
@@ -152,7 +152,9 @@ def _read_channels(path: Path, start: float, end: float | None) -> tuple[np.ndar
 
 
 def count_samples(path: Path, rate: int) -> int:
-    """Return the count of samples of a file at a sample rate; of WAV, only the header is read."""
+    """Return the number of samples of a sound file at a sample rate; for WAV files, only the header
+    is read.
+    """
     try:
         with wave.open(str(path), "rb") as file:
             if file.getsampwidth() in (2, 4):
@@ -163,7 +165,8 @@ def count_samples(path: Path, rate: int) -> int:
 
 
 def list_clips(path: str | os.PathLike) -> list[Clip]:
-    """Return the clips of a folder with a folder for each class, or of a CSV or JSON lines list.
+    """Return the clips of a folder with one folder for each class, or of a list in a CSV or JSON
+    lines file.
 
     Raises:
         ValueError: no clip, a file that does not exist, or a row that cannot be read.
@@ -180,12 +183,12 @@ def list_clips(path: str | os.PathLike) -> list[Clip]:
     else:
         raise ValueError(f"{str(path)!r} must be a folder of folders, a .csv or a .jsonl file")
     if not clips:
-        raise ValueError(f"{str(path)!r} has no sound ({' '.join(sorted(SUFFIXES))})")
+        raise ValueError(f"{str(path)!r} names no sound ({' '.join(sorted(SUFFIXES))}): add one")
     return clips
 
 
 def _parse_clip(path: Path, number: int, line: dict[str, Any]) -> Clip:
-    """Return the `Clip` of a line in a list of clips; raise `ValueError` if it is wrong."""
+    """Return the `Clip` of a row in a list of clips; raise `ValueError` if the row is wrong."""
     try:
         start, end = (float(v) if (v := line.get(k)) not in (None, "") else None for k in _ENDS)
         clip = Clip(path.parent / line["file"], line["label"] or "", start or 0.0, end)
@@ -209,7 +212,7 @@ def sound_files(folder: Path) -> list[Path]:
 
 @dataclass
 class Augment:
-    """Random changes of waveforms in training; see `sound_folder`."""
+    """Random changes of waveforms in training: noise, gain and shift, see `sound_folder`."""
 
     rate: int
     shift: float = 0.0
@@ -235,7 +238,9 @@ class Augment:
 
 
 def crop_or_pad(x: np.ndarray, samples: int, shift: int = 0) -> np.ndarray:
-    """Return `samples` from the middle of a waveform, moved by `shift`, padded with zeros."""
+    """Return the `samples` samples in the middle of a waveform, moved by `shift`, padded with
+    zeros.
+    """
     start = (len(x) - samples) // 2 - shift
     result = np.zeros(samples, np.float32)
     part = x[max(0, start) : max(0, start + samples)]
@@ -264,7 +269,7 @@ def list_sounds(inputs: Any) -> list[tuple[str, Any]]:
 
 @dataclass(eq=False)
 class SoundFolder(FileReader):
-    """Clips of sounds, each of which is a row: the reader of `sound_folder`.
+    """Clips of sounds, each of which is a row: the reader that `sound_folder` returns.
 
     Attributes:
         clips: the parts of files: `file`, `label`, `start` and `end` in seconds.
@@ -284,7 +289,7 @@ class SoundFolder(FileReader):
     def __post_init__(self) -> None:
         self.rows = len(self.clips)
         labels = sorted({clip.label for clip in self.clips})
-        class_numbers, self.classes = number_classes("labels", labels)
+        class_numbers, self.classes = assign_class_indices("labels", labels)
         numbers = dict(zip(labels, class_numbers, strict=True))
         self.labels = np.array([numbers[clip.label] for clip in self.clips], np.int64)
 
@@ -300,8 +305,8 @@ class SoundFolder(FileReader):
         x = crop_or_pad(x, self.samples, self.augment.draw_shift(rng))
         return self.augment(x, rng), self.labels[row]
 
-    def length(self, file: Path) -> int:
-        """Return the count of samples of a file at the sample rate of the rows."""
+    def count_file_samples(self, file: Path) -> int:
+        """Return the number of samples of a file at the sample rate of the rows."""
         return count_samples(file, self.augment.rate)
 
     def describe(self) -> dict[str, Any]:

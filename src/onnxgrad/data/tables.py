@@ -21,11 +21,11 @@ from onnxgrad.data.cells import (
     first_non_number,
     is_empty,
     is_text,
+    mask_incomplete_rows,
     number_advice,
     quote_cell,
-    rows_with_gaps,
 )
-from onnxgrad.data.class_numbers import ClassNames, first_names, label_text
+from onnxgrad.data.class_numbers import ClassNames, first_class_names, label_text
 from onnxgrad.errors import argument, join_first, unknown
 from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
@@ -97,12 +97,14 @@ class FileTable(ColumnArrays):
 
     def rows(self, which: slice | np.ndarray) -> FileTable:
         """Return the table of the rows that a slice or an array of row indices selects."""
-        numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
+        numbers = self.row_numbers.select_rows(np.arange(len(self[self.columns[0]]))[which])
         values = {name: array[which] for name, array in self.values.items()}
         return FileTable(values, self.name, numbers, self.note)
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
-        """Return columns as the `Cells` of an input; `title` names the input in messages."""
+        """Return the columns `names` as `Cells` for one input; `title` is the name of the input in
+        messages.
+        """
         return Cells({name: self.values[name] for name in names}, title, self.row_numbers)
 
     def without_missing(self) -> FileTable:
@@ -111,7 +113,7 @@ class FileTable(ColumnArrays):
         Raises:
             DataError: no row is left.
         """
-        gone = rows_with_gaps(self.values)
+        gone = mask_incomplete_rows(self.values)
         if not gone.any():
             return self
         if gone.all():
@@ -149,23 +151,25 @@ class FileTable(ColumnArrays):
         texts = array.dtype.kind in "OSU" and any(map(is_text, values))
         if texts:
             empty = np.array(list(map(is_empty, values))).reshape(array.shape)
-            cells.refuse_missing({column: empty})
+            cells.raise_for_missing({column: empty})
             if classes is None:
                 raise self._text_label_error(column, values, numeric_loss())
         if classes is None:
             return self
         known = ClassNames(classes)
         labels = np.array(list(map(label_text, values)), str).reshape(array.shape)
-        numbers, wrong = known.encode(labels, ignored)
+        numbers, wrong = known.encode_labels(labels, ignored)
         if not texts and (wrong.any() or known.are_places):
             return self
-        cells.refuse(wrong, array, f"{cells.title}: the classes are {first_names(classes)}, not")
+        cells.refuse_values(
+            wrong, array, f"{cells.title}: the classes are {first_class_names(classes)}, not"
+        )
         return FileTable(self.values | {column: numbers}, self.name, self.row_numbers, self.note)
 
     def _text_label_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
         """Return the error for a label column of texts whose classes are not named."""
         first = first_non_number(values)
-        row, cell = self.row_numbers.number(first), quote_cell(values[first])
+        row, cell = self.row_numbers.in_file(first), quote_cell(values[first])
         where = f"column {column!r} is text, first in row {row}: {cell}"
         if loss:
             advice = number_advice(values[first], values)
@@ -183,7 +187,7 @@ class FileTable(ColumnArrays):
 
 
 def _name_and_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Columns]:
-    """Return the name of a file, for messages, and the columns in the file."""
+    """Return (name of the file for messages, columns of the file)."""
     if not isinstance(source, (str, os.PathLike)):
         name = "standard input"
         return name, _read_and_check_table(BytesIO(source.read()), ".csv", name, _read_csv)
@@ -204,7 +208,9 @@ def _name_and_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Column
 def _read_and_check_table(
     file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Columns]
 ) -> Columns:
-    """Return the table that `reader` reads from an open file; messages begin with `what`."""
+    """Return the table that `reader` reads from an open file; raise `DataError` if it is damaged or
+    empty.
+    """
     try:
         _check_expansion(file, suffix)
         table = reader(file)
@@ -212,7 +218,7 @@ def _read_and_check_table(
         raise DataError(f"{what}: {e}") from None
     except MemoryError:
         raise DataError(
-            f"{what} declares more data than fits into memory: split the file, or write Parquet"
+            f"{what} declares more data than fit into memory: split the file, or write Parquet"
         ) from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
@@ -256,14 +262,14 @@ def _read_csv(file: BinaryIO) -> Columns:
     delimiter = max(",;\t", key=re.sub('"[^"]*"', "", header).count)
     wrong: list[Any] = []
 
-    def skip(row: Any) -> str:
+    def skip_wrong_row(row: Any) -> str:
         wrong.append(row)
         return "skip"
 
     for threads in (True, False):  # pyarrow numbers the wrong rows only with a single thread
         file.seek(0)
         wrong.clear()
-        options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip)
+        options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip_wrong_row)
         table = csv.read_csv(file, csv.ReadOptions(use_threads=threads), options)
         if not wrong:
             return _column_arrays(table)

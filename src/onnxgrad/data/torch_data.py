@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.readers import IndexedReader, IteratedReader, Reader, full_name
+from onnxgrad.data.readers import IndexedReader, IteratedReader, Reader, type_name
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.values import to_numpy
 
@@ -33,7 +33,7 @@ def is_hugging_face_stream(X: Any) -> bool:
     return _is_class_of_package(X, "datasets", "IterableDataset")
 
 
-def is_stream(X: Any) -> bool:
+def is_torch_stream(X: Any) -> bool:
     """Return whether `X` is a `torch.utils.data.IterableDataset`, which yields rows."""
     return _is_class_of_package(X, "torch", "IterableDataset")
 
@@ -53,7 +53,9 @@ def has_random_sampler(X: Any) -> bool:
 
 
 def _copy_row(row: Any) -> Any:
-    """Return a row with copied arrays, as a dataset may write the next row to the same memory."""
+    """Return a copy of a row and its arrays, as the dataset may write the next row to the same
+    memory.
+    """
     if isinstance(row, (tuple, list)):
         return tuple(map(_copy_row, row))
     if isinstance(row, Mapping):
@@ -62,7 +64,9 @@ def _copy_row(row: Any) -> Any:
 
 
 def collate(rows: list[Any]) -> Any:
-    """Return a batch in the form of its rows: (x, y), (x, y, weight), a dict or x."""
+    """Return a batch, stacked from rows that are (x, y), (x, y, weight), a dict by input, or x
+    alone.
+    """
     first = rows[0]
     if isinstance(first, Mapping):
         return {name: _stack_values(name, [row[name] for row in rows]) for name in first}
@@ -76,7 +80,7 @@ def collate(rows: list[Any]) -> Any:
 
 
 def _stack_values(name: object, values: list[Any]) -> np.ndarray:
-    """Return the values of one input in several rows as an array."""
+    """Return the values of one input in several rows, stacked to one array."""
     arrays = [to_numpy(value) for value in values]
     if len({array.shape for array in arrays}) > 1:
         shapes = sorted({array.shape for array in arrays})
@@ -105,7 +109,7 @@ class MapStyleRows(IndexedReader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset and the count of rows."""
-        return {"kind": full_name(self.dataset), "rows": self.rows}
+        return {"kind": type_name(self.dataset), "rows": self.rows}
 
 
 class StreamedRows(IteratedReader):
@@ -119,23 +123,23 @@ class StreamedRows(IteratedReader):
         return map(_copy_row, iter(self.dataset))
 
     def peek(self) -> Any:
-        """Return the first row as a batch; None without rows."""
+        """Return the first row as a batch; None if there are no rows."""
         read = self.peek_items()
         return collate(read) if read else None
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the rows of `skip` batches are read and discarded."""
-        rows = islice(self.next_pass(), skip * size, None)
+        rows = islice(self.iterate_pass(), skip * size, None)
         while batch := list(islice(rows, size)):
             yield collate(batch)
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset."""
-        return {"kind": full_name(self.dataset)}
+        return {"kind": type_name(self.dataset)}
 
 
 class _HuggingFaceColumns(Reader):
-    """The columns of a dataset of Hugging Face as X, y and weights."""
+    """Base of readers that take X, y and weights from the columns of a Hugging Face dataset."""
 
     def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
         self.dataset, self.targets, self.weights = dataset, targets, weights
@@ -145,7 +149,9 @@ class _HuggingFaceColumns(Reader):
                 raise unknown("column", name, names)
 
     def _column_roles(self) -> dict[str, Any]:
-        """Return the names of all columns, of labels, and of sample weights."""
+        """Return a dict of the names of all columns, of the label columns, and of the columns of
+        sample weights.
+        """
         names = self.dataset.column_names
         columns = names and list(names)
         return {"columns": columns, "y": self.targets, "sample_weight": self.weights}
@@ -164,7 +170,7 @@ class _HuggingFaceColumns(Reader):
 
 
 def _stack_column(name: str, values: Any) -> np.ndarray:
-    """Return the values of a column as an array, also if each value is an array."""
+    """Return the values of a column as one array; values that are arrays are stacked."""
     array = to_numpy(values)
     if array.dtype == object and len(array):
         return _stack_values(name, list(array))

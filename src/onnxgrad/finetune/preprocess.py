@@ -215,7 +215,9 @@ def _write_image_transforms(
     for transform in transforms[:-1] if normalize else transforms:
         x = transform.write(op, x)
     if (final := _image_size(target, layout, size)) is not None:
-        x = image_nodes.write_center(op, image_nodes.write_cover(op, x, final), final)
+        x = image_nodes.write_center_crop(
+            op, image_nodes.write_resize_to_cover(op, x, final), final
+        )
     if target.dtype == ir.DataType.UINT8:
         if normalize:
             raise ValueError(
@@ -223,7 +225,7 @@ def _write_image_transforms(
                 "out Normalize"
             )
     else:
-        x = image_nodes.write_scale(op, x, scale)
+        x = image_nodes.write_rescaling(op, x, scale)
     if normalize:
         if len(normalize.mean) not in (1, channels):
             raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import is_empty
 from onnxgrad.data.class_numbers import ClassNames, label_text
-from onnxgrad.data.readers import with_arguments
+from onnxgrad.data.readers import keep_arguments
 from onnxgrad.errors import unknown
 from onnxgrad.language.records import TEXTS, Record, column_records, records
 from onnxgrad.language.token_rows import DEFAULT_LENGTH, TokenRows
@@ -22,7 +22,7 @@ from onnxgrad.language.tokenizer import as_tokenizer
 _TEXTS_PER_CALL = 512  # rows that the tokenizer encodes in parallel
 
 
-@with_arguments(data="source tokenizer")
+@keep_arguments(data="source tokenizer")
 def classified_texts(
     source: Any,
     tokenizer: Any,
@@ -200,7 +200,7 @@ def _class_indices_and_names(
     by_name = ClassNames(chosen)
     if different <= _indices_as_texts(chosen) - {*chosen} and not by_name.are_other_numbers:
         return np.array(list(map(int, names)), np.int64), chosen
-    numbers, wrong = by_name.encode(np.array(names, str))
+    numbers, wrong = by_name.encode_labels(np.array(names, str))
     if wrong.any():
         at = int(wrong.argmax())
         raise DataError(f"{rows[at].place}: {unknown('class', names[at], chosen)}")

@@ -9,9 +9,9 @@ from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_ops
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.causal import causal_terms
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.classification import causal_terms
 from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.spec import widen_to_float32
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import note_constants
@@ -89,7 +89,7 @@ def _write_log_prob_output(op: Emit, logits: ir.Value, alternatives: int | None)
     label = ir.Value(name=LABELS, type=ir.TensorType(ir.DataType.INT64), shape=shape)
     op.graph.inputs.append(label)
     with op:
-        terms = causal_terms(op, wide(op, logits), label)
+        terms = causal_terms(op, widen_to_float32(op, logits), label)
         total = op.Neg(op.ReduceSum(terms.losses, [1], keepdims=0))
         if alternatives is not None:
             total = op.Reshape(total, [-1, alternatives])

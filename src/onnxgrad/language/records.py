@@ -23,7 +23,7 @@ TEXTS = (".txt", ".text", ".md")
 DELIMITED = (".csv", ".tsv")
 
 
-def is_stream(source: Any) -> bool:
+def is_torch_stream(source: Any) -> bool:
     """Return whether each pass over the source reads its records again, none kept in memory."""
     return is_hugging_face_stream(source) or callable(source)
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.padding import pad_sequences
-from onnxgrad.data.readers import IndexedReader, describe_arrays, with_arguments
+from onnxgrad.data.readers import IndexedReader, describe_arrays, keep_arguments
 from onnxgrad.language.records import Record, column_records
 from onnxgrad.language.token_rows import INPUTS
 from onnxgrad.language.tokenizer import as_tokenizer
 from onnxgrad.operators.shapes import Dims
 
 
-@with_arguments(data="source tokenizer")
+@keep_arguments(data="source tokenizer")
 def paired_texts(source: Any, tokenizer: Any, max_length: int = 128) -> PairedTexts:
     """Return texts that belong together as a reader of token rows for embedding losses.
 

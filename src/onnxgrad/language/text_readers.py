@@ -15,12 +15,12 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.padding import by_length, pad_sequences
-from onnxgrad.data.readers import Reader, full_name, with_arguments
+from onnxgrad.data.readers import Reader, keep_arguments, type_name
 from onnxgrad.data.torch_data import is_hugging_face_stream
 from onnxgrad.errors import ModelError, argument
 from onnxgrad.language.encoding import IGNORED, RecordEncoder, Row, pack_rows
 from onnxgrad.language.folders import ModelFolder, is_folder, load_folder
-from onnxgrad.language.records import is_stream, records
+from onnxgrad.language.records import is_torch_stream, records
 from onnxgrad.language.tokenizer import Tokenizer, as_tokenizer
 from onnxgrad.operators.shapes import Dims
 
@@ -29,7 +29,7 @@ _SHUFFLED_ROWS = 1000  # of a stream, in the buffer from which rows are drawn
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
-@with_arguments(data="source tokenizer")
+@keep_arguments(data="source tokenizer")
 def texts(
     source: Any,
     tokenizer: Any,
@@ -104,7 +104,7 @@ def texts(
         pad = tokenizer.pad_id
     names = {} if folder is None else dict(folder.input_names)
     block = max_length if packing else None
-    if is_stream(source):
+    if is_torch_stream(source):
         return TextStream(source, encoder, pad, names, block)
     rows = list(_encode_rows(source, encoder, block, by_line))
     if not rows:
@@ -239,4 +239,4 @@ class TextStream(_TextReader):
 
     def describe(self) -> dict[str, Any]:
         """Return a description of the data for checkpoints: the type of the source."""
-        return {"kind": "texts", "source": full_name(self.source)}
+        return {"kind": "texts", "source": type_name(self.source)}

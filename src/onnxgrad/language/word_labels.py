@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.readers import with_arguments
+from onnxgrad.data.readers import keep_arguments
 from onnxgrad.errors import argument
 from onnxgrad.language.encoding import IGNORED
 from onnxgrad.language.records import LINES, TABLES, records
@@ -23,7 +23,7 @@ _WORD = re.compile(r"\w+(?:[-'.]\w+)*|[^\w\s]")
 _TAGS = ("tags", "ner_tags", "pos_tags", "labels")
 
 
-@with_arguments(data="source tokenizer")
+@keep_arguments(data="source tokenizer")
 def labeled_texts(
     source: Any,
     tokenizer: Any,

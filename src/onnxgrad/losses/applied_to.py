@@ -25,12 +25,12 @@ from onnxgrad.losses.logits import (
 )
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import (
-    before_casts,
-    behind_guard,
     constant_range,
     moved_operands,
-    quotient,
+    quotient_operands,
+    strip_zero_guard,
     summed_axes,
+    value_before_casts,
     value_range,
 )
 from onnxgrad.model.convert import to_ir
@@ -41,7 +41,8 @@ from onnxgrad.reporting import logger
 
 
 def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
-    """Return the loss with its options `axis` and `from_logits` filled in from the graph.
+    """Return the loss with the options `axis`, `soft_labels` and `from_logits` decided by the
+    graph, unless the user has set them.
 
     The logger "onnxgrad" reports the decisions.
 
@@ -61,9 +62,8 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
         filled["axis"] = _valid_class_axis(spec, prediction, n, otherwise)
         if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
             raise ValueError(
-                f"the output {name!r} holds one score for each row, and the loss {spec.name!r} "
-                "compares scores of "
-                "several classes: use 'binary_cross_entropy', or another loss of one score"
+                f"the output {name!r} holds one score for each row, and {spec.name!r} takes "
+                "scores of several classes: use 'binary_cross_entropy', or a loss of one score"
             )
     if options.get("soft_labels", False) is None:
         shape = dims(prediction)
@@ -93,10 +93,11 @@ def decide_options(spec: LossSpec, prediction: ir.Value, otherwise: int | None =
     return replace(spec, options={**spec.options, **filled})
 
 
-def before_activation(
+def loss_before_activation(
     op: Any, spec: LossSpec, plain: LossSpec, prediction: ir.Value
 ) -> tuple[LossSpec, ir.Value]:
-    """Return the loss of logits, and the logits, if a Softmax or Sigmoid computes the prediction.
+    """Return (loss, logits) if a Softmax or Sigmoid computes the prediction from logits, else
+    (`plain`, `prediction`).
 
     The loss is the same, but stable and without clipping. The activation may be written out, and
     followed by nodes that move or cast its results; see `losses.logits`. If the user has set
@@ -127,7 +128,9 @@ def before_activation(
 
 
 def _warn_of_clipping(prediction: ir.Value) -> None:
-    """Warn if the prediction is an affine function of clipped scores: its gradient may be 0."""
+    """Warn if the prediction is computed from clipped scores by additions and multiplications with
+    constants: clipped scores have no gradient.
+    """
     x: ir.Value | None = prediction
     while x is not None and (clip := made_by(x, "Clip", "HardSigmoid")) is None:
         x = _affine_operand(x)
@@ -144,7 +147,9 @@ def _warn_of_clipping(prediction: ir.Value) -> None:
 
 
 def _affine_operand(x: ir.Value) -> ir.Value | None:
-    """Return the operand that a node moves or maps by an affine function to `x`, else None."""
+    """Return the operand v if a node computes `x` = a v + b, or copies, casts or reorders v, else
+    None.
+    """
     node = x.producer()
     if node is None or not (moved_operands(node) or "affine" in operator_of(node).traits):
         return None
@@ -152,15 +157,17 @@ def _affine_operand(x: ir.Value) -> ir.Value | None:
     if not varying:
         return None
     if node.op_type == "Div" and len(varying) == 2:
-        return behind_guard(varying[0])
+        return strip_zero_guard(varying[0])
     is_last = node.op_type in ("Concat", "Div") or len(varying) == 1
     return varying[-1] if is_last else node.inputs[0]
 
 
 def _warn_of_quotients_by_sums(prediction: ir.Value) -> None:
-    """Warn if a prediction that counts as scores is a value divided by the sum of this value."""
-    node = before_casts(prediction).producer()
-    share = None if node is None else quotient(node)
+    """Warn if a prediction is v / sum(v) without proof that v is positive, and is therefore taken
+    for scores.
+    """
+    node = value_before_casts(prediction).producer()
+    share = None if node is None else quotient_operands(node)
     if share is not None and node is not None and summed_axes(*share) is not None:
         logger.warning(
             "%r is %r divided by its sum, by %s (node %r), which the graph does not prove to be "
@@ -173,7 +180,9 @@ def _warn_of_quotients_by_sums(prediction: ir.Value) -> None:
 
 
 def _valid_class_axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
-    """Return the class axis of a prediction of rank `n` as an index from 0, after checking it."""
+    """Return the index, from 0, of the class axis of a prediction of rank `n`; raise `ValueError`
+    for an axis out of range.
+    """
     axis = spec.all_options["axis"]
     if axis is None:
         axis = class_axis(prediction, otherwise)
@@ -197,7 +206,7 @@ def _holds_scores(spec: LossSpec, prediction: ir.Value) -> bool:
         ValueError: the prediction is neither a score nor a probability of the kind that the loss
             needs.
     """
-    last = _element_operator(prediction)
+    last = _element_op_type(prediction)
     if last in ("Sigmoid", "HardSigmoid") and spec.activation == "Softmax":
         raise ValueError(
             f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
@@ -247,11 +256,13 @@ def are_probabilities(model: ModelLike, output: str) -> bool:
 def is_probability(prediction: ir.Value) -> bool:
     """Return whether the graph proves that all elements of a prediction lie between 0 and 1."""
     low, high = value_range(prediction)
-    return (low >= 0 and high <= 1) or _element_operator(prediction) == "Sigmoid"
+    return (low >= 0 and high <= 1) or _element_op_type(prediction) == "Sigmoid"
 
 
-def _element_operator(x: ir.Value) -> str | None:
-    """Return the op type that computes the elements of `x`, before nodes move or clip them."""
+def _element_op_type(x: ir.Value) -> str | None:
+    """Return the op type of the node that computes the elements of `x`, looking through nodes that
+    reorder, cast or clip elements.
+    """
     while (node := x.producer()) is not None:
         sources = node.inputs[:1] if made_by(x, "Clip") else moved_operands(node)
         if len(sources) != 1 or sources[0] is None:

@@ -19,7 +19,8 @@ from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import named_axes, places
 from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
-# an axis; None if no linear operator precedes the value; or why the graph does not decide the axis
+# the class axis; None if no linear operator precedes the value; or the reason, as text, why the
+# graph does not decide the axis
 Answer = int | str | None
 
 
@@ -78,7 +79,9 @@ class _AxisSearch:
                 self.answers[y] = self._axis_of_result(node, y)
 
     def _linear_results(self, nodes: list[ir.Node]) -> Iterator[ir.Value]:
-        """Yield the results of the operators that may be linear in data."""
+        """Yield the results of nodes that may be linear functions of data, such as products with
+        weights.
+        """
         for node in nodes:
             operator = operator_of(node)
             is_product = operator.work is not None or operator.lookup_operand is not None
@@ -87,7 +90,9 @@ class _AxisSearch:
                 yield from node.outputs
 
     def _axis_of_result(self, node: ir.Node, x: ir.Value) -> Answer:
-        """Return the class axis of the result `x`, from its operands or its operator."""
+        """Return the class axis of the result `x` of a node, taken over from the operands, or
+        written by the operator.
+        """
         if operands := self._operands_passing_axis(node):
             axes = {v: a for v in operands if (a := self.answers.get(v)) is not None}
             moved = {
@@ -102,7 +107,7 @@ class _AxisSearch:
         return f"{node_text(node)} computes it" if axis is None and x in self.linear else axis
 
     def _operands_passing_axis(self, node: ir.Node) -> list[ir.Value]:
-        """Return the operands of `node` whose class axis its result may inherit."""
+        """Return the operands of `node` whose class axis becomes the class axis of the result."""
         operator, inputs = operator_of(node), [v for v in node.inputs if v is not None]
         is_table = operator.roles.startswith("t") and inputs[0] not in self.data
         if node.domain or operator.work or is_table or "distribution" in operator.traits:
@@ -127,20 +132,23 @@ class _AxisSearch:
         if x not in self.data:
             return None
         if axis is not None:
-            # if the second operand is no matrix of weights, the first may be: it mixes positions
+            # if the second operand is no matrix of weights, the first operand may be one, and mix
+            # positions
             second = node.inputs[weights]
             if second in self.data or 1 in (rank(first), rank(second)):
                 return f"{node_text(node)} has no matrix of weights as its second operand"
             return n - 1
         if node.op_type == "Einsum":
-            return self._new_einsum_axis(node)
+            return self._class_axis_of_einsum(node)
         if node.op_type == "Gather":  # logits from the rows of a table
             is_matrix = rank(first) == 2 and int_attribute(node, "axis") == 0
             return n - 1 if is_matrix else f"{node_text(node)} computes it"
         return None
 
-    def _new_einsum_axis(self, node: ir.Node) -> Answer:
-        """Return the output axis of an Einsum whose index the weights have and the data lack."""
+    def _class_axis_of_einsum(self, node: ir.Node) -> Answer:
+        """Return the axis of an Einsum's output whose index occurs in the weights and not in the
+        data.
+        """
         terms, output = einsum_terms(string_attribute(node, "equation"))
         operands = zip(terms, node.inputs, strict=True)
         of_data = "".join(term for term, v in operands if v in self.data)

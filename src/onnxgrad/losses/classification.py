@@ -1,4 +1,4 @@
-"""Cross-entropy losses: of classes along an axis, and of two classes for each element."""
+"""Cross-entropy losses: of classes along an axis, of two classes, and of the next token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import named
-from onnxgrad.losses.formula_nodes import choose, class_numbers, dims_of, positions, softplus
-from onnxgrad.losses.spec import LIKE_PREDICTION, LabelBounds, Terms, class_indices, register
-from onnxgrad.operators.shapes import rank
+from onnxgrad.errors import named, printable
+from onnxgrad.graph.emit import Emit
+from onnxgrad.losses.spec import (
+    LIKE_PREDICTION,
+    LabelBounds,
+    Terms,
+    axis_positions,
+    class_index_kind,
+    known_dims,
+    register,
+    softplus,
+    where_const,
+    write_class_indices,
+)
+from onnxgrad.operators.shapes import dims, rank
 
+CAUSAL = "causal_lm"
+TOKENS, MASK = "input_ids", "attention_mask"
 _END = np.iinfo(np.int64).max
 
 
@@ -21,7 +34,8 @@ def cross_entropy_terms(
     op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
     ignore_index=-100, eps=1e-7, axis=None, class_weight=None, shift=False,
 ):  # fmt: skip
-    """Write the terms of cross-entropy: -log p_y and weight w_y (0 if ignored) for each label y.
+    """Write for each label y the cross-entropy -log p_y and the class weight w_y, which is 0 for
+    ignored labels.
 
     The weighted mean equals `torch.nn.functional.cross_entropy`: with smoothing, the loss of a
     label is (1 - s) l_y + s / C sum_c w_c l_c / w_y. The terms of soft labels have no weights.
@@ -30,10 +44,10 @@ def cross_entropy_terms(
     trainers check labels before.
     """
     classes, label = _align_prediction_and_label(op, prediction, label, axis, shift)
-    weighted = log_p = classes.log_p(from_logits, eps)
+    weighted = log_p = classes.write_log_probabilities(from_logits, eps)
     axis = classes.axis
     if class_weight is not None:
-        weighted = classes.along(classes.weights(class_weight)) * log_p
+        weighted = classes.align_with_classes(classes.write_class_weights(class_weight)) * log_p
     if soft_labels:
         loss = (label_smoothing - 1.0) * op.ReduceSum(label * weighted, [axis], keepdims=0)
         if label_smoothing:
@@ -46,7 +60,7 @@ def cross_entropy_terms(
     chosen.shape = label.shape
     loss, weight = -chosen, op.const(1.0, log_p.dtype)
     if class_weight is not None:
-        weight = classes.weights(class_weight, index)
+        weight = classes.write_class_weights(class_weight, index)
     if label_smoothing:
         rest = op.ReduceMean(weighted, [axis], keepdims=0)
         if class_weight is not None:
@@ -57,7 +71,7 @@ def cross_entropy_terms(
                 )
             rest = rest / weight
         loss = (1.0 - label_smoothing) * loss - label_smoothing * rest
-    # a masked class may have an infinite loss, and 0 times it is NaN
+    # an ignored label may have an infinite loss, and 0 times infinity is NaN
     loss, weight = (op.Where(ignored, op.const(0.0, loss.dtype), v) for v in (loss, weight))
     return Terms(loss, weight)
 
@@ -65,7 +79,7 @@ def cross_entropy_terms(
 @register(
     "cross_entropy",
     labels=lambda options: (
-        LIKE_PREDICTION if options["soft_labels"] else class_indices(options["axis"])
+        LIKE_PREDICTION if options["soft_labels"] else class_index_kind(options["axis"])
     ),
     has_ignore_index=True,
     write_terms=cross_entropy_terms,
@@ -92,22 +106,21 @@ def cross_entropy(
             language models are trained. For predictions (N, T, V).
     """
     classes, label = _align_prediction_and_label(op, prediction, label, axis, shift)
-    log_p = classes.log_p(from_logits, eps)
-    share = label_smoothing / classes.length() if label_smoothing else 0.0
+    log_p = classes.write_log_probabilities(from_logits, eps)
+    share = label_smoothing / classes.write_class_count() if label_smoothing else 0.0
     if soft_labels:
         minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
     else:
         index = op.Unsqueeze(label, [classes.axis])
-        hit = op.Equal(index, class_numbers(op, classes.prediction, classes.axis))
-        minus_t = choose(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
-        if label_smoothing or 0 <= ignore_index < (
-            classes.count or _END
-        ):  # other ignored labels hit no class
+        hit = op.Equal(index, write_class_indices(op, classes.prediction, classes.axis))
+        minus_t = where_const(op, hit, (label_smoothing - 1.0) - share, -share, log_p)
+        # other ignored labels hit no class
+        if label_smoothing or 0 <= ignore_index < (classes.static_class_count or _END):
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
-        if classes.count is None:
+        if classes.static_class_count is None:
             op.set_type_like(minus_t, classes.prediction)
     if class_weight is not None:
-        minus_t = minus_t * classes.along(classes.weights(class_weight))
+        minus_t = minus_t * classes.align_with_classes(classes.write_class_weights(class_weight))
     return minus_t * log_p
 
 
@@ -136,7 +149,7 @@ def binary_cross_entropy(
             the sum of `pos_weight`.
     """
     weight = None
-    if class_weight is not None:  # the weight of a label between 0 and 1 is in between
+    if class_weight is not None:  # a label between 0 and 1 gets a weight between both
         zero, one = weight_array(class_weight, 2).tolist()
         weight = zero + (one - zero) * label
     if label_smoothing:
@@ -159,50 +172,125 @@ def _binary_losses(op, prediction, label, from_logits, eps, pos_weight):
     return (-positive) * op.Log(p) + (label - 1.0) * op.Log(q)
 
 
+# -- causal language models ------------------------------------------------------------------------
+
+
+def is_causal(loss: Any) -> bool:
+    """Return whether every loss, given by name or as `{output: name}`, is `causal_lm`."""
+    names = [*loss.values()] if isinstance(loss, Mapping) else [loss]
+    return bool(names) and all(isinstance(name, str) and name == CAUSAL for name in names)
+
+
+def causal_terms(op: Any, prediction: ir.Value, label: ir.Value, ignore_index: int = -100) -> Terms:
+    """Write the loss of `causal_lm` for each label except the first label of a row, and the weight
+    of each loss.
+    """
+    return cross_entropy_terms(op, prediction, label, axis=2, shift=True, ignore_index=ignore_index)
+
+
+@register(
+    CAUSAL,
+    labels=lambda options: class_index_kind(2, rank=3, needs="logits (rows, tokens, vocabulary)"),
+    has_ignore_index=True,
+    write_terms=causal_terms,
+    mixes=False,
+)
+def causal_lm(op, prediction, label, ignore_index=-100):
+    """-log p of the label at the next position, p = softmax(logits).
+
+    Labels are token ids that are not shifted. If there are no labels, trainers take `input_ids`
+    where `attention_mask` is 1.
+
+    Options:
+        ignore_index: the label whose loss is zero, for padding and prompts.
+    """
+    return cross_entropy(op, prediction, label, axis=2, shift=True, ignore_index=ignore_index)
+
+
+def labels_from_input_ids(op: Emit, ignore_index: int) -> ir.Value:
+    """Write labels that equal the model's input `input_ids`, with `ignore_index` where the input
+    `attention_mask` is 0.
+
+    Raises:
+        ValueError: the graph has no input of tokens.
+    """
+    inputs = {str(x.name): x for x in op.graph.inputs}
+    if TOKENS not in inputs:
+        raise ValueError(
+            f"the loss {CAUSAL!r} without labels takes the input {TOKENS!r} as labels, and the "
+            f"model has no such input: pass y. Its inputs are {printable(list(inputs))}"
+        )
+    tokens, mask = inputs[TOKENS], inputs.get(MASK)
+    label = op.Cast(tokens, to=ir.DataType.INT64)
+    if mask is None or rank(mask) != 2:
+        return label
+    if dims(mask) != dims(tokens):  # the mask covers past tokens, too
+        before = op.const(op.vector(op.dim(mask, 1))) - op.const(op.vector(op.dim(tokens, 1)))
+        mask = op.Slice(mask, before, [_END], [1])
+    kept = op.Not(op.Equal(mask, op.const(0, mask.dtype)))
+    return op.set_type_like(op.Where(kept, label, np.int64(ignore_index)), label)
+
+
+def refuse_last_position(op: Emit, logits: ir.Value) -> None:
+    """Raise `ValueError` if the graph computes the logits of the last position only."""
+    tokens = next((x for x in op.graph.inputs if x.name == TOKENS), None)
+    if (dims(logits) or ())[1:2] == (1,) and (dims(tokens) or ())[1:2] != (1,):
+        raise ValueError(
+            f"the model computes {logits.name!r} of the last position only, and the loss "
+            f"{CAUSAL!r} needs the logits of all positions: build the model without prune_lm_head, "
+            "or export it without a Gather of the last position"
+        )
+
+
 # -- classes along an axis -------------------------------------------------------------------------
 
 
 @dataclass
 class _ClassPrediction:
-    """A prediction and its class axis, which write log-probabilities and class weights."""
+    """A prediction with a known class axis; its methods write log-probabilities and class weights
+    along this axis.
+    """
 
     op: Any
     prediction: ir.Value
     axis: int
 
     @property
-    def count(self) -> int | None:
-        """The number of classes, if it is static."""
-        length = dims_of(self.prediction)[self.axis]
+    def static_class_count(self) -> int | None:
+        """The number of classes; None if the length of the class axis is not static."""
+        length = known_dims(self.prediction)[self.axis]
         return length if isinstance(length, int) else None
 
-    def length(self) -> Any:
-        """Return the number of classes, or write it as a scalar of the prediction's dtype."""
+    def write_class_count(self) -> Any:
+        """Return the number of classes as an int, or if it is not static, write it as a scalar in
+        the prediction's dtype.
+        """
         length = self.op.dim(self.prediction, self.axis)
         if isinstance(length, int):
             return length
         return self.op.Cast(self.op.Squeeze(length, [0]), to=self.prediction.dtype)
 
-    def along(self, vector: ir.Value) -> ir.Value:
+    def align_with_classes(self, vector: ir.Value) -> ir.Value:
         """Reshape a vector (C,) so that it is broadcast along the class axis of the prediction."""
-        behind = len(dims_of(self.prediction)) - 1 - self.axis
+        behind = len(known_dims(self.prediction)) - 1 - self.axis
         return self.op.Reshape(vector, [-1] + [1] * behind)
 
-    def log_p(self, from_logits: bool, eps: float) -> ir.Value:
+    def write_log_probabilities(self, from_logits: bool, eps: float) -> ir.Value:
         """Write the log-probabilities of the classes, from logits or from probabilities."""
         if from_logits:
             return self.op.LogSoftmax(self.prediction, axis=self.axis)
         return self.op.Log(self.op.Clip(self.prediction, eps, 1.0))
 
-    def weights(self, class_weight: Any, index: ir.Value | None = None) -> ir.Value:
-        """Write the weight of each class, (C,), or of each class index in `index`."""
-        op, array = self.op, weight_array(class_weight, self.count)
+    def write_class_weights(self, class_weight: Any, index: ir.Value | None = None) -> ir.Value:
+        """Write the class weights (C,), or the class weight of each label if the labels are given
+        as class indices.
+        """
+        op, array = self.op, weight_array(class_weight, self.static_class_count)
         dtype: Any = self.prediction.dtype
-        if self.count is None and isinstance(
-            class_weight, Mapping
-        ):  # comparisons, for there is no table
+        # compare indices, as a table needs the class count
+        if self.static_class_count is None and isinstance(class_weight, Mapping):
             weight = op.const(1.0, dtype)
-            index = positions(op, self.prediction, self.axis) if index is None else index
+            index = axis_positions(op, self.prediction, self.axis) if index is None else index
             for c in class_weight:
                 chosen = op.const(float(array[int(c)]), dtype)
                 weight = op.Where(op.Equal(index, int(c)), chosen, weight)
@@ -216,31 +304,36 @@ class _ClassPrediction:
 
 
 def _align_prediction_and_label(op, prediction, label, axis, shift):
-    """Return a prediction with its class axis, and the label; `axis=None` is axis 1, as in PyTorch.
+    """Return (prediction with its class axis, label) for a cross-entropy; `axis=None` means axis 1,
+    as in PyTorch.
 
     With `shift`, the prediction is without its last position, and the label without the first.
     """
     n = rank(prediction)
     if n is None or n < 2:
-        raise ValueError(f"cross_entropy needs a prediction of known rank, 2 or more, not {n}")
-    axis, shape = 1 if axis is None else axis % n, dims_of(prediction)
+        raise ValueError(
+            f"cross_entropy needs a prediction (N, C, ...), and {prediction.name!r} has the "
+            f"rank {n}: declare its shape, or choose another output"
+        )
+    axis, shape = 1 if axis is None else axis % n, known_dims(prediction)
     if not shift:
         return _ClassPrediction(op, prediction, axis), label
     if n != 3 or axis != 2:
         raise ValueError(
-            f"shift=True needs predictions (N, T, classes), but the shape is {shape}, with classes "
-            f"along axis {axis}"
+            f"shift=True needs predictions (N, T, classes), and {prediction.name!r} has the shape "
+            f"{shape}, with classes along axis {axis}: leave out shift, or choose another output"
         )
     rows, t, count = shape
     length = t - 1 if isinstance(t, int) else f"{t or prediction.name} - 1"
     before, after = op.Slice(prediction, [0], [-1], [1]), op.Slice(label, [1], [_END], [1])
     before.shape = ir.Shape([rows, length, count])
-    after.shape = ir.Shape([rows, length, *dims_of(label)[2:]])
+    after.shape = ir.Shape([rows, length, *known_dims(label)[2:]])
     return _ClassPrediction(op, before, axis), after
 
 
 def weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
-    """Return class weights as an array of `classes` entries; `classes=None` allows any length.
+    """Return class weights as a float64 array with one weight for each class; `classes=None` allows
+    any number of classes.
 
     Raises:
         ValueError: another number of weights, a key that is no class index, or a weight that is

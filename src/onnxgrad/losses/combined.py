@@ -46,27 +46,29 @@ def combined_loss(
     if len(specs) == 1 and [*factors.values()] == [1]:
         return next(iter(specs.values()))
 
-    def add(op: Any, prediction: Any, label: Any, **shared: Any) -> Terms:
+    def weighted_sum(op: Any, prediction: Any, label: Any, **shared: Any) -> Terms:
         own = [spec.with_options({**spec.options, **shared}) for spec in specs.values()]
         terms = [spec.terms(op, prediction, label) for spec in own]
         return _sum_loss_terms(op, terms, [*factors.values()])
 
-    def of_classes(op, prediction, label, from_logits=True, ignore_index=-100, axis=None):
+    def formula_of_classes(op, prediction, label, from_logits=True, ignore_index=-100, axis=None):
         options = {"ignore_index": ignore_index, "axis": axis}
-        return add(op, prediction, label, from_logits=from_logits, **options)
+        return weighted_sum(op, prediction, label, from_logits=from_logits, **options)
 
-    def of_two(op, prediction, label, from_logits=True, ignore_nan=False):
-        return add(op, prediction, label, from_logits=from_logits, ignore_nan=ignore_nan)
+    def formula_of_two_classes(op, prediction, label, from_logits=True, ignore_nan=False):
+        return weighted_sum(op, prediction, label, from_logits=from_logits, ignore_nan=ignore_nan)
 
     title = " + ".join(n if f == 1 else f"{f:g} {n}" for n, f in factors.items())
     base = LOSSES["focal" if two else "softmax_focal"]
-    return replace(base, formula=of_two if two else of_classes, name=title)
+    return replace(base, formula=formula_of_two_classes if two else formula_of_classes, name=title)
 
 
 def _configure_losses(
     factors: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, LossSpec], bool]:
-    """Return the losses by name, and whether they take one score for two classes."""
+    """Return (losses by name, whether they are losses of one score for two classes) after checking
+    factors and options.
+    """
     kinds = {name: kind for name, spec in LOSSES.items() if (kind := _prediction_kind(spec))}
     for name, factor in factors.items():
         if name not in kinds:
@@ -74,10 +76,10 @@ def _configure_losses(
         if not isfinite(factor):
             raise ValueError(f"the factor of {name!r} must be a finite number, not {factor}")
     if other := {*options} - {*factors}:
-        raise ValueError(f"options are for {sorted(other)}, but the losses are {[*factors]}")
+        raise ValueError(f"options name {sorted(other)}: name losses of {[*factors]} instead")
     if len({kinds[name] for name in factors}) != 1:
         raise ValueError(
-            f"{[*factors]}: combine losses of classes, or losses of scores of two classes, not both"
+            f"{[*factors]}: combine losses of several classes, or losses of two classes, not both"
         )
     if shared := {*chain(*options.values())} & {*_SHARED}:
         raise ValueError(
@@ -89,7 +91,9 @@ def _configure_losses(
 
 
 def _sum_loss_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -> Terms:
-    """Write the weighted sum of the terms of losses; row losses are broadcast to elements."""
+    """Write the sum of losses times their factors; the loss of a row is added to each element of
+    the row.
+    """
     ranks = [rank(one.losses) or 1 for one in terms]
     each = []
     for one, n, factor in zip(terms, ranks, factors, strict=True):
@@ -100,7 +104,9 @@ def _sum_loss_terms(op: Any, terms: Sequence[Terms], factors: Sequence[float]) -
 
 
 def _prediction_kind(spec: LossSpec) -> str | None:
-    """Return "classes" or "two classes" for what a loss predicts, None if it cannot be combined."""
+    """Return "classes" or "two classes", by the predictions that a loss takes; None if it cannot be
+    combined with other losses.
+    """
     if spec.activation == "Sigmoid":
         return "two classes"
     by_class = "axis" in spec.all_options and spec.has_ignore_index

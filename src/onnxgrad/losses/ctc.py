@@ -8,8 +8,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import LOWEST, choose, dims_of, lowest, positions, wide
-from onnxgrad.losses.spec import LabelKind, register
+from onnxgrad.losses.spec import (
+    LOWEST,
+    LabelKind,
+    axis_positions,
+    known_dims,
+    lowest_logit,
+    register,
+    where_const,
+    widen_to_float32,
+)
 
 _INFINITE = 1e29  # a loss above it has no alignment
 
@@ -40,7 +48,8 @@ def ctc(
     op, prediction, label, blank=0, time_major=False, input_lengths=False, zero_infinity=False,
     ignore_index=-100, from_logits=True, eps=1e-7, axis=2,
 ):  # fmt: skip
-    """-log of the sum over alignments of prod_t p_t, p over C.  Graves et al. 2006.
+    """-log sum over alignments of prod_t p_t, p_t the probability of the alignment's class at time
+    t.  Graves et al. 2006.
 
     An alignment is a path of T classes that becomes the labels when repeated classes are merged and
     blanks removed. One loss for every row, not divided by the number of labels.
@@ -52,7 +61,7 @@ def ctc(
     number of time steps of the row. Where labels do not fit into the time steps, the loss is
     infinite, or zero with zero_infinity, and its gradient is zero.
     """
-    dtype, prediction = prediction.dtype, wide(op, prediction)
+    dtype, prediction = prediction.dtype, widen_to_float32(op, prediction)
     order = _prediction_axes({"axis": axis, "time_major": time_major})
     if order != (0, 1, 2):
         prediction = op.Transpose(prediction, perm=list(order))
@@ -60,15 +69,15 @@ def ctc(
     lengths = None
     if input_lengths:
         lengths, label = (op.Slice(label, [i], [j], [1]) for i, j in ((0, 1), (1, 2**31)))
-        label.shape = ir.Shape([dims_of(prediction)[1], None])
+        label.shape = ir.Shape([known_dims(prediction)[1], None])
     kept = op.Not(op.Or(op.Equal(label, ignore_index), op.Equal(label, blank)))
     clean = op.Where(kept, label, np.int64(blank))
     states = _interleave_filler(op, clean, np.int64(blank))
     alpha = _scan_log_likelihood(op, log_p, states, _skip_penalties(op, clean, log_p), lengths)
     last = 2 * op.ReduceSum(op.Cast(kept, to=ir.DataType.INT64), [1], keepdims=1)
-    at = op.Unsqueeze(positions(op, states, 1), [0])
+    at = op.Unsqueeze(axis_positions(op, states, 1), [0])
     end = op.Or(op.Equal(at, last), op.Equal(at, last - 1))  # a blank, or the last label
-    loss = -op.ReduceLogSumExp(op.Where(end, alpha, lowest(op, log_p)), [1], keepdims=0)
+    loss = -op.ReduceLogSumExp(op.Where(end, alpha, lowest_logit(op, log_p)), [1], keepdims=0)
     infinite = op.const(0.0 if zero_infinity else np.inf, loss.dtype)
     return op.Cast(op.Where(op.Greater(loss, _INFINITE), infinite, loss), to=dtype)
 
@@ -80,18 +89,18 @@ def _scan_log_likelihood(
 
     From a state, a path goes to itself, to the next one, or over a blank to another label.
     """
-    time, n, _ = dims_of(log_p)
+    time, n, _ = known_dims(log_p)
     index = op.Expand(op.Unsqueeze(states, [0]), op.vector(op.dim(log_p, 0), 1, 1))
     scores = op.GatherElements(log_p, index, axis=2)
-    shape = ir.Shape([n, dims_of(states)[1]])
+    shape = ir.Shape([n, known_dims(states)[1]])
     scores.shape = ir.Shape([time, *shape])
-    first = op.Equal(positions(op, states, 1), np.int64(0))
-    low = lowest(op, log_p)
+    first = op.Equal(axis_positions(op, states, 1), np.int64(0))
+    low = lowest_logit(op, log_p)
     start = op.Expand(op.Where(first, op.const(0.0, log_p.dtype), low), op.shape_of(states))
     start.shape = shape
     stacks = [scores]
     if lengths is not None:  # whether a time step is within the length of the row, (T, N, 1)
-        steps = op.Unsqueeze(positions(op, log_p, 0), [1, 2])
+        steps = op.Unsqueeze(axis_positions(op, log_p, 0), [1, 2])
         stacks.append(op.Less(steps, op.Unsqueeze(lengths, [0])))
         stacks[1].shape = ir.Shape([time, n, 1])
     body = ir.Graph([], [], nodes=[], name=op.name("ctc_step"))
@@ -121,7 +130,7 @@ def _interleave_filler(op: Any, x: ir.Value, filler: Any) -> ir.Value:
     fillers = op.expand_to(op.const(filler, x.dtype), x)
     pairs = op.Concat(op.Unsqueeze(fillers, [2]), op.Unsqueeze(x, [2]), axis=2)
     y = op.Pad(op.Flatten(pairs, axis=1), [0, 0, 0, 1], op.const(filler, x.dtype))
-    n, length = dims_of(x)
+    n, length = known_dims(x)
     y.shape = ir.Shape([n, 2 * length + 1 if isinstance(length, int) else None])
     return y
 
@@ -132,6 +141,6 @@ def _skip_penalties(op: Any, clean: ir.Value, like: ir.Value) -> ir.Value:
     A path must not leap to a label that equals the label before.
     """
     before = op.Slice(op.Pad(clean, [0, 1, 0, 0], np.int64(-1)), [0], [-1], [1])
-    leaps = choose(op, op.Equal(clean, before), LOWEST, 0.0, like)
+    leaps = where_const(op, op.Equal(clean, before), LOWEST, 0.0, like)
     leaps.shape = clean.shape
     return _interleave_filler(op, leaps, LOWEST)

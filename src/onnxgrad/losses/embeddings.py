@@ -18,8 +18,19 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.losses.classification import cross_entropy_terms
-from onnxgrad.losses.formula_nodes import at_index, dims_of, lowest, positions, wide
-from onnxgrad.losses.spec import Dims, LabelBounds, LabelKind, Terms, class_indices, register
+from onnxgrad.losses.spec import (
+    Dims,
+    LabelBounds,
+    LabelKind,
+    Terms,
+    axis_positions,
+    class_index_kind,
+    known_dims,
+    lowest_logit,
+    register,
+    take_at_index,
+    widen_to_float32,
+)
 
 
 def _row_label_kind(
@@ -34,7 +45,7 @@ def _row_label_kind(
 _CLASS_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2)
 _CLASS_OF_VIEWS = _row_label_kind("embeddings (N, D), or (N, views, D)", lambda f: len(f) in (2, 3))
 _NUMBER_OF_ROW = _row_label_kind("embeddings (N, D)", lambda f: len(f) == 2, None)
-_COSINES = class_indices(1, 2, "cosines (N, C)")
+_COSINES = class_index_kind(1, 2, "cosines (N, C)")
 _SAME_OR_NOT = _row_label_kind(
     "pairs of embeddings (N, 2, D)", lambda f: len(f) == 3 and f[1] in (2, None), None
 )
@@ -50,7 +61,7 @@ def cosine_embedding(op, prediction, label, margin=0.0):
 
     One loss for every row. As in PyTorch, 1e-12 is added to the squared lengths.
     """
-    a, b = (at_index(op, prediction, i) for i in (0, 1))
+    a, b = (take_at_index(op, prediction, i) for i in (0, 1))
     product, aa, bb = (op.ReduceSum(x, [1], keepdims=0) for x in (a * b, a * a, b * b))
     cosine = product / op.Sqrt((aa + 1e-12) * (bb + 1e-12))
     return op.Where(op.Greater(label, 0.0), 1.0 - cosine, op.Relu(cosine - margin))
@@ -62,7 +73,7 @@ def cosine_similarity(op, prediction, label):
 
     One loss for every row, equal for both of a pair. Reimers and Gurevych 2019, arXiv:1908.10084.
     """
-    z = _normalize_rows(op, wide(op, prediction))
+    z = _normalize_rows(op, widen_to_float32(op, prediction))
     pairs = op.Reshape(z, op.vector(-1, 2, op.dim(prediction, 1)))
     other = op.Reshape(op.Gather(pairs, np.array([1, 0], np.int64), axis=1), op.Shape(z))
     cosine = op.ReduceSum(z * op.set_type_like(other, z), [1], keepdims=0)
@@ -72,13 +83,14 @@ def cosine_similarity(op, prediction, label):
 
 @register("arcface", labels=lambda options: _COSINES)
 def arcface(op, prediction, label, margin=0.5, scale=64.0, eps=1e-7):
-    """-log softmax_y(s c), with cos(t_y + m) for c_y = cos t_y.  Deng et al. 2019, 1801.07698.
+    """-log softmax_y(s c), c the cosines, with cos(t + m) in place of c_y = cos t, y the label.
+    Deng et al. 2019, 1801.07698.
 
     One loss for every row of cosines c, (N, C); the margin m is an angle in radians. Where
     t_y + m > pi, it is c_y - m sin m instead, so that the loss rises on. The cosine of the label is
     clipped to [-1 + eps, 1 - eps].
     """
-    cosine = op.Clip(wide(op, prediction), eps - 1.0, 1.0 - eps)
+    cosine = op.Clip(widen_to_float32(op, prediction), eps - 1.0, 1.0 - eps)
     moved = cosine * math.cos(margin) - op.Sqrt(1.0 - cosine * cosine) * math.sin(margin)
     within = op.GreaterOrEqual(cosine, -math.cos(margin))
     moved = op.Where(within, moved, cosine - margin * math.sin(margin))
@@ -87,17 +99,20 @@ def arcface(op, prediction, label, margin=0.5, scale=64.0, eps=1e-7):
 
 @register("cosface", labels=lambda options: _COSINES)
 def cosface(op, prediction, label, margin=0.35, scale=64.0):
-    """-log softmax_y(s c), with c_y - m for c_y.  Wang et al. 2018, arXiv:1801.09414, eq. 4.
+    """-log softmax_y(s c), c the cosines, with c_y - m in place of c_y, y the label.  Wang et al.
+    2018, arXiv:1801.09414, eq. 4.
 
     One loss for every row of cosines c, (N, C).
     """
-    return _margin_loss(op, prediction, wide(op, prediction) - margin, label, scale)
+    return _margin_loss(op, prediction, widen_to_float32(op, prediction) - margin, label, scale)
 
 
 def _margin_loss(op, cosines, moved, label, scale):
-    """Write the cross-entropy of scaled cosines, with `moved` as cosines of the label classes."""
-    hit = op.Equal(op.Unsqueeze(label, [1]), positions(op, cosines, 1))
-    logits = op.set_type_like(op.Where(hit, moved, wide(op, cosines)) * scale, moved)
+    """Write the cross-entropy of cosines times `scale`, with `moved` in place of the cosine of each
+    row's label.
+    """
+    hit = op.Equal(op.Unsqueeze(label, [1]), axis_positions(op, cosines, 1))
+    logits = op.set_type_like(op.Where(hit, moved, widen_to_float32(op, cosines)) * scale, moved)
     return op.Cast(cross_entropy_terms(op, logits, label, axis=1).losses, to=cosines.dtype)
 
 
@@ -118,7 +133,7 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
     far = _p_norms(op, difference, p, eps)
     same, itself = _same_label_mask(op, label), _identity_mask(op, label)
     positive, negative = op.And(same, op.Not(itself)), op.Not(same)
-    low = lowest(op, prediction)
+    low = lowest_logit(op, prediction)
     count = _count_pairs(op, positive, far) * _count_pairs(op, negative, far)
     if mining == "hard":
         b = op.ReduceMax(op.Where(positive, far, low), [1], keepdims=0)
@@ -140,8 +155,10 @@ def triplet(op, prediction, label, margin=1.0, p=2, mining="all", eps=1e-6):
 
 
 def _semi_hard_distances(op, far, negative):
-    """Write for each pair of rows a, b the distance from a to its semi-hard negative, (N, N)."""
-    low, negatives = lowest(op, far), op.Unsqueeze(negative, [1])  # (a, 1, c)
+    """Write (N, N): for each pair of rows a, b the distance from a to the nearest row of another
+    class that is farther than b.
+    """
+    low, negatives = lowest_logit(op, far), op.Unsqueeze(negative, [1])  # (a, 1, c)
     to_c = op.Unsqueeze(far, [1])
     farther = op.And(negatives, op.Greater(to_c, op.Unsqueeze(far, [2])))
     nearest = op.ReduceMin(op.Where(farther, to_c, -low), [2], keepdims=0)
@@ -163,7 +180,8 @@ def triplet_margin(op, anchor, positive, negative, margin=1.0, p=2, eps=1e-6, sw
 
 @register("contrastive", labels=lambda options: _CLASS_OF_VIEWS, mixes=False)
 def contrastive(op, prediction, label, temperature=0.1, normalize=True):
-    """-mean of log softmax_a(z . z_a / T) over the a of the class of z.  Khosla et al. 2020.
+    """-mean of log softmax_a(z . z_a / T) over the other rows a of the class of row z.  Khosla et
+    al. 2020.
 
     The softmax is over all other rows a of the batch (arXiv:2004.11362, eq. 2). Embeddings are
     (N, D), or (N, views, D) where the views of a row have its label: with labels that are all
@@ -171,7 +189,7 @@ def contrastive(op, prediction, label, temperature=0.1, normalize=True):
     embeddings by their lengths. One loss for every row; the mean is over rows that are not alone in
     their class.
     """
-    shape = dims_of(prediction)
+    shape = known_dims(prediction)
     if len(shape) == 2:
         return Terms(*_contrastive_losses(op, prediction, label, temperature, normalize))
     views = op.dim(prediction, 1)
@@ -198,15 +216,15 @@ def multiple_negatives(op, prediction, label, scale=20.0, symmetric=False):
     anchors. symmetric: the mean of this loss and -log softmax_a(s cos(a, z_j)), over all anchors a
     for each positive j.
     """
-    dtype, z = prediction.dtype, _normalize_rows(op, wide(op, prediction))
-    same, place = _same_label_mask(op, label), positions(op, label, 0)
+    dtype, z = prediction.dtype, _normalize_rows(op, widen_to_float32(op, prediction))
+    same, place = _same_label_mask(op, label), axis_positions(op, label, 0)
     others = op.And(same, op.Not(_identity_mask(op, label)))
     before = op.And(same, op.Less(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1])))
     first = op.Equal(_count_pairs(op, before, z), 0.0)
     anchor = op.And(first, op.Greater(_count_pairs(op, others, z), 0.0))
     row = op.Unsqueeze(anchor, [1])
     positive = op.And(others, row)
-    scores, low = op.MatMul(z, op.Transpose(z, perm=[1, 0])) * scale, lowest(op, z)
+    scores, low = op.MatMul(z, op.Transpose(z, perm=[1, 0])) * scale, lowest_logit(op, z)
     log_p = op.LogSoftmax(op.Where(op.Unsqueeze(anchor, [0]), low, scores), axis=1)
     if symmetric:
         log_p = 0.5 * (log_p + op.LogSoftmax(op.Where(row, scores, low), axis=0))
@@ -221,7 +239,7 @@ def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True)
     One loss for every row. symmetric: the mean with -log softmax_i(a_i . b_j / T) at i = j
     (Radford et al. 2021, arXiv:2103.00020).
     """
-    dtype, a, b = first.dtype, wide(op, first), wide(op, second)
+    dtype, a, b = first.dtype, widen_to_float32(op, first), widen_to_float32(op, second)
     a, b = (_normalize_rows(op, x) if normalize else x for x in (a, b))
     scores = op.MatMul(a, op.Transpose(b, perm=[1, 0])) / temperature
     itself = _identity_mask(op, first)
@@ -233,22 +251,23 @@ def info_nce(op, first, second, temperature=0.1, normalize=True, symmetric=True)
 
 
 def nt_xent(op, first, second, temperature=0.1, normalize=True):
-    """-log softmax_j(z_i . z_j / T) at the other z of its row, j over the 2N - 1 other embeddings.
+    """-log softmax_j(z_i . z_j / T) at the second embedding j of the row of z_i, with the softmax
+    over the 2N - 1 embeddings other than z_i.
 
     Both are (N, D). One loss for every row, the mean over its two embeddings. Chen et al. 2020,
     arXiv:2002.05709.
     """
     pairs = op.Concat(op.Unsqueeze(first, [1]), op.Unsqueeze(second, [1]), axis=1)
-    return contrastive(op, pairs, positions(op, first, 0), temperature, normalize).losses
+    return contrastive(op, pairs, axis_positions(op, first, 0), temperature, normalize).losses
 
 
 def _contrastive_losses(op, z, label, temperature, normalize):
-    """Write the losses of `contrastive` and their weights for embeddings (N, D)."""
-    dtype, z = z.dtype, wide(op, z)
+    """Write the loss of `contrastive` and a weight, 0 or 1, for each of N embeddings (N, D)."""
+    dtype, z = z.dtype, widen_to_float32(op, z)
     z = _normalize_rows(op, z) if normalize else z
     itself = _identity_mask(op, label)
     scores = op.MatMul(z, op.Transpose(z, perm=[1, 0])) / temperature
-    log_p = op.LogSoftmax(op.Where(itself, lowest(op, z), scores), axis=1)
+    log_p = op.LogSoftmax(op.Where(itself, lowest_logit(op, z), scores), axis=1)
     positive = op.And(_same_label_mask(op, label), op.Not(itself))
     count = _count_pairs(op, positive, z)
     summed = op.ReduceSum(op.Where(positive, log_p, 0.0), [1], keepdims=0)
@@ -257,21 +276,21 @@ def _contrastive_losses(op, z, label, temperature, normalize):
 
 
 def _normalize_rows(op, x):
-    """Write the rows of `x` divided by their Euclidean norms, at least 1e-12."""
+    """Write each row of `x` divided by its Euclidean norm, or by 1e-12 if the norm is smaller."""
     return x / op.Max(op.ReduceL2(x, [1], keepdims=1), 1e-12)
 
 
 def _p_norms(op, x, p, eps):
-    """Write the p-norms of x + eps over the last axis."""
+    """Write the p-norms of x + eps over the last axis; raise `ValueError` unless p is 1 or 2."""
     norms = {1: op.ReduceL1, 2: op.ReduceL2}
     if p not in norms:
-        raise ValueError(f"p={p!r}: the norm of distances is p=1 or p=2")
+        raise ValueError(f"p={p!r} is no norm of distances: pass p=1 or p=2")
     return norms[p](x + eps, [-1], keepdims=0)
 
 
 def _identity_mask(op: Any, x: ir.Value) -> ir.Value:
     """Write the (N, N) identity matrix as booleans: true where both rows have the same index."""
-    return _same_label_mask(op, positions(op, x, 0))
+    return _same_label_mask(op, axis_positions(op, x, 0))
 
 
 def _same_label_mask(op: Any, label: ir.Value) -> ir.Value:
@@ -280,5 +299,7 @@ def _same_label_mask(op: Any, label: ir.Value) -> ir.Value:
 
 
 def _count_pairs(op: Any, pairs: ir.Value, like: ir.Value) -> ir.Value:
-    """Write for each row the count of true entries in `pairs`, (N,), in the dtype of `like`."""
+    """Write for each row of the booleans `pairs` (N, N) the number of true elements, (N,), in the
+    dtype of `like`.
+    """
     return op.ReduceSum(op.Cast(pairs, to=like.dtype), [1], keepdims=0)

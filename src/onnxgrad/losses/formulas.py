@@ -19,7 +19,6 @@ from onnxgrad.losses.classification import (
     binary_cross_entropy as binary_cross_entropy,
     cross_entropy as cross_entropy,
 )
-from onnxgrad.losses.formula_nodes import at_index, choose, classes_second, dims_of, softplus
 from onnxgrad.losses.spec import (
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
@@ -30,8 +29,13 @@ from onnxgrad.losses.spec import (
     LossSpec,
     Options,
     Terms,
-    like_prediction,
+    known_dims,
+    labels_like_prediction,
+    move_classes_to_axis_1,
     register,
+    softplus,
+    take_at_index,
+    where_const,
 )
 from onnxgrad.operators import shapes
 
@@ -104,7 +108,7 @@ def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
 
 
 def _log_loss_terms(op, prediction, label, eps=1e-6):
-    """Write -log p[y], the log loss of each row, (N, 1)."""
+    """Write the log loss of each row, -log of the probability of its label, (N, 1)."""
     return Terms(op.ReduceSum(log(op, prediction, label, eps), [1], keepdims=1))
 
 
@@ -117,11 +121,10 @@ def _log_loss_terms(op, prediction, label, eps=1e-6):
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
     if (shapes.dims(prediction) or (None,))[-1] is None:
-        prediction = op.Reshape(
-            prediction, [0, 2]
-        )  # fails for one column, which would be broadcast
+        # fails for predictions of one column, which would be broadcast
+        prediction = op.Reshape(prediction, [0, 2])
     hit = op.Equal(label, op.const(np.arange(2)))
-    return choose(op, hit, -1.0, 0.0, prediction) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
+    return where_const(op, hit, -1.0, 0.0, prediction) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
 @register("huber")
@@ -149,14 +152,14 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
 )
 def hinge(op, prediction, label):
     """max(0, 1 - y f) for labels -1 and 1, or 0 and 1."""
-    return op.Relu(1.0 + choose(op, op.Greater(label, 0.0), -1.0, 1.0, label) * prediction)
+    return op.Relu(1.0 + where_const(op, op.Greater(label, 0.0), -1.0, 1.0, label) * prediction)
 
 
 @register(
     "kl_divergence",
     bounds=LabelBounds("between 0 and 1", least=0, most=1),
     activation="Softmax",
-    labels=lambda options: like_prediction(2, "a prediction (N, C, ...)"),
+    labels=lambda options: labels_like_prediction(2, "a prediction (N, C, ...)"),
 )
 def kl_divergence(op, prediction, label, from_logits=True, eps=1e-7, axis=None):
     """sum t (log t - log p) over classes, t the probabilities that are the label, and 0 log 0 = 0.
@@ -164,7 +167,7 @@ def kl_divergence(op, prediction, label, from_logits=True, eps=1e-7, axis=None):
     One loss for every row, or every position of a prediction (N, C, d1, ...). Probabilities p, with
     from_logits=False, are at least eps. axis: axis of the classes; None: the graph decides, or 1.
     """
-    prediction, label = (classes_second(op, x, axis) for x in (prediction, label))
+    prediction, label = (move_classes_to_axis_1(op, x, axis) for x in (prediction, label))
     p = op.LogSoftmax(prediction, axis=1) if from_logits else op.Clip(prediction, eps)
     log_p = p if from_logits else op.Log(p)
     log_t = op.Log(op.Where(op.Greater(label, 0.0), label, 1.0))
@@ -183,15 +186,15 @@ def quantile(op, prediction, label, q=0.5):
     """
     numbers = np.asarray(q, dtype=float)
     if not ((numbers > 0) & (numbers < 1)).all() or numbers.ndim > 1:
-        raise ValueError(f"q={q!r}: give quantiles that are numbers between 0 and 1")
+        raise ValueError(f"q={q!r} must be a quantile between 0 and 1, or a list of such quantiles")
     if numbers.ndim:
-        width = dims_of(prediction)[1]
+        width = known_dims(prediction)[1]
         if isinstance(width, int) and width != len(numbers):
             raise ValueError(
-                f"the prediction has {width} columns for {len(numbers)} quantiles: give one for "
-                "each column"
+                f"{prediction.name!r} has {width} columns, and q {len(numbers)} quantiles: give "
+                "one quantile for each column"
             )
-        numbers = numbers.reshape([-1] + [1] * (len(dims_of(prediction)) - 2))
+        numbers = numbers.reshape([-1] + [1] * (len(known_dims(prediction)) - 2))
     above, below = (op.const(a.astype(prediction.dtype.numpy())) for a in (numbers, numbers - 1.0))
     d = label - prediction
     losses = op.Where(op.Greater(d, 0.0), above, below) * d
@@ -207,12 +210,13 @@ def log_cosh(op, prediction, label):
 
 @register("gaussian_nll", labels=lambda options: _MEAN_AND_VARIANCE)
 def gaussian_nll(op, prediction, label, full=False):
-    """(s + (y - m)^2 e^-s) / 2, -log of a normal density.  Nix & Weigend 1994.
+    """(s + (y - m)^2 e^-s) / 2, -log of a normal density with mean m and log-variance s.  Nix &
+    Weigend 1994.
 
     The prediction (N, 2, ...) holds the mean m and s, the logarithm of the variance; labels are
     (N, ...). One loss for every label. full adds the constant log(2 pi) / 2.
     """
-    mean, log_variance = (at_index(op, prediction, i) for i in (0, 1))
+    mean, log_variance = (take_at_index(op, prediction, i) for i in (0, 1))
     d = label - mean
     loss = 0.5 * (log_variance + d * d * op.Exp(-log_variance))
     return loss + 0.5 * math.log(2.0 * math.pi) if full else loss

@@ -17,7 +17,8 @@ from onnxgrad.operators.shapes import Dims, dims, is_real, rank
 
 
 class Head:
-    """The nodes of a language model's head: their results are as wide as the vocabulary.
+    """The last layers of a language model: from features of positions to logits over the
+    vocabulary.
 
     Attributes:
         leaves: the features of positions that the nodes read, (rows, tokens, width); the logits
@@ -38,7 +39,9 @@ class Head:
         self.shared = [x for x in dict.fromkeys(read) if x not in self._data]
 
     def _collect_nodes(self, y: ir.Value) -> None:
-        """Add the node of `y` and all nodes before it to the head, or `y` to its leaves."""
+        """Add the nodes that compute `y` from features to `nodes`, and the features themselves to
+        `leaves`.
+        """
         if y in self.nodes or y in self.leaves:
             return
         operands = self._position_operands(y)
@@ -54,7 +57,9 @@ class Head:
             self.leaves.append(y)
 
     def _position_operands(self, y: ir.Value) -> list[ir.Value]:
-        """Return the data operands of `y` if each position of `y` reads one position, else []."""
+        """Return the data operands of the node of `y` if each position of `y` depends on the same
+        position of the operands only, else [].
+        """
         node, shape = y.producer(), dims(y)
         if node is None or node.graph is not self.op.graph or not shape or len(node.outputs) > 1:
             return []
@@ -116,13 +121,15 @@ class Head:
     def write_gradients(
         self, inner: Emit, logits: ir.Value, dz: ir.Value, of: Sequence[ir.Value]
     ) -> list[ir.Value]:
-        """Write the gradients w.r.t. the values `of`, given the gradient `dz` w.r.t. logits."""
+        """Write the gradients of the loss w.r.t. the values in `of`, given the gradient `dz` of the
+        loss w.r.t. the logits.
+        """
         seeds = {logits: inner.set_type_like(inner.Cast(dz, to=logits.dtype), logits)}
         found = sweep(inner, seeds, of, nodes=self.written) | seeds
         return [found[x] if x in found else inner.zeros_like(x) for x in of]
 
     def vocabulary_axes(self) -> dict[ir.Value, int] | None:
-        """Return the vocabulary axis of each weight of the head that has a vocabulary axis.
+        """Return {weight: axis} for the head's weights that have an axis of the vocabulary.
 
         None: the logits of a block of words cannot be computed without the other words.
         """
@@ -154,7 +161,8 @@ class Head:
         return not node.domain and node.op_type in ("MatMul", "Gemm")
 
     def _fold_transpose(self, node: ir.Node) -> tuple[str, list[ir.Value | None], dict[str, Any]]:
-        """Return op type, operands and attributes of a node, a Transpose of weights as `transB`.
+        """Return (op type, operands, attributes) of a node, where a MatMul with transposed weights
+        becomes a Gemm with `transB`.
 
         A product with the result of a Transpose becomes a Gemm that reads the operand of the
         Transpose, so that there is no copy of the matrix.

@@ -9,15 +9,19 @@ import onnx_ir as ir
 
 from onnxgrad.errors import argument, unknown
 from onnxgrad.losses.classification import binary_cross_entropy
-from onnxgrad.losses.formula_nodes import (
-    choose,
-    class_numbers,
-    classes_second,
-    dims_of,
-    lowest,
+from onnxgrad.losses.spec import (
+    LabelBounds,
+    Terms,
+    class_index_kind,
+    known_dims,
+    labels_like_prediction,
+    lowest_logit,
+    move_classes_to_axis_1,
+    register,
     softplus,
+    where_const,
+    write_class_indices,
 )
-from onnxgrad.losses.spec import LabelBounds, Terms, class_indices, like_prediction, register
 
 _TWO_CLASSES: dict[str, Any] = {
     "activation": "Sigmoid",
@@ -41,12 +45,12 @@ def focal(op, prediction, label, alpha=0.25, gamma=2.0, from_logits=True, eps=1e
         p = op.Where(positive, prediction, 1.0 - prediction)
         log_p, log_q = op.Log(op.Clip(p, eps)), op.Log(op.Clip(1.0 - p, eps))
     loss = op.Exp(gamma * log_q) * -log_p
-    return loss if alpha is None else choose(op, positive, alpha, 1.0 - alpha, loss) * loss
+    return loss if alpha is None else where_const(op, positive, alpha, 1.0 - alpha, loss) * loss
 
 
 @register(
     "softmax_focal",
-    labels=lambda options: class_indices(options["axis"], 2, "a prediction (N, C, ...)"),
+    labels=lambda options: class_index_kind(options["axis"], 2, "a prediction (N, C, ...)"),
     has_ignore_index=True,
     activation="Softmax",
 )
@@ -60,13 +64,15 @@ def softmax_focal(
     for every class; None is 1. From probabilities, p_y and 1 - p_y are at least eps. axis: axis of
     the classes; None: the graph decides, or 1.
     """
-    prediction = classes_second(op, prediction, axis)
+    prediction = move_classes_to_axis_1(op, prediction, axis)
     index = op.Unsqueeze(label, [1])
-    hit = op.Equal(index, class_numbers(op, prediction))
+    hit = op.Equal(index, write_class_indices(op, prediction))
     if from_logits:  # 1 - p is a sum over the other classes: p near 1 loses no digits
         log_all = op.LogSoftmax(prediction, axis=1)
         log_p = op.ReduceSum(op.Where(hit, log_all, 0.0), [1], keepdims=0)
-        log_q = op.ReduceLogSumExp(op.Where(hit, lowest(op, prediction), log_all), [1], keepdims=0)
+        log_q = op.ReduceLogSumExp(
+            op.Where(hit, lowest_logit(op, prediction), log_all), [1], keepdims=0
+        )
     else:
         p = op.ReduceSum(op.Where(hit, prediction, 0.0), [1], keepdims=0)
         log_p, log_q = op.Log(op.Clip(p, eps)), op.Log(op.Clip(1.0 - p, eps))
@@ -76,21 +82,21 @@ def softmax_focal(
 
 
 def _label_alphas(op, like, hit, alpha):
-    """Write the class weight alpha of every label, 0 where the label is no class index."""
+    """Write the factor alpha of each label's class, 0 for a label that is no class index."""
     numbers: Any = np.asarray(1.0 if alpha is None else alpha)
-    classes = dims_of(like)[1]
+    classes = known_dims(like)[1]
     if numbers.ndim > 1 or (numbers.ndim and isinstance(classes, int) and len(numbers) != classes):
         given = argument("loss_options.alpha", alpha)
-        raise ValueError(f"{given}: give one number, or {classes} numbers, one for every class")
+        raise ValueError(f"{given} must be one number, or {classes} numbers, one for each class")
     if numbers.ndim:
-        numbers = numbers.reshape([-1] + [1] * (len(dims_of(like)) - 2))
+        numbers = numbers.reshape([-1] + [1] * (len(known_dims(like)) - 2))
     weights = op.const(numbers.astype(like.dtype.numpy()))
     return op.ReduceSum(op.Where(hit, weights, op.const(0.0, like.dtype)), [1], keepdims=0)
 
 
 @register("dice", **_TWO_CLASSES, labels=lambda options: (
-    like_prediction(3, "a prediction (N, C, d1, ...)") if options["per_channel"]
-    else like_prediction(2, "a prediction (N, ...)")
+    labels_like_prediction(3, "a prediction (N, C, d1, ...)") if options["per_channel"]
+    else labels_like_prediction(2, "a prediction (N, ...)")
 ))  # fmt: skip
 def dice(
     op, prediction, label, smooth=1.0, from_logits=True, per_channel=False, ignore_nan=False
@@ -108,39 +114,40 @@ def dice(
     nan = op.IsNaN(label)
     known = op.set_type_like(op.Where(nan, 0.0, label), label)
     losses = _dice_losses(op, op.Where(nan, 0.0, p), known, smooth, first)
-    axes = list(range(first, len(dims_of(prediction))))
+    axes = list(range(first, len(known_dims(prediction))))
     kept = op.Cast(op.Not(nan), to=p.dtype)
     return Terms(losses, op.ReduceMax(kept, axes, keepdims=0))
 
 
 @register(
     "softmax_dice",
-    labels=lambda options: class_indices(options["axis"], 3, "a prediction (N, C, d1, ...)"),
+    labels=lambda options: class_index_kind(options["axis"], 3, "a prediction (N, C, d1, ...)"),
     has_ignore_index=True,
     activation="Softmax",
 )
 def softmax_dice(op, prediction, label, smooth=1.0, from_logits=True, ignore_index=-100, axis=None):
-    """Mean over classes of 1 - (2 sum(p t) + s) / (sum p + sum t + s), t one-hot.  1606.04797.
+    """Mean over classes of 1 - (2 sum(p t) + s) / (sum p + sum t + s), t the one-hot label.
+    1606.04797.
 
     The sums are over the axes d1, ... of a prediction (N, C, d1, ...), without ignored labels. One
     loss for every row; the mean is over rows with a label that is not ignored. axis: axis of the
     classes; None: the graph decides, or 1.
     """
-    prediction = classes_second(op, prediction, axis)
+    prediction = move_classes_to_axis_1(op, prediction, axis)
     p = op.Softmax(prediction, axis=1) if from_logits else prediction
     index = op.Unsqueeze(label, [1])
     kept = op.Not(op.Equal(index, ignore_index))
-    hit = op.And(op.Equal(index, class_numbers(op, prediction)), kept)
+    hit = op.And(op.Equal(index, write_class_indices(op, prediction)), kept)
     t = op.Cast(hit, to=p.dtype)
     per_class = _dice_losses(op, op.Where(kept, p, 0.0), t, smooth, 2)
-    axes = list(range(1, len(dims_of(prediction))))
+    axes = list(range(1, len(known_dims(prediction))))
     any_kept = op.ReduceMax(op.Cast(kept, to=p.dtype), axes, keepdims=0)
     return Terms(op.ReduceMean(per_class, [1], keepdims=0), any_kept)
 
 
 def _dice_losses(op, p, t, smooth, first):
     """Write 1 - (2 sum(p t) + s) / (sum p + sum t + s), with sums over axes `first` and later."""
-    axes = list(range(first, len(dims_of(p))))
+    axes = list(range(first, len(known_dims(p))))
     both = op.ReduceSum(p * t, axes, keepdims=0)
     total = op.ReduceSum(p, axes, keepdims=0) + op.ReduceSum(t, axes, keepdims=0)
     return 1.0 - (2.0 * both + smooth) / (total + smooth)
@@ -198,7 +205,8 @@ def box_iou(op: Any, a: ir.Value, b: ir.Value, kind: str = "iou", eps: float = 1
 def varifocal(
     op: Any, logits: ir.Value, target: ir.Value, alpha: float = 0.75, gamma: float = 2.0
 ) -> ir.Value:
-    """t BCE(p, t) where t > 0, and alpha p^gamma BCE(p, 0) elsewhere.  Zhang et al. 2021, eq. 2.
+    """t BCE(p, t) where the target t > 0, and alpha p^gamma BCE(p, 0) elsewhere, BCE the binary
+    cross-entropy.  Zhang et al. 2021, eq. 2.
 
     "VarifocalNet", arXiv:2008.13367; p is the sigmoid of a logit.
 
@@ -222,7 +230,8 @@ def varifocal(
 
 
 def distribution_focal(op: Any, logits: ir.Value, target: ir.Value) -> ir.Value:
-    """-(j + 1 - t) log p_j - (t - j) log p_{j+1}, j the whole part of t.  Li et al. 2020, eq. 6.
+    """-(j + 1 - t) log p_j - (t - j) log p_{j+1}, j the whole part of the target t.  Li et al.
+    2020, eq. 6.
 
     "Generalized Focal Loss", arXiv:2006.04388: p is the softmax of the logits. Targets beyond
     R - 1.01 are cut to it.

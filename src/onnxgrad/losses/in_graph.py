@@ -16,7 +16,7 @@ from onnxgrad.graph.tidy import rename_unused_results, tidy
 from onnxgrad.losses.applied_to import decide_options
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
-from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, shaped_label
+from onnxgrad.losses.spec import Formula, LabelKind, LossSpec, match_label_shape
 from onnxgrad.losses.sums import broadcast_weights
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.feeds import caches_with_next_values
@@ -89,10 +89,10 @@ def add_loss_output(
     graph, prediction = model.graph, values[chosen]
     rename_unused_results(graph, {loss_name, label_name, weight_name})
     op, spec = Emit(graph), decide_options(spec, prediction, otherwise=1)
-    label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
+    label = make_label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
-        losses = spec.losses(op, prediction, shaped_label(op, label, prediction))
+        losses = spec.losses(op, prediction, match_label_shape(op, label, prediction))
         if weight_name is not None:
             by_element = weight_per == "element"
             losses = _multiply_by_sample_weights(
@@ -116,15 +116,17 @@ def _check_penalized_weights(proto: ModelProto, penalties: Iterable[str]) -> Non
         if ref.name in penalties and (attribute or ref.graph is not proto.graph):
             where = "is an attribute" if attribute else "is in a subgraph or a local function"
             raise ValueError(
-                f"the weight {ref.name!r} {where}: a penalty needs an initializer of the main "
-                "graph; leave it out"
+                f"the weight {ref.name!r} {where}, and penalties are for initializers of the main "
+                "graph: leave the weight out of penalty"
             )
 
 
 def _cut_to_outputs(
     proto: ModelProto, prediction: str, penalized: Iterable[str]
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
-    """Return the model cut to prediction and penalized weights, and the graph's values by name."""
+    """Return the model whose outputs are the prediction and the penalized weights, and the values
+    of its graph by name.
+    """
     model = to_ir(raise_opset(proto))
     infer_file(model, confirm=confirmed_by_run(proto))
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
@@ -210,7 +212,9 @@ def add_penalties(
 
 
 def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
-    """Return the penalty as `{"l1": a, "l2": b}`, given such a mapping or the number b alone."""
+    """Return a penalty as `{"l1": a, "l2": b}`, given as a dict of these keys or as the number b
+    alone.
+    """
     given = dict(setting) if isinstance(setting, Mapping) else {"l2": setting}
     for key in given:
         if key not in ("l1", "l2"):
@@ -221,17 +225,17 @@ def penalty_coefficients(name: str, setting: Any) -> dict[str, Any]:
 def choose_output(
     proto: ModelProto, index: int | str | None, remedy: str = "", inside: bool = False
 ) -> str:
-    """Return the name of the float output that has an index or a name.
+    """Return the name of the float output chosen by index or name, or of the only float output.
 
-    `index=None` is the only float output; with `inside`, also the tensor of `scores_behind` if no
-    output holds floats.
+    `index=None` is the only float output; with `inside`, also the only tensor of
+    `score_tensors_behind_outputs` if no output holds floats.
 
     Raises:
         ValueError: there is no such tensor, or `index` is None and there are several. `remedy` is
             the advice for the latter; by default, to give the index.
     """
     outputs, floats = list(proto.graph.output), float_outputs(proto)
-    behind = scores_behind(proto)
+    behind = score_tensors_behind_outputs(proto)
     choice = ", ".join(map(repr, [*floats, *behind]))
     choice = f"one of {choice}" if choice else "a float tensor inside of the graph"
     if index is None:
@@ -258,8 +262,9 @@ def choose_output(
     return name
 
 
-def scores_behind(proto: ModelProto) -> list[str]:
-    """Return the names of the score tensors from which outputs that hold no floats are computed.
+def score_tensors_behind_outputs(proto: ModelProto) -> list[str]:
+    """Return the names of the float tensors of scores from which labels or maps in the outputs are
+    computed.
 
     They are the tensors in outputs that are maps, or else the scores of an ArgMax or TopK whose
     indices become labels. Each is named once; none is an output.
@@ -285,7 +290,7 @@ def float_outputs(proto: ModelProto) -> list[str]:
     return [n for n, t in tensors.items() if ir.DataType(t.elem_type).is_floating_point()]
 
 
-def label_input(
+def make_label_input(
     op: Emit, prediction: ir.Value, kind: LabelKind, loss_name: str, name: str
 ) -> ir.Value:
     """Return a new value for the label of a loss, not yet registered as an input of the graph.
@@ -302,8 +307,7 @@ def label_input(
     if not kind.accepts(shape):
         raise ValueError(
             f"the loss {loss_name!r} needs {kind.needs}; the output {prediction.name!r} has the "
-            "shape "
-            f"{shape}: choose another output or loss"
+            f"shape {shape}: choose another output or loss"
         )
     shape = kind.shape(shape)
     if shape is not None:

@@ -18,7 +18,8 @@ METADATA = "onnxgrad.loss"  # key of the metadata entry
 
 @dataclass(frozen=True)
 class LossInfo:
-    """Facts of a loss for trainers, such as label bounds; unknown facts are None.
+    """What trainers must know of a loss, such as the labels that it takes; unknown attributes are
+    None.
 
     Attributes:
         label: name of the label input.
@@ -62,7 +63,7 @@ class LossInfo:
         label_name: str | None = None,
         prediction_name: str | None = None,
     ) -> LossInfo:
-        """Return the facts of a loss when it is applied to this prediction."""
+        """Return the `LossInfo` of a loss that is applied to this prediction."""
         classes = spec.label_kind.classes(shapes.dims(prediction))
         options = spec.all_options
         axis = options.get("axis")
@@ -85,7 +86,7 @@ class LossInfo:
         return LOSSES[self.loss].bounds if self.loss in LOSSES else None
 
     def to_metadata(self) -> str:
-        """Return the facts as JSON text for the metadata of a model."""
+        """Return the `LossInfo` as JSON text for the metadata of a model."""
         always = ["label", "prediction", "reduction"]
         always += [] if self.classes is None else ["classes", "ignore_index"]
         entries = vars(self) | {"ignore_nan": self.ignore_nan or None}
@@ -93,13 +94,17 @@ class LossInfo:
 
     @classmethod
     def from_metadata(cls, text: str) -> LossInfo:
-        """Return the facts read from JSON text in the metadata of a model, without unknown keys."""
+        """Return the `LossInfo` read from JSON text in the metadata of a model; unknown keys are
+        left out.
+        """
         entries = json.loads(text)
         return cls(**{f.name: entries.get(f.name) for f in fields(cls)})
 
 
 def loss_info(proto: ModelProto) -> LossInfo:
-    """Return the facts of a loss from the metadata that `add_loss_output` wrote, else all None."""
+    """Return the `LossInfo` in the metadata of a model of `add_loss_output`; for other models, all
+    attributes are None.
+    """
     for entry in proto.metadata_props:
         if entry.key == METADATA:
             return LossInfo.from_metadata(entry.value)

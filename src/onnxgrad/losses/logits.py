@@ -21,12 +21,12 @@ import onnx_ir as ir
 from onnxgrad.errors import named, node_text
 from onnxgrad.graph.traversal import dependents, nodes_behind, reads
 from onnxgrad.losses.value_range import (
-    before_casts,
-    behind_guard,
     constant_range,
     moved_operands,
-    quotient,
+    quotient_operands,
+    strip_zero_guard,
     summed_axes,
+    value_before_casts,
     value_range,
 )
 from onnxgrad.operators import OF_SHAPES, SAME_ELEMENTS, made_by, marks, operator_of
@@ -35,12 +35,14 @@ from onnxgrad.operators.axes import places
 from onnxgrad.operators.shapes import constant, dims, is_real, rank
 from onnxgrad.reporting import logger
 
-_DEPTH = 24  # nodes in a row that a search visits
+_DEPTH = 24  # most consecutive nodes that a search visits
 _ONE = (1.0, 1.0)  # the range of the number 1
 
 
 def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.Value | None:
-    """Return the logits z with softmax(z) = `x` along `axis`, or None if there is no softmax."""
+    """Return the logits z with softmax(z) = `x` along `axis`, or None if no nodes are found that
+    compute a softmax.
+    """
     node, n = x.producer(), rank(x)
     if node is None or node.domain or depth == 0:
         return None
@@ -59,9 +61,9 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
         )
     if node.op_type == "Exp":
         return _scores_of_log_softmax(inputs[0], axis, n)
-    share = quotient(node) if node.op_type in ("Div", "Mul") else None
+    share = quotient_operands(node) if node.op_type in ("Div", "Mul") else None
     if share is not None and {a % n for a in summed_axes(*share) or ()} == {axis}:
-        return _cast_to_dtype_of(op, write_logarithm(op, behind_guard(share[0]), depth - 1), x)
+        return _cast_to_dtype_of(op, write_logarithm(op, strip_zero_guard(share[0]), depth - 1), x)
     if node.op_type == "Concat" and len(inputs) == 2 and int_attribute(node, "axis") % n == axis:
         first, second = inputs
         if _complement_operand(first) is second or _complement_operand(second) is first:
@@ -72,20 +74,22 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
 def _look_through_moves(
     find: Callable[[Any, ir.Value, int], ir.Value | None],
 ) -> Callable[..., Any]:
-    """Return `find` extended to look through nodes that move or join elements, such as Concat."""
+    """Return the search function `find` extended: it also searches the operands of nodes that move
+    or join elements, such as Concat.
+    """
 
-    def found(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
+    def find_through_moves(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
         node = x.producer()
         if node is None or node.domain or depth == 0:
             return None
         sources = moved_operands(node)
         if (z := find(op, x, depth)) is not None or not sources or len(node.outputs) > 1:
             return z
-        parts = [found(op, v, depth - 1) for v in sources if v is not None]
+        parts = [find_through_moves(op, v, depth - 1) for v in sources if v is not None]
         values = [z for z in parts if z is not None]
         return _copy_node_with_operands(op, node, *values) if len(values) == len(parts) else None
 
-    return found
+    return find_through_moves
 
 
 @_look_through_moves
@@ -97,7 +101,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
     if made_by(x, "Sub") and (p := _complement_operand(x)) is not None:
         z = sigmoid_logits(op, p, depth - 1)
         return None if z is None else _cast_to_dtype_of(op, op.Neg(z), x)
-    if node := made_by(x, "Where"):  # one form for scores above zero, one for scores below
+    if node := made_by(x, "Where"):  # sigmoid by two formulas, for scores above and below zero
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
     return None
@@ -105,7 +109,9 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
 
 @_look_through_moves
 def write_logarithm(op: Any, x: ir.Value, depth: int) -> ir.Value | None:
-    """Write log(`x`) from the scores behind a sigmoid, softmax or exponential `x`, else None."""
+    """Write log(`x`) without computing `x`, if `x` is a sigmoid, softmax or exponential; else
+    return None.
+    """
     if (z := sigmoid_logits(op, x, depth)) is not None:
         return op.Neg(op.Softplus(op.Neg(z)))
     if node := made_by(x, "Exp"):
@@ -125,22 +131,24 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
         return None
     if node.op_type == "Sigmoid":
         return node.inputs[0], False
-    share = quotient(node)
-    whole = None if share is None else made_by(before_casts(share[1]), "Add")
+    share = quotient_operands(node)
+    whole = None if share is None else made_by(value_before_casts(share[1]), "Add")
     terms = [] if whole is None else [v for v in whole.inputs if v is not None]
     powers = [v for v in terms if constant_range(v) is None]
     if len(powers) != 1 or {constant_range(v) for v in terms} != {None, _ONE}:
         return None
-    power = made_by(before_casts(powers[0]), "Exp")
+    power = made_by(value_before_casts(powers[0]), "Exp")
     if power is None or share is None or power.inputs[0] is None:
         return None
-    if before_casts(share[0]) is before_casts(powers[0]):
+    if value_before_casts(share[0]) is value_before_casts(powers[0]):
         return power.inputs[0], False
     return _strip_negation(power.inputs[0]) if constant_range(share[0]) == _ONE else None
 
 
 def _strip_negation(s: ir.Value) -> tuple[ir.Value, bool]:
-    """Return (z, negated) such that 1 / (1 + e^s) is sigmoid(z), or sigmoid(-z) if negated."""
+    """Return (z, False) if `s` = -z, so that 1 / (1 + e^s) is sigmoid(z); else (s, True), as it is
+    sigmoid(-s).
+    """
     if (node := made_by(s, "Neg")) and node.inputs[0] is not None:
         return node.inputs[0], False
     inputs = [v for v in node.inputs if v is not None] if (node := made_by(s, "Mul")) else []
@@ -152,7 +160,7 @@ def _strip_negation(s: ir.Value) -> tuple[ir.Value, bool]:
 
 def _scores_of_log_softmax(x: ir.Value, axis: int, n: int) -> ir.Value | None:
     """Return z if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
-    node = made_by(before_casts(x), "LogSoftmax", "Sub")
+    node = made_by(value_before_casts(x), "LogSoftmax", "Sub")
     if node is None or node.inputs[0] is None:
         return None
     if node.op_type == "LogSoftmax":
@@ -166,7 +174,7 @@ def _scores_of_log_softmax(x: ir.Value, axis: int, n: int) -> ir.Value | None:
 
 def log_softmax_logits(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
     """Return the logits z if `x` is log(softmax(z)) along `axis`, else None."""
-    n, node = rank(x), made_by(before_casts(x), "Log")
+    n, node = rank(x), made_by(value_before_casts(x), "Log")
     if node is not None and node.inputs[0] is not None:
         return softmax_logits(op, node.inputs[0], axis)
     return None if n is None else _scores_of_log_softmax(x, axis, n)
@@ -174,13 +182,14 @@ def log_softmax_logits(op: Any, x: ir.Value, axis: int) -> ir.Value | None:
 
 def _complement_operand(x: ir.Value) -> ir.Value | None:
     """Return p if a node computes `x` as 1 - p, else None."""
-    node = made_by(before_casts(x), "Sub")
+    node = made_by(value_before_casts(x), "Sub")
     is_complement = node is not None and node.inputs[0] and constant_range(node.inputs[0]) == _ONE
     return node.inputs[1] if node is not None and is_complement else None
 
 
 def _axis_in_first_operand(node: ir.Node, x: ir.Value, axis: int) -> int | None:
-    """Return the axis of a node's first operand that becomes, complete, `axis` of the result `x`.
+    """Return the axis of the first operand of `node` whose elements are exactly the elements along
+    `axis` of the result `x`.
 
     None: the node drops elements along the axis, or another operand chooses them one by one.
     """
@@ -209,7 +218,9 @@ def _axis_in_first_operand(node: ir.Node, x: ir.Value, axis: int) -> int | None:
 
 
 def _copy_node_with_operands(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value | None:
-    """Write a copy of `node` with `values` as first operands, and return the copy's output."""
+    """Write a copy of `node` that reads `values` in place of its first operands, and return the
+    copy's output.
+    """
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
     attributes = {a.name: a.value for a in node.attributes.values()}
@@ -218,7 +229,9 @@ def _copy_node_with_operands(op: Any, node: ir.Node, *values: ir.Value) -> ir.Va
 
 
 def _cast_to_dtype_of(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
-    """Return `z` cast to the dtype of `x`, with its shape if `z` has none; None for `z=None`."""
+    """Return `z` cast to the dtype of `x`, with the shape of `x` if the shape of `z` is unknown;
+    None if `z` is None.
+    """
     if z is None:
         return None
     if x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
@@ -227,7 +240,7 @@ def _cast_to_dtype_of(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | No
 
 
 def _declare_missing_shape(z: ir.Value, x: ir.Value) -> ir.Value:
-    """Return `z` after declaring the shape of `x` for it if `z` has no shape."""
+    """Return `z`; if its shape is unknown, declare the shape of `x` for it."""
     z.shape = x.shape if z.shape is None else z.shape
     return z
 
@@ -235,8 +248,10 @@ def _declare_missing_shape(z: ir.Value, x: ir.Value) -> ir.Value:
 # -- votes, and opposite columns ------------------------------------------------------------------
 
 
-def refuse_other_columns(prediction: ir.Value) -> None:
-    """Raise `ValueError` if metadata of a value says that the columns are no scores of classes."""
+def require_class_columns(prediction: ir.Value) -> None:
+    """Raise `ValueError` if the graph has a note that the columns of the prediction are not one
+    score for each class.
+    """
     x: ir.Value | None = prediction
     while x is not None:
         if marks.NOT_CLASSES in x.meta:
@@ -244,8 +259,9 @@ def refuse_other_columns(prediction: ir.Value) -> None:
         x = node.inputs[0] if (node := made_by(x, "Identity", "Cast")) else None
 
 
-def scores_of_votes(prediction: ir.Value) -> ir.Value:
-    """Return the scores s if the prediction is votes + s / (3 (|s| + 1)), else the prediction.
+def scores_without_votes(prediction: ir.Value) -> ir.Value:
+    """Return s if the prediction is v + s / (3 (|s| + 1)), v votes of one-vs-one classifiers; else
+    return the prediction.
 
     skl2onnx writes classifiers of pairs of classes so: s are the sums of the scores of the pairs.
     Votes are steps without a gradient, and the second term is less than 1 / 3. So the loss is
@@ -254,7 +270,7 @@ def scores_of_votes(prediction: ir.Value) -> ir.Value:
     Raises:
         ValueError: the scores are probabilities, whose sums do not order the classes.
     """
-    node = made_by(before_casts(prediction), "Add", "Sum")
+    node = made_by(value_before_casts(prediction), "Add", "Sum")
     operands = [] if node is None else [v for v in node.inputs if v is not None]
     if node is None or len(operands) != 2:
         return prediction
@@ -266,10 +282,10 @@ def scores_of_votes(prediction: ir.Value) -> ir.Value:
     where = node_text(node)
     if low > -inf and high < inf:
         raise ValueError(
-            f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
-            "votes, steps without a gradient, and the scores are bounded, so that their sums may "
-            "order the classes otherwise. Train the classifiers of the pairs one by one, by "
-            f"{named('loss={tensor: loss}')} with the scores of each, or give the model a new "
+            f"{prediction.name!r} cannot be trained: {where} adds {votes[0].name!r}, votes without "
+            "a gradient, to sums of probabilities, which may order the classes differently. Train "
+            "the classifier of each pair of classes, by "
+            f"{named('loss={tensor: loss}')} with its scores, or give the model a new "
             f"head, by {named('onnxgrad.replace_head')}"
         )
     logger.warning(
@@ -299,7 +315,8 @@ def _step_function_operands(node: ir.Node, operands: Iterable[ir.Value]) -> list
 
 
 def _is_step_function(node: ir.Node, data: Collection[ir.Value]) -> bool:
-    """Return whether a node computes a step function of data, whose gradient is zero between jumps.
+    """Return whether a node computes a step function of data, such as a comparison, whose gradient
+    is zero between jumps.
 
     Operators with a straight-through gradient are not: their integers stand for floats. Nor are
     operators of other domains: trees compute scores, no votes.
@@ -315,11 +332,11 @@ def _is_step_function(node: ir.Node, data: Collection[ir.Value]) -> bool:
 
 def _softsign_operand(x: ir.Value) -> ir.Value:
     """Return s if nodes compute `x` as the softsign s / (c (|s| + 1)), else `x`."""
-    node = made_by(before_casts(x), "Div")
+    node = made_by(value_before_casts(x), "Div")
     if node is None or node.inputs[0] is None:
         return x
     s, waiting = node.inputs[0], [node.inputs[1]]
-    for v in waiting:  # the loop appends to it
+    for v in waiting:  # the loop appends to the list
         if (size := made_by(v, "Abs")) and size.inputs[0] is s:
             return s
         if (inner := made_by(v, "Add", "Mul", "Sum")) and len(waiting) < 32:
@@ -327,7 +344,7 @@ def _softsign_operand(x: ir.Value) -> ir.Value:
     return x
 
 
-def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+def keep_scores_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
     """Keep the scores of two classes, columns -z and z, opposite to each other during training.
 
     Labels are computed from both columns, and outputs perhaps from one: trained apart, they would
@@ -357,14 +374,15 @@ def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.
     return {name: replaced.get(value, value) for name, value in predictions.items()}
 
 
-def logits_of_two(op: Any, prediction: ir.Value) -> ir.Value | None:
-    """Return logits whose softmax is `prediction`, if it is the sigmoid of opposite scores (-z, z).
+def two_class_logits(op: Any, prediction: ir.Value) -> ir.Value | None:
+    """Return logits whose softmax is `prediction`, if the prediction is the sigmoid of opposite
+    scores (-z, z); else None.
 
     scikit-learn's classifiers of two classes are exported with the coefficients of both classes,
     which are opposite numbers. The softmax of (-d, d) / 4, d the difference of the scores, gives
     them opposite gradients, which the loss of each sigmoid alone would not.
     """
-    node = made_by(before_casts(prediction), "Sigmoid")
+    node = made_by(value_before_casts(prediction), "Sigmoid")
     scores = None if node is None else node.inputs[0]
     if scores is None or marks.OPPOSITE not in scores.meta:
         return None

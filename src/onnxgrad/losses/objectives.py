@@ -16,11 +16,11 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.logits import keep_opposite
-from onnxgrad.losses.output_terms import MixedRows, OutputTerms, check_mixable, formula_terms
+from onnxgrad.losses.logits import keep_scores_opposite
+from onnxgrad.losses.output_terms import MixedRows, OutputTerms, check_losses_can_mix, formula_terms
 from onnxgrad.losses.spec import LEFT_OPEN, LossSpec
-from onnxgrad.losses.sums import scaled_rows, sum_and_count, sum_without_label
-from onnxgrad.losses.vocabulary import OwnGradients, scale_gradients, write_in_chunks
+from onnxgrad.losses.sums import scale_rows, sum_and_count, sum_without_label
+from onnxgrad.losses.vocabulary import OwnGradients, cross_entropy_in_chunks, gradient_scaler
 from onnxgrad.operators.shapes import dims, rank
 
 ALIASES = {
@@ -36,14 +36,20 @@ Values = Mapping[str, ir.Value]
 
 
 class LossObject(Protocol):
-    """A loss of one output that is no formula of `LOSSES`, such as a `BaseLearningLoss`."""
+    """A loss of one output that is an object with methods, such as a `BaseLearningLoss`, not a
+    formula in `LOSSES`.
+    """
 
     @staticmethod
     def select(loss: Any, **options: Any) -> LossObject:
-        """Return the object `loss`, or an instance of the class `loss` with these options."""
+        """Return `loss` if it is an object, or create an object of the class `loss` with these
+        options.
+        """
 
     def output_terms(self, op: Emit, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the loss terms for a prediction; the label is not yet an input of the graph."""
+        """Write the losses and weights of a prediction and a new label, which is not yet an input
+        of the graph.
+        """
 
 
 Loss = LossSpec | LossObject
@@ -51,7 +57,8 @@ Loss = LossSpec | LossObject
 
 @dataclass
 class WrittenLoss:
-    """The losses of a batch, as nodes in a graph: total = sum_k factors_k sums_k / counts_k.
+    """The loss of a batch as nodes in a graph, total = sum_k factors_k sums_k / counts_k over the
+    outputs k.
 
     Attributes:
         sums: for each output, the weighted sum of the terms, a scalar; in float32 for predictions
@@ -81,32 +88,32 @@ class WrittenLoss:
     needs_no_label: bool = False
     batch_loss: ir.Value | None = None
 
-    def add(
+    def add_sums(
         self,
         total: ir.Value,
         count: ir.Value,
         factor: float = 1.0,
         own: OwnGradients | None = None,
     ) -> None:
-        """Add the loss sum and the weight sum of one output."""
+        """Add one output, given the weighted sum of its losses and the sum of the weights."""
         self.sums.append(total)
         self.counts.append(count)
         self.factors.append(factor)
         self.gradients.append(own)
 
     def add_losses(self, op: Any, losses: ir.Value, factor: float = 1.0) -> None:
-        """Add losses of rows or elements, of known rank, that have no label of their own."""
+        """Add one output, given losses of rows or elements that are computed without a label."""
         total, count = sum_without_label(op, losses, self.weight, self.labels)
-        self.add(total, count, factor)
+        self.add_sums(total, count, factor)
 
     def add_label(self, label: ir.Value, prediction: str | None, info: LossInfo) -> None:
-        """Add a label and the facts about its values, with "mean" as reduction of the loss."""
+        """Add a label input and the facts about the values that it may have."""
         name = str(label.name)
         self.labels.append(label)
         self.infos[name] = replace(info, label=name, prediction=prediction, reduction="mean")
 
-    def seeds(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
-        """Return the initial cotangents of the reverse sweep of sum_k scales_k sums_k, by value.
+    def initial_cotangents(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """Return {value: cotangent}, where the backward pass of sum_k scales_k sums_k begins.
 
         Args:
             op: emitter of the graph.
@@ -122,7 +129,8 @@ class WrittenLoss:
 
 @dataclass(eq=False, repr=False)
 class TrainingLoss:
-    """The loss of one or several outputs of a model; `training_loss` returns it.
+    """The loss that a trainer minimizes, of one or several outputs of a model; `training_loss`
+    returns it.
 
     Attributes:
         losses: the loss of each output by its name; the name None stands for the only float output.
@@ -146,16 +154,17 @@ class TrainingLoss:
     wrt: Sequence[ir.Value] | None = None
     mixed: MixedRows | None = None
 
-    def differentiated(
+    def for_gradients(
         self, wrt: Sequence[ir.Value], mixed: MixedRows | None = None
     ) -> TrainingLoss:
-        """Return a copy of the loss for a graph that will be differentiated w.r.t. these values.
+        """Return a copy of the loss for a graph that will be differentiated w.r.t. the values in
+        `wrt`.
 
         Raises:
             ValueError: rows are `mixed`, and a loss has no meaning for a mixture of them.
         """
         if mixed is not None:
-            check_mixable(self.losses)
+            check_losses_can_mix(self.losses)
         return replace(self, wrt=wrt, mixed=mixed)
 
     def outputs(self, proto: ModelProto) -> list[str]:
@@ -170,7 +179,8 @@ class TrainingLoss:
         return [choose_output(proto, None, remedy, inside=True)]
 
     def write(self, op: Emit, predictions: Values, weighted: bool = False) -> WrittenLoss:
-        """Write the losses into the graph of `op`; `prepare` has lowered its operators before.
+        """Write the losses of all outputs into the graph of `op`, whose operators `prepare` has
+        replaced by differentiable ones.
 
         This appends nodes; the new inputs are in the result. The label of a single output is
         called "label", the labels of several outputs "label_<output>"; sample weights are called
@@ -185,7 +195,7 @@ class TrainingLoss:
             ValueError: a prediction that its loss does not take, or an option that the graph does
                 not decide.
         """
-        written, predictions = WrittenLoss(), keep_opposite(op, predictions)
+        written, predictions = WrittenLoss(), keep_scores_opposite(op, predictions)
         labels = {
             name: LABEL if len(predictions) == 1 else f"{LABEL}_{name}" for name in predictions
         }
@@ -206,7 +216,7 @@ class TrainingLoss:
                 by_row = len(shape) - (shape[-1:] == (1,)) <= 1  # (N,) or (N, 1)
                 first, *others = found.values()
                 axes = 1 if by_row or others else rank(first.terms.losses) or 1
-                written.weight = sample_weight(op, predictions.values(), axes, first.label)
+                written.weight = new_sample_weight(op, predictions.values(), axes, first.label)
             for name, one in found.items():
                 self._write_output_terms(op, written, name, one)
         return written
@@ -214,36 +224,37 @@ class TrainingLoss:
     def _write_output_terms(
         self, op: Emit, written: WrittenLoss, name: str, one: OutputTerms
     ) -> None:
-        """Write the sum of the terms of one output, and add it to `written`."""
+        """Write the weighted sum of the losses of one output, and add it to `written`."""
         weight, own = written.weight, None
         wrt = self.wrt if self.in_chunks and self.mixed is None else None
-        if one.info.shift and weight is not None and rank(weight) == 2:  # shifted as the labels
+        if one.info.shift and weight is not None and rank(weight) == 2:  # weights move with labels
             every = op.emit("Expand", [weight, op.Shape(one.label)], {}, fresh=True)
             weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
         total, count = sum_and_count(op, one.terms, one.label, weight)
-        if self.mixed is not None and one.of_partners is not None:  # both labels have one count
+        # own and partner label weigh as one
+        if self.mixed is not None and one.of_partners is not None:
             label, terms = one.of_partners
             other = None if weight is None else self.mixed.take_partners(op, weight)
             partners_total, _ = sum_and_count(op, terms, label, other)
             total = self.mixed.blend(op, total, partners_total)
         if one.gradient is not None:
             value, g = one.gradient
-            own = scale_gradients([(value, g if weight is None else scaled_rows(op, g, weight))])
+            own = gradient_scaler([(value, g if weight is None else scale_rows(op, g, weight))])
         elif one.of_words is not None and wrt is not None:
             logits, words = one.of_words
             words = replace(words, weight=written.weight)
-            total, count, own = write_in_chunks(op, logits, words, wrt, (total, count))
-        written.add(total, count, float(self.factors.get(name, 1.0)), own)
+            total, count, own = cross_entropy_in_chunks(op, logits, words, wrt, (total, count))
+        written.add_sums(total, count, float(self.factors.get(name, 1.0)), own)
         if one.label.producer() is None and one.label not in op.graph.inputs:
             written.add_label(one.label, name, one.info)
-        else:  # tokens of the graph
+        else:  # the labels are computed from the input of tokens
             written.needs_no_label = True
 
 
-def sample_weight(
+def new_sample_weight(
     op: Emit, predictions: Iterable[ir.Value], axes: int = 1, label: ir.Value | None = None
 ) -> ir.Value:
-    """Return a new input of sample weights: float64 if a prediction is float64, else float32.
+    """Return a new input of sample weights, float64 if a prediction is float64, else float32.
 
     Its shape is (N,), or has this number of axes; it is not yet an input of the graph. N is the
     number of rows of `label`, or without one, of the first prediction.
@@ -266,7 +277,8 @@ def training_loss(
     labeled: bool = True,
     in_chunks: bool = True,
 ) -> TrainingLoss:
-    """Return the loss of a trainer: the mean over the terms of a batch, for one or more outputs.
+    """Return the loss of a trainer: the weighted mean of the losses of a batch's labels, for one or
+    more outputs.
 
     The graph and the labels decide the options `from_logits`, `axis` and `soft_labels` that are not
     set. Where a Softmax or Sigmoid computes the prediction, the loss is computed from the
@@ -295,8 +307,7 @@ def training_loss(
     elif loss_weights:
         raise ValueError(
             f"{named('loss_weights')} takes the factors of several losses: give one loss for each "
-            "output, "
-            f"{named('loss={output: loss}')}"
+            f"output, {named('loss={output: loss}')}"
         )
     else:
         loss, options, class_weight = {None: loss}, {None: options}, {None: class_weight}
@@ -310,7 +321,9 @@ def training_loss(
 
 
 def _check_arguments_by_output(losses: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an argument that is not `{output: ...}` with the outputs of losses."""
+    """Raise `ValueError` for an argument that is not a dict by output, or names an output that has
+    no loss.
+    """
     if not losses:
         raise ValueError("loss is an empty dict: give {output: loss}")
     for name, values in arguments.items():
@@ -337,7 +350,7 @@ def takes_class_weight(loss: Any) -> bool:
 
 
 def _select_output_loss(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
-    """Return the loss object of one output; options that the graph will decide are None."""
+    """Return the loss object of one output, with None for options that the user left open."""
     chosen = dict(options or {})
     name = ALIASES.get(loss, loss) if isinstance(loss, str) else loss
     if class_weight is not None:

@@ -12,11 +12,11 @@ from onnx import ModelProto
 
 from onnxgrad.checks import check_positive, check_share
 from onnxgrad.errors import argument, named, unknown
-from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.objectives import Values, WrittenLoss, sample_weight, training_loss
-from onnxgrad.losses.second_model import may_be_equal, read_output, write_model
+from onnxgrad.losses.objectives import Values, WrittenLoss, new_sample_weight, training_loss
+from onnxgrad.losses.second_model import cut_to_float_output, shapes_may_be_equal, write_model
+from onnxgrad.losses.spec import widen_to_float32
 from onnxgrad.losses.sums import element_count
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike
@@ -69,7 +69,7 @@ class LossModel:
     ) -> None:
         if reduction not in ("mean", "sum"):
             raise unknown("reduction", reduction, ["mean", "sum"])
-        self._model = read_output(model, output, "output")
+        self._model = cut_to_float_output(model, output, "output")
         names = names_without_default(self._model)
         for key in inputs or {}:
             if key not in names:
@@ -118,31 +118,35 @@ class LossModel:
                 "of the loss model"
             )
         size = static(shape)
-        written = WrittenLoss(weight=row_weight(op, rows, loss) if weighted else None)
+        written = WrittenLoss(weight=new_row_weight(op, rows, loss) if weighted else None)
         for label in labels:
             written.add_label(label, None, LossInfo())
         with op:
             if written.weight is not None or size is None or prod(size) != 1:
                 written.add_losses(op, loss)
             else:
-                loss = wide(op, op.Reshape(loss, []))
+                loss = widen_to_float32(op, op.Reshape(loss, []))
                 count = element_count(op, rows, [0], loss, labels)
                 mean = self.reduction == "mean"
-                written.add(loss * count if mean else loss, count)
+                written.add_sums(loss * count if mean else loss, count)
                 written.batch_loss = loss if mean else None
         return written
 
 
-def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
-    """Return a new input of sample weights (N,), or None if there is not one loss for each row."""
+def new_row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
+    """Return a new input of sample weights (N,), or None if `losses` does not have one loss for
+    each of the N rows.
+    """
     first = (dims(rows) or (None,))[0]
     own = first is not None and (dims(losses) or ())[:1] == (first,)
-    return sample_weight(op, [rows]) if own else None
+    return new_sample_weight(op, [rows]) if own else None
 
 
 @dataclass(eq=False, repr=False)
 class Distillation:
-    """Weighted sum of a teacher's divergence and a loss of labels: see `distillation`."""
+    """Weighted sum of the teacher's divergence from the student and a loss with labels: see
+    `distillation`.
+    """
 
     teacher: ModelProto | None
     hard: Any
@@ -153,7 +157,7 @@ class Distillation:
     inputs: Mapping[str, str]
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the student's logits and of the outputs for the loss of labels.
+        """Return the names of the student's logits and of the outputs that the hard loss reads.
 
         Raises:
             ValueError: unknown names, several outputs, or an input of the teacher that the student
@@ -172,7 +176,7 @@ class Distillation:
         names = self.hard.outputs(proto)
         if (len(names) > 1 and self.output is None) or self.output not in (None, *names):
             raise ValueError(
-                f"the hard loss reads the outputs {names}: name the one with the logits by output="
+                f"the hard loss reads the outputs {names}: name the output of the logits by output="
             )
         return names
 
@@ -188,7 +192,7 @@ class Distillation:
         written.factors = [(1.0 - self.alpha) * factor for factor in written.factors]
         [student] = [predictions[self.output]] if self.output else predictions.values()
         if weighted and written.weight is None:
-            written.weight = sample_weight(op, [student])
+            written.weight = new_sample_weight(op, [student])
         teacher = self._teacher_logits(op, written, student)
         axis = _student_class_axis(self.axis, student)
         with op:
@@ -211,10 +215,10 @@ class Distillation:
         }
         logits, _ = write_model(op, self.teacher, values, "the teacher")
         logits = op.Cast(logits, to=student.dtype)
-        if not may_be_equal(dims(logits), dims(student)):
+        if not shapes_may_be_equal(dims(logits), dims(student)):
             raise ValueError(
                 f"the logits of the teacher have the shape {dims(logits)}, and the logits of the "
-                f"student {dims(student)}"
+                f"student {dims(student)}: correct output= or teacher_output="
             )
         return logits
 
@@ -262,7 +266,7 @@ def distillation(
     check_share("alpha", alpha)
     proto = None
     if teacher is not None:
-        proto = read_output(teacher, teacher_output, "teacher_output")
+        proto = cut_to_float_output(teacher, teacher_output, "teacher_output")
     elif teacher_output is not None or inputs:
         raise ValueError(
             "teacher_output= and inputs= need a teacher that is a model: leave out both"

@@ -11,10 +11,10 @@ from onnx import ModelProto
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.infer import infer
 from onnxgrad.losses.embeddings import info_nce, nt_xent, triplet_margin
-from onnxgrad.losses.formula_nodes import at_index
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Values, WrittenLoss
-from onnxgrad.losses.other_models import row_weight
+from onnxgrad.losses.other_models import new_row_weight
+from onnxgrad.losses.spec import take_at_index
 from onnxgrad.operators.shapes import dims, rank
 
 # by name: the formula, and the number of embeddings in a row
@@ -26,7 +26,8 @@ _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
 
 
 class OutputLoss:
-    """The mean of losses of rows, or of elements, that are computed from outputs alone.
+    """A loss without labels: the mean of losses of rows or elements that are computed from the
+    model's outputs alone.
 
     Args:
         loss: "triplet_margin", "info_nce" or "nt_xent", see `losses.embeddings`; or a function
@@ -93,15 +94,19 @@ class OutputLoss:
                 infer(ir.Model(op.graph, ir_version=8))
             if not dims(losses):
                 raise ValueError(
-                    f"the loss has the shape {dims(losses)}: it must have one number for every row "
-                    "or element"
+                    f"the loss has the shape {dims(losses)}, and needs one number for every row or "
+                    "element: leave out the last mean or sum"
                 )
-            written = WrittenLoss(weight=row_weight(op, values[0], losses) if weighted else None)
+            written = WrittenLoss(
+                weight=new_row_weight(op, values[0], losses) if weighted else None
+            )
             written.add_losses(op, losses)
         return written
 
     def _split_embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
-        """Return the embeddings (N, D) for a named loss, or the outputs for a loss function."""
+        """Return the operands of the loss: two or three embeddings (N, D) for a loss by name, all
+        outputs for a function.
+        """
         if self._parts is None:
             return values
         if len(values) == 1:
@@ -112,7 +117,7 @@ class OutputLoss:
                     f"{values[0].name!r} has the shape {shape}: the loss needs {needs}. Choose "
                     "another output"
                 )
-            return [at_index(op, values[0], i) for i in range(self._parts)]
+            return [take_at_index(op, values[0], i) for i in range(self._parts)]
         for value in values:
             if rank(value) != 2:
                 raise ValueError(

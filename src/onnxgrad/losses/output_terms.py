@@ -8,15 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.losses.applied_to import before_activation, decide_options
-from onnxgrad.losses.causal import CAUSAL, labels_of_tokens, refuse_last_position
-from onnxgrad.losses.formula_nodes import wide
-from onnxgrad.losses.in_graph import label_input
+from onnxgrad.losses.applied_to import decide_options, loss_before_activation
+from onnxgrad.losses.classification import CAUSAL, labels_from_input_ids, refuse_last_position
+from onnxgrad.losses.in_graph import make_label_input
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.losses.logits import logits_of_two, refuse_other_columns, scores_of_votes
+from onnxgrad.losses.logits import require_class_columns, scores_without_votes, two_class_logits
 from onnxgrad.losses.positions import WeightedLabels
-from onnxgrad.losses.spec import LossSpec, Terms
-from onnxgrad.losses.vocabulary import labels_of_words
+from onnxgrad.losses.spec import LossSpec, Terms, widen_to_float32
+from onnxgrad.losses.vocabulary import labels_for_chunks
 from onnxgrad.operators.shapes import dims, rank
 
 Shape = Sequence[int]
@@ -51,10 +50,11 @@ class MixedRows:
         return self.take_partners(op, label)
 
     def take_partners(self, op: Any, x: ir.Value) -> ir.Value:
-        """Write for each row of `x` its partner row, gathered along the first axis."""
+        """Write for each row of `x` the row of its partner, gathered along the first axis."""
         rows = op.Gather(x, self.partners, axis=0)
         if (dims(x) or (None,))[0] != (dims(self.partners) or ())[0]:
-            rows = op.Reshape(rows, op.Shape(x))  # which fails if `x` has another number of rows
+            # a Reshape that fails if `x` has another number of rows
+            rows = op.Reshape(rows, op.Shape(x))
         return op.set_type_like(rows, x)
 
     def blend(self, op: Any, own: ir.Value, other: ir.Value) -> ir.Value:
@@ -64,14 +64,14 @@ class MixedRows:
         return op.set_type_like(op.Add(op.Mul(own, share), op.Mul(other, rest)), own)
 
 
-def check_mixable(losses: Mapping[str | None, Any]) -> None:
-    """Raise `ValueError` for a loss that mixup cannot use, as it mixes single rows and labels."""
+def check_losses_can_mix(losses: Mapping[str | None, Any]) -> None:
+    """Raise `ValueError` for a loss that mixup cannot use, because it has no meaning for a mixture
+    of two rows.
+    """
     for loss in losses.values():
         if not isinstance(loss, LossSpec):
             raise ValueError(
-                f"mix takes losses of onnxgrad.losses.LOSSES and functions, not {loss!r}: leave "
-                "mix "
-                "out"
+                f"mix does not take the loss {loss!r}, only names and functions: leave out mix"
             )
         if not loss.mixes:
             raise ValueError(
@@ -82,7 +82,7 @@ def check_mixable(losses: Mapping[str | None, Any]) -> None:
 
 @dataclass(frozen=True)
 class OutputTerms:
-    """The terms of the loss of one model output, as values of a graph.
+    """The losses of one model output and their weights, as values of a graph.
 
     - `label`: the label, which is not yet an input of the graph; or a value that the graph computes
       from its inputs.
@@ -111,7 +111,8 @@ def formula_terms(
     mixed: MixedRows | None = None,
     labeled: bool = True,
 ) -> OutputTerms:
-    """Write the terms of a loss formula, applied to the logits before a prediction, if any.
+    """Write the losses and weights of one output by a loss formula, applied to logits if a Softmax
+    or Sigmoid computes the prediction.
 
     Args:
         op: emitter of the graph.
@@ -128,35 +129,36 @@ def formula_terms(
     """
     if shape is not None:
         spec = spec.for_labels(shape)
-    if spec.all_options.get("from_logits") is None:  # else, the user has decided about the columns
+    # otherwise, the user has said what the columns are
+    if spec.all_options.get("from_logits") is None:
         if spec.activation == "Softmax" or spec.label_kind.dtype is not None:
-            refuse_other_columns(prediction)
+            require_class_columns(prediction)
         if spec.activation == "Softmax":
-            prediction = scores_of_votes(prediction)
-            if (logits := logits_of_two(op, prediction)) is not None:
+            prediction = scores_without_votes(prediction)
+            if (logits := two_class_logits(op, prediction)) is not None:
                 prediction = logits
                 spec = spec.with_options({**spec.options, "from_logits": True})
     plain = decide_options(spec, prediction)
-    applied, logits = before_activation(op, spec, plain, prediction)
-    label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
+    applied, logits = loss_before_activation(op, spec, plain, prediction)
+    label = make_label_input(op, prediction, plain.label_kind, plain.name, label_name)
     widen_label(label)
     options = plain.all_options
     if plain.name == CAUSAL:
         refuse_last_position(op, logits)
         options = options | {"axis": 2, "from_logits": True, "shift": True}
-        label = label if labeled else labels_of_tokens(op, int(options["ignore_index"]))
+        label = label if labeled else labels_from_input_ids(op, int(options["ignore_index"]))
     info = replace(
         LossInfo.of(plain, prediction),
         axis=options.get("axis"),
         from_logits=options.get("from_logits"),
         shift=options.get("shift") or None,
     )
-    value, of_partners = wide(op, logits), None
+    value, of_partners = widen_to_float32(op, logits), None
     terms = applied.terms(op, value, label)
     if mixed is not None:
         other = mixed.label_of_partners(op, label)
         of_partners = other, applied.terms(op, value, other)
-    words = labels_of_words(applied, logits, label)
+    words = labels_for_chunks(applied, logits, label)
     of_words = None if words is None else (logits, words)
     return OutputTerms(label, terms, info, of_partners=of_partners, of_words=of_words)
 

@@ -36,7 +36,8 @@ class WeightedLabels:
 
 
 class LabelPositions:
-    """The positions whose labels count, in chunks of equal size, padded by positions of weight 0.
+    """The positions (row, token) whose labels are not ignored, in chunks of equal size, padded by
+    positions of weight 0.
 
     A chunk has at most `most` positions; None: all positions are one chunk.
 
@@ -79,7 +80,9 @@ class LabelPositions:
         )
 
     def _flatten_weights(self, weight: ir.Value, label: ir.Value, last: Any) -> ir.Value:
-        """Write sample weights as a vector, one for each position; `last` is a column's shape."""
+        """Write sample weights as a vector with one weight for each position, shifted as the labels
+        if `last` is given.
+        """
         op = self.op
         if rank(weight) == 1:
             weight = op.Reshape(weight, [-1] + [1] * ((rank(label) or 1) - 1))
@@ -106,7 +109,7 @@ class LabelPositions:
 
 
 def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
-    """Write the sum of `values * weights`; values of weight 0, perhaps infinite, add nothing."""
+    """Write sum(values * weights), where a value of weight 0 adds 0 even if it is infinite."""
     zero = op.const(0.0, weights.dtype)
     total = op.ReduceSum(op.Where(op.Equal(weights, zero), zero, values * weights), keepdims=0)
     total.shape = ir.Shape([])
@@ -116,7 +119,9 @@ def weighted_sum(op: Emit, values: ir.Value, weights: ir.Value) -> ir.Value:
 def logit_gradient(
     op: Emit, p: ir.Value, hits: tuple[ir.Value, ir.Value], weights: ir.Value, share: float
 ) -> ir.Value:
-    """Write the gradient w.r.t. logits, w (p - t); t is `share`, or `share` - minus_t at labels."""
+    """Write the gradient of the cross-entropy w.r.t. logits, w (p - t), from the probabilities p,
+    weights w and smoothed one-hot labels t.
+    """
     index, minus_t = hits
     dz = op.ScatterElements(p, index, minus_t, axis=1, reduction="add")
     return (dz - share if share else dz) * weights

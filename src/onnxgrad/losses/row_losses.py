@@ -21,7 +21,9 @@ from onnxgrad.operators import SAME_ELEMENTS, operator_of, shapes
 
 
 class _NotALossSum(ValueError):
-    """Raised for an output that is not recognized as a sum or mean of one loss for each row."""
+    """Raised for an output of a model that is not recognized as a sum or mean of one loss for each
+    row.
+    """
 
 
 def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProto:
@@ -87,7 +89,9 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
 def _write_row_losses(
     op: Any, total: ir.Value | None, depends: Collection[ir.Value], data: list[ir.Value]
 ) -> ir.Value:
-    """Write the losses of the rows whose sum or mean is `total`, times constant factors."""
+    """Write the losses of the rows, given a value `total` that is their sum or mean times a
+    constant.
+    """
     node = None if total is None else total.producer()
     if total is None or node is None or node.domain or total is not node.outputs[0]:
         name = None if total is None else total.name
@@ -113,7 +117,9 @@ def _write_row_losses(
 
 
 def _row_losses_of_operator(op: Any, node: Any) -> ir.Value:
-    """Write the row losses of an ONNX operator such as SoftmaxCrossEntropyLoss, unreduced."""
+    """Write the loss of each row from a node such as SoftmaxCrossEntropyLoss, by a copy of the node
+    without reduction.
+    """
     attributes = {a.name: a.value for a in node.attributes.values()}
     reduction = attributes.get("reduction", "mean")
     if reduction == "none":
@@ -124,7 +130,7 @@ def _row_losses_of_operator(op: Any, node: Any) -> ir.Value:
 
 
 def _row_losses_of_reduction(op: Any, node: ir.Node, data: list[ir.Value]) -> ir.Value:
-    """Write the operand of a ReduceSum or ReduceMean, summed or averaged for each row."""
+    """Write the loss of each row, (N, 1), from the operand of a ReduceSum or ReduceMean node."""
     x, reduced, write_terms = node.inputs[0], shapes.dims(node.outputs[0]), operator_of(node).terms
     assert x is not None
     assert write_terms is not None

@@ -21,8 +21,9 @@ from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
 from onnxgrad.operators.shapes import Dim, Dims, dims
 
 
-def read_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:
-    """Return the part of `model` that computes the tensor `output`, or else its only float output.
+def cut_to_float_output(model: ModelLike, output: str | None, argument: str) -> ModelProto:
+    """Return the part of `model` that computes the tensor `output`, by default its only float
+    output.
 
     Raises:
         ValueError: there is no such tensor, or several; the message names the `argument`.
@@ -39,7 +40,7 @@ def write_model(
 
     Args:
         op: emitter of the main graph, which is prepared.
-        proto: a model of `read_output`.
+        proto: a model of `cut_to_float_output`.
         values: values of the graph for inputs of the model, by the names of the inputs.
         what: name of the model in messages, such as "the teacher".
 
@@ -64,7 +65,9 @@ def write_model(
 def _cast_halves_to_float32(
     op: Emit, proto: ModelProto, values: Mapping[str, ir.Value]
 ) -> tuple[ModelProto, Mapping[str, ir.Value]]:
-    """Return model and values in float32, if a float32 value is fed to an input of 16 bits."""
+    """Return (model, values) cast to float32 if an input of 16 bits would get a float32 value, else
+    both unchanged.
+    """
     kinds = {x.name: x.type.tensor_type.elem_type for x in proto.graph.input}
     widens = (v.dtype == ir.DataType.FLOAT and kinds.get(n) in HALVES for n, v in values.items())
     if not any(widens):
@@ -76,7 +79,8 @@ def _cast_halves_to_float32(
 def _declare_shapes(
     proto: ModelProto, values: Mapping[str, ir.Value], prefix: str, what: str
 ) -> ModelProto:
-    """Return a copy of the model with input shapes of `values`, and other symbols prefixed.
+    """Return a copy of the model whose inputs have the shapes of `values`; its other symbolic
+    dimensions get a prefix.
 
     The symbols of an input with a value are replaced in inputs without a value, too.
     """
@@ -104,7 +108,9 @@ def _declare_shapes(
 def _input_shape_from_value(
     x: ir.Value, value: ir.Value, lengths: dict[str, Dim], what: str
 ) -> Dims | None:
-    """Return the shape of input `x` with the lengths of `value`; add its symbols to `lengths`."""
+    """Return the shape of input `x` when `value` is fed to it, and store the lengths of its
+    symbolic dimensions in `lengths`.
+    """
     declared, shape = dims(x), dims(value)
     where = f"input {printable(x.name)!r} of {what}"
     if value.dtype != x.dtype:
@@ -116,7 +122,7 @@ def _input_shape_from_value(
         return tuple(d if isinstance(d, int) else None for d in declared)
     if shape is None or declared is None:
         return shape
-    if not may_be_equal(shape, declared):
+    if not shapes_may_be_equal(shape, declared):
         raise ValueError(
             f"{value.name!r} has the shape {shape}, and {where} takes {[*declared]}: choose "
             "another tensor"
@@ -133,7 +139,7 @@ def _input_shape_from_value(
     return tuple(b if isinstance(b, int) else a for a, b in zip(shape, declared, strict=True))
 
 
-def may_be_equal(a: Dims | None, b: Dims | None) -> bool:
+def shapes_may_be_equal(a: Dims | None, b: Dims | None) -> bool:
     """Return whether two shapes may be equal: no static dimensions differ."""
     if a is None or b is None:
         return True
@@ -204,7 +210,9 @@ def _rename_values(
 def _move_nodes(
     op: Emit, model: ir.Model, values: Mapping[str, ir.Value]
 ) -> tuple[ir.Value, list[ir.Value]]:
-    """Move the nodes of a model to the graph of `op`; return its output and the other inputs."""
+    """Move the nodes of a model to the graph of `op`; return the model's output, and new values for
+    inputs that are not in `values`.
+    """
     graph, [output] = model.graph, model.graph.outputs
     inputs, nodes = list(graph.inputs), list(graph)
     initializers = list(graph.initializers.values())
@@ -222,7 +230,7 @@ def _move_nodes(
         value.name = op.name(str(value.name))
         op.graph.register_initializer(value)
     for node in nodes:
-        node.name = None  # the graph gives a new one
+        node.name = None  # the graph gives the node a new name
         op.graph.append(node)
     for domain, version in model.opset_imports.items():
         op.graph.opset_imports.setdefault(domain, version)

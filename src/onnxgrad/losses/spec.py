@@ -1,4 +1,4 @@
-"""The record of a loss: its formula, the labels that it takes and its options."""
+"""The record of a loss: its formula, labels and options; and nodes that several formulas write."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from onnxgrad.operators.shapes import Dims, dims, equal, rank
 # options that the model or the labels decide, if users do not set them
 LEFT_OPEN = ("from_logits", "soft_labels")
 
+LOWEST = -1e30  # a logit of probability zero, finite so that differences are not NaN
+_LOWEST_FLOAT16 = -1e4
+
 Formula = Callable[..., ir.Value]
 Options = Mapping[str, Any]
 
@@ -32,13 +35,13 @@ class LabelBounds(NamedTuple):
     most: float = math.inf
 
     def test(self, labels: np.ndarray) -> np.ndarray:
-        """Return an array that tells for each label whether its value is allowed."""
+        """Return a mask of the labels whose value is allowed."""
         if self.values:
             return np.isin(labels, self.values)
         return (labels >= self.least) & (labels <= self.most)
 
     def write(self, op: Any, label: ir.Value) -> ir.Value:
-        """Write nodes that tell for each element of a label whether its value is allowed."""
+        """Write nodes that compute a mask of the labels whose value is allowed."""
         if self.values:
             return reduce(op.Or, (op.Equal(label, value) for value in self.values))
         sides = []
@@ -80,13 +83,16 @@ class LabelKind:
 LIKE_PREDICTION = LabelKind()
 
 
-def like_prediction(rank: int, needs: str) -> LabelKind:
-    """Return the `LabelKind` of labels like the prediction, which has `rank` axes or more."""
+def labels_like_prediction(rank: int, needs: str) -> LabelKind:
+    """Return the `LabelKind` of labels with the dtype and shape of the prediction, which has `rank`
+    axes or more.
+    """
     return LabelKind(accepts=lambda f: f is not None and len(f) >= rank, needs=needs)
 
 
-def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
-    """Return the `LabelKind` of class indices, for classes along `axis` of a prediction.
+def class_index_kind(axis: int | None = None, rank: int = 2, needs: str | None = None) -> LabelKind:
+    """Return the `LabelKind` of labels that are class indices, for a prediction with classes along
+    `axis`.
 
     Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
     The prediction has at least `rank` axes.
@@ -102,7 +108,7 @@ def class_indices(axis: int | None = None, rank: int = 2, needs: str | None = No
     )
 
 
-CLASS_INDICES = class_indices()
+CLASS_INDICES = class_index_kind()
 
 # labels 0 and 1, (N, 1), for the probabilities of both classes, (N, 2)
 COLUMN_OF_TWO_CLASSES = LabelKind(
@@ -116,7 +122,7 @@ COLUMN_OF_TWO_CLASSES = LabelKind(
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a loss: their weighted mean, sum(w l) / sum(w), is the loss of a batch.
+    """Losses with weights: sum(w l) / sum(w) of the losses l and weights w is the loss of a batch.
 
     Attributes:
         losses: one loss for every label element or row, of any shape.
@@ -204,7 +210,9 @@ class LossSpec:
 
     @property
     def may_ignore_nan(self) -> bool:
-        """Whether NaN may mark ignored labels: they are floats and there is no `ignore_index`."""
+        """Whether NaN may mark ignored labels: the labels are floats, and the loss has no
+        `ignore_index`.
+        """
         return not self.has_ignore_index and self.label_kind.dtype is None
 
     @property
@@ -213,12 +221,14 @@ class LossSpec:
         return self.labels(self.all_options)
 
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the weighted loss of every element or every row; their sum is the loss."""
+        """Write the loss of every element or row times its weight; their sum is the loss of a
+        batch.
+        """
         terms, _ = self._write_loss_terms(self.formula, op, prediction, label)
         return terms.losses if terms.weights is None else terms.losses * terms.weights
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
-        """Write the terms whose weighted mean is the loss of a batch."""
+        """Write losses and weights, whose weighted mean is the loss of a batch."""
         terms, nan = self._write_loss_terms(self.write_terms or self.formula, op, prediction, label)
         if nan is None:
             return terms
@@ -229,8 +239,10 @@ class LossSpec:
     def _write_loss_terms(
         self, write: Callable[..., Any], op: Any, prediction: ir.Value, label: ir.Value
     ) -> tuple[Terms, ir.Value | None]:
-        """Write the terms, and the mask of NaN labels, or None if NaN labels are not ignored."""
-        label = known = shaped_label(op, label, prediction)
+        """Write losses and weights by the formula `write`; also return the mask of NaN labels, None
+        if NaN labels are not ignored.
+        """
+        label = known = match_label_shape(op, label, prediction)
         options, nan = self.options, None
         if self.ignore_nan and "ignore_nan" in signature(self.formula).parameters:
             options = {**options, "ignore_nan": True}
@@ -262,7 +274,8 @@ class LossSpec:
         return op.Where(nan, op.const(0.0, losses.dtype), losses)
 
     def for_labels(self, shape: Sequence[int]) -> LossSpec:
-        """Return the loss for labels of this shape, which tells one-hot labels from class indices.
+        """Return the loss for labels of this shape, by which one-hot labels are told from class
+        indices.
 
         One-hot and soft labels have as many axes as the prediction, class indices one less (or an
         additional last axis of length 1). `losses.applied_to.decide_options` compares them.
@@ -272,31 +285,108 @@ class LossSpec:
 
 AnyFormula = TypeVar("AnyFormula", bound=Callable[..., Any])
 
-LOSSES: dict[str, LossSpec] = {}  # by name; filled when the package is imported
+LOSSES: dict[str, LossSpec] = {}  # by name; filled when `onnxgrad.losses` is imported
 
 
 def register(*names: str, **fields: Any) -> Callable[[AnyFormula], AnyFormula]:
-    """Return a decorator that registers a formula under `names`, with `fields` of `LossSpec`."""
+    """Return a decorator that registers a formula under `names` in `LOSSES`, with `fields` as
+    attributes of its `LossSpec`.
+    """
 
-    def add(formula: AnyFormula) -> AnyFormula:
+    def register_formula(formula: AnyFormula) -> AnyFormula:
         LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})
         return formula
 
-    return add
+    return register_formula
 
 
-def shaped_label(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
-    """Return a label in the shape of the prediction, if the label has no known shape.
+def match_label_shape(op: Any, label: ir.Value, prediction: ir.Value) -> ir.Value:
+    """Return a label of unknown shape reshaped to the prediction; a label of known shape is
+    returned, perhaps with a check of lengths.
 
     If a label should have the shape of the prediction, and the model computes a length of it, the
     nodes fail for a batch in which the lengths differ: the label would be broadcast silently.
     """
     declared, wanted, known = dims(label), op.Shape(prediction), dims(prediction)
     if declared is None:
-        return op.Reshape(label, wanted)  # or (N,) and (N, 1) would be broadcast to (N, N)
+        return op.Reshape(label, wanted)  # otherwise (N,) and (N, 1) would be broadcast to (N, N)
     shape_of_kind = label.meta.get(marks.LABEL_SHAPE)
     if None not in declared or shape_of_kind is None or shape_of_kind(known) != known:
         return label
     # the first Reshape fails for a shorter label, the second one for a shorter prediction
     both = op.Reshape(op.Expand(label, wanted), op.Shape(label))
     return op.set_type_like(op.Reshape(both, wanted), prediction)
+
+
+# -- nodes that formulas write ---------------------------------------------------------------------
+
+
+def known_dims(x: ir.Value) -> Dims:
+    """Return the dimensions of a value whose rank is known."""
+    shape = dims(x)
+    assert shape is not None
+    return shape
+
+
+def lowest_logit(op: Any, like: ir.Value) -> ir.Value:
+    """Write a constant logit whose probability is 0, large and negative, in the dtype of `like`."""
+    return op.const(_LOWEST_FLOAT16 if like.dtype == ir.DataType.FLOAT16 else LOWEST, like.dtype)
+
+
+def where_const(op: Any, condition: ir.Value, yes: Any, no: Any, like: ir.Value) -> ir.Value:
+    """Write the number `yes` where `condition` is true, and the number `no` elsewhere, in the dtype
+    of `like`.
+    """
+    return op.Where(condition, op.const(yes, like.dtype), op.const(no, like.dtype))
+
+
+def widen_to_float32(op: Any, x: ir.Value) -> ir.Value:
+    """Write `x` cast to float32 if it is float16 or bfloat16, whose sums overflow or lose digits;
+    else return `x`.
+    """
+    is_wide = x.dtype in (None, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    return x if is_wide else op.Cast(x, to=ir.DataType.FLOAT)
+
+
+def softplus(op: Any, x: ir.Value) -> ir.Value:
+    """log(1 + e^x), smooth at 0, without overflow.
+
+    onnxruntime has a kernel of Softplus for float32 only. For other dtypes it expands the function
+    body of the opset, which overflows or fails. For float64: max(x, 0) - log sigmoid |x|.
+    """
+    if x.dtype != ir.DataType.DOUBLE:
+        return op.Cast(op.Softplus(op.Cast(x, to=ir.DataType.FLOAT)), to=x.dtype)
+    positive = op.Greater(x, 0.0)
+    return op.Where(positive, x, 0.0) - op.Log(op.Sigmoid(op.Where(positive, x, -x)))
+
+
+def axis_positions(op: Any, x: ir.Value, axis: int) -> ir.Value:
+    """Write the int64 vector 0, 1, ..., n - 1, n the length of an axis of `x`."""
+    y = op.arange(op.dim(x, axis))
+    y.shape = ir.Shape([known_dims(x)[axis]])
+    return y
+
+
+def write_class_indices(op: Any, x: ir.Value, axis: int = 1) -> ir.Value:
+    """Write 0, 1, ..., C - 1 along an axis of `x`, in a shape that is broadcast to `x`."""
+    return op.Reshape(axis_positions(op, x, axis), [-1] + [1] * (len(known_dims(x)) - 1 - axis))
+
+
+def take_at_index(op: Any, x: ir.Value, i: int) -> ir.Value:
+    """Write `x[:, i]`: the (N, ...) elements at index `i` of axis 1 of `x` (N, k, ...)."""
+    y = op.Gather(x, np.int64(i), axis=1)
+    n, _, *rest = known_dims(x)
+    y.shape = ir.Shape([n, *rest])
+    return y
+
+
+def move_classes_to_axis_1(op: Any, x: ir.Value, axis: int | None) -> ir.Value:
+    """Write `x` with its class axis `axis` moved to axis 1; `axis=None` means that the classes are
+    along axis 1 already.
+    """
+    n = len(known_dims(x))
+    axis = 1 if axis is None else axis % n
+    if axis == 1:
+        return x
+    rest = [i for i in range(n) if i != axis]
+    return op.Transpose(x, perm=[rest[0], axis, *rest[1:]])

@@ -17,8 +17,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
-from onnxgrad.losses.formula_nodes import wide
-from onnxgrad.losses.spec import Terms
+from onnxgrad.losses.spec import Terms, widen_to_float32
 from onnxgrad.operators.shapes import dims, rank
 
 Extents = list[int | ir.Value]
@@ -27,7 +26,8 @@ Extents = list[int | ir.Value]
 def sum_and_count(
     op: Any, terms: Terms, label: ir.Value, weight: ir.Value | None = None
 ) -> tuple[ir.Value, ir.Value]:
-    """Write the weighted sum of losses, sum(w l), and of weights, sum(w), in the losses' dtype.
+    """Write two scalars: the weighted sum of losses, sum(w l), and the sum of weights, sum(w), in
+    the losses' dtype.
 
     Args:
         op: emitter of the graph.
@@ -46,7 +46,7 @@ def sum_and_count(
     assert shape is not None
     assert dtype is not None
     if not shape and dims(label) == () and w is None and weight is None:
-        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one term
+        return losses, op.const(1.0, dtype)  # a prediction of rank 0 has one loss
     if not shape:
         raise ValueError(
             "a loss must have one number for every element or row, not one for all: leave out "
@@ -58,7 +58,8 @@ def sum_and_count(
     covers = covers and all(a != 1 or d == 1 for a, d in zip(of_weights or (), shape, strict=True))
     if not covers:
         losses, extents, every = _loss_shape_from_label(op, losses, label)
-        if every and w is None and weight is None:  # Size is fewer nodes than the shape
+        # one Size node in place of the nodes for the shape
+        if every and w is None and weight is None:
             return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
         target = op.vector(*extents)
     else:
@@ -87,7 +88,7 @@ def sum_without_label(
     `losses` have a known rank. The sum of the weights is computed from inputs of the graph and
     labels, where they are proven to have the lengths of `losses`.
     """
-    losses, axes = wide(op, losses), range(len(dims(losses) or ()))
+    losses, axes = widen_to_float32(op, losses), range(len(dims(losses) or ()))
     if weight is None:
         return op.ReduceSum(losses, keepdims=0), element_count(op, losses, axes, losses, labels)
     weight = op.Cast(weight, to=losses.dtype)
@@ -122,14 +123,15 @@ def element_count(
 
 def broadcast_weights(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
     """Write sample weights broadcast to the shape of `like`; a Reshape fails if they do not fit."""
-    every = op.emit(
-        "Expand", [weight, shape], {}, fresh=True
-    )  # Expand is not left out if symbols are equal
+    # fresh: written even if symbolic shapes are equal
+    every = op.emit("Expand", [weight, shape], {}, fresh=True)
     return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
 
 
-def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one weight each."""
+def scale_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
+    """Write `x` times sample weights: `weight` (N,) multiplies rows, a `weight` of more axes
+    multiplies elements.
+    """
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
         return op.set_type_like(x * broadcast_weights(op, weight, op.Shape(x), x), x)
@@ -142,7 +144,7 @@ def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
 def _infer_ranks(
     op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
-    """Return losses and label with known ranks, inferred, or else by a reshape to (N, terms)."""
+    """Return losses and label of known rank: inferred, or reshaped to (N, elements of a row)."""
     count = len(op.graph.inputs)
     op.graph.inputs.extend(v for v in (label, *inputs) if v.producer() is None)
     infer(ir.Model(op.graph, ir_version=8))
@@ -160,7 +162,8 @@ def _infer_ranks(
 def _loss_shape_from_label(
     op: Any, losses: ir.Value, label: ir.Value
 ) -> tuple[ir.Value, Extents, bool]:
-    """Return the losses, their shape computed from the label, and whether each label has a loss.
+    """Return (losses, their shape as computed from the label, whether there is one loss for each
+    label).
 
     The axes of the losses are some axes of the label, in their order, and axes of length 1.
     """

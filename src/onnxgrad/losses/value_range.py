@@ -19,7 +19,7 @@ from onnxgrad.operators.records import Range
 from onnxgrad.operators.shapes import constant, dims, rank
 
 _UNBOUNDED: Range = (-inf, inf)
-_DEPTH = 32  # nodes in a row that a search visits
+_DEPTH = 32  # most consecutive nodes that a search visits
 
 
 def value_range(x: ir.Value) -> Range:
@@ -46,7 +46,7 @@ def _range_of_result(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) 
     if sources := [*moved_operands(node), *_body_results(node, x)]:
         lows, highs = zip(*map(range_of, sources), strict=True)
         return min(lows), max(highs)
-    share = quotient(node)
+    share = quotient_operands(node)
     if share is not None and summed_axes(*share) is not None and range_of(share[0])[0] >= 0:
         return 0.0, 1.0
     inputs = node.inputs
@@ -90,7 +90,7 @@ def constant_range(x: ir.Value) -> Range | None:
     return float(array.item()), float(array.item())
 
 
-def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+def quotient_operands(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """Return (a, b) if a node computes a / b, as Div, Reciprocal (a = 1) or Mul by a Reciprocal."""
     inputs = [v for v in node.inputs if v is not None]
     if node.domain:
@@ -101,7 +101,7 @@ def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         return ir.Value(name="one", const_value=ir.tensor(np.float32(1))), inputs[0]
     if node.op_type == "Mul":
         for a, b in (inputs, inputs[::-1]):
-            inverse = made_by(before_casts(b), "Reciprocal")
+            inverse = made_by(value_before_casts(b), "Reciprocal")
             if inverse is not None and inverse.inputs[0] is not None:
                 return a, inverse.inputs[0]
     return None
@@ -124,7 +124,7 @@ def summed_axes(
         if moved_operands(node) and (is_copy or node.op_type in VIEWS | {"Cast"}):
             column = column or (total if node.op_type in ("Reshape", "Squeeze") else None)
             total = node.inputs[0]
-        elif made_by(total, "Where", "Max", "Clip", "Add"):  # each of them guards against zero
+        elif made_by(total, "Where", "Max", "Clip", "Add"):  # each may guard `total` against zero
             operands = node.inputs[node.op_type == "Where" :]
             rest = [v for v in operands if v is not None and not _is_zero_guard(v)]
             if len(rest) != 1:
@@ -135,13 +135,15 @@ def summed_axes(
     node = made_by(total, *reductions)
     if node is None or x is None or node.inputs[0] is None:
         return None
-    base = behind_guard(x) if guarded else x
-    is_of_x = before_casts(node.inputs[0]) is before_casts(base)
+    base = strip_zero_guard(x) if guarded else x
+    is_of_x = value_before_casts(node.inputs[0]) is value_before_casts(base)
     return _broadcast_axes(node, x, column) if is_of_x else None
 
 
 def _broadcast_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
-    """Return the axes of the reduction `node` of `x` if its result is broadcast along them."""
+    """Return the axes over which the node reduces `x`, if the node's result is broadcast to `x`
+    along these axes; else None.
+    """
     n, kept = rank(x), int_attribute(node, "keepdims")
     if n is None:
         stated = constant(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -166,8 +168,10 @@ def _is_zero_guard(x: ir.Value) -> bool:
     return node.op_type == "Mul" and all(v is not None and _is_zero_guard(v) for v in node.inputs)
 
 
-def behind_guard(x: ir.Value) -> ir.Value:
-    """Return p if `x` is p plus a guard against zero, such as p + 1 where a sum is 0; else `x`."""
+def strip_zero_guard(x: ir.Value) -> ir.Value:
+    """Return p if `x` is p plus a number that keeps `x` from being zero, such as 1 where a sum is
+    0; else return `x`.
+    """
     node = made_by(x, "Add")
     rest = (
         [] if node is None else [v for v in node.inputs if v is not None and not _is_zero_guard(v)]
@@ -175,8 +179,10 @@ def behind_guard(x: ir.Value) -> ir.Value:
     return rest[0] if len(rest) == 1 else x
 
 
-def before_casts(x: ir.Value) -> ir.Value:
-    """Return the value before the Cast and Identity nodes that compute `x`; without them `x`."""
+def value_before_casts(x: ir.Value) -> ir.Value:
+    """Return the value from which only Cast and Identity nodes compute `x`; `x` itself if there are
+    none.
+    """
     while (node := made_by(x, "Identity", "Cast")) is not None:
         if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:
             break

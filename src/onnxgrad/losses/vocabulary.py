@@ -20,11 +20,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.reverse import dependent_values
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.causal import CAUSAL
-from onnxgrad.losses.formula_nodes import wide
+from onnxgrad.losses.classification import CAUSAL
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import LabelPositions, WeightedLabels, logit_gradient, weighted_sum
-from onnxgrad.losses.spec import LossSpec
+from onnxgrad.losses.spec import LossSpec, widen_to_float32
 from onnxgrad.losses.word_blocks import BlockwiseLoss, block_sizes
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import dims, is_real, rank
@@ -39,8 +38,9 @@ Pairs = list[tuple[ir.Value, ir.Value]]
 OwnGradients = Callable[[Emit, ir.Value], Pairs]  # writes gradients times a scalar, by value
 
 
-def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> WeightedLabels | None:
-    """Return the labels of a cross-entropy that is computed in chunks, without sample weights.
+def labels_for_chunks(spec: LossSpec, logits: ir.Value, label: ir.Value) -> WeightedLabels | None:
+    """Return the labels of a cross-entropy whose logits are to be computed in chunks; None for
+    other losses.
 
     None: it is another loss, or has too few classes.
     """
@@ -62,14 +62,15 @@ def labels_of_words(spec: LossSpec, logits: ir.Value, label: ir.Value) -> Weight
     )
 
 
-def write_in_chunks(
+def cross_entropy_in_chunks(
     op: Emit,
     logits: ir.Value,
     labels: WeightedLabels,
     wrt: Sequence[ir.Value],
     plain: tuple[ir.Value, ir.Value],
 ) -> tuple[ir.Value, ir.Value, OwnGradients]:
-    """Write the cross-entropy in chunks: the weighted sum of losses and the sum of weights.
+    """Write the weighted sum of the cross-entropies and the sum of the weights, with the logits of
+    one chunk in memory at a time.
 
     Args:
         op: emitter of the graph.
@@ -99,22 +100,24 @@ def write_in_chunks(
         total, own = by_words.total, partial(by_words.write_gradients, shared, wanted)
     else:
         total, pairs = _write_position_scan(op, head, positions, shared, wanted, labels.smoothing)
-        own = scale_gradients(pairs)
+        own = gradient_scaler(pairs)
     total.meta[marks.PLAIN_SUM], positions.total.meta[marks.PLAIN_SUM] = plain
     return total, positions.total, own
 
 
-def scale_gradients(pairs: Pairs) -> OwnGradients:
-    """Return a function that writes the given gradients multiplied by a scalar."""
+def gradient_scaler(pairs: Pairs) -> OwnGradients:
+    """Return a function `(op, scale)` that writes the given gradients multiplied by the scalar
+    `scale`.
+    """
 
-    def write(op: Emit, scale: ir.Value) -> Pairs:
+    def write_scaled_gradients(op: Emit, scale: ir.Value) -> Pairs:
         found = []
         for value, g in pairs:
             product = op.Mul(g, op.Cast(scale, to=g.dtype))
             found.append((value, op.set_type_like(product, value)))
         return found
 
-    return write
+    return write_scaled_gradients
 
 
 # -- chunks of positions ---------------------------------------------------------------------------
@@ -128,7 +131,8 @@ def _write_position_scan(
     wanted: Sequence[ir.Value],
     smoothing: float,
 ) -> tuple[ir.Value, Pairs]:
-    """Write a Scan over chunks of positions, with the loss and gradients w.r.t. weights, features.
+    """Write a Scan over chunks of positions that computes the loss, and the gradients w.r.t.
+    weights and features.
 
     The loss and the gradients w.r.t. `shared` are added up over chunks; the gradients w.r.t. the
     leaves `wanted` are one for each chunk.
@@ -159,7 +163,7 @@ def _write_position_scan(
     with inner:
         z = head.write_logits(inner, rows, gate=gate)
         index = inner.Unsqueeze(target, [1])
-        log_p = inner.LogSoftmax(wide(inner, z), axis=-1)
+        log_p = inner.LogSoftmax(widen_to_float32(inner, z), axis=-1)
         chosen = inner.Squeeze(inner.GatherElements(log_p, index, axis=1), [1])
         if smoothing:
             mean = inner.ReduceMean(log_p, [1], keepdims=0)

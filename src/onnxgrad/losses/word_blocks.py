@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.losses.formula_nodes import choose, wide
 from onnxgrad.losses.head import Head
 from onnxgrad.losses.positions import LabelPositions, logit_gradient, weighted_sum
+from onnxgrad.losses.spec import where_const, widen_to_float32
 from onnxgrad.operators.shapes import dims
 
 BLOCK = 1024  # approximate number of words in a block
@@ -26,7 +26,7 @@ Pairs = list[tuple[ir.Value, ir.Value]]
 
 
 def block_sizes(words: Any) -> tuple[int, int] | None:
-    """Return the size of the vocabulary, and of a block of words, a divisor near `BLOCK`.
+    """Return (number of words, words in a block): a divisor of the number of words near `BLOCK`.
 
     None: the number of words is not static, or has no such divisor.
     """
@@ -39,7 +39,8 @@ def block_sizes(words: Any) -> tuple[int, int] | None:
 
 
 class BlockwiseLoss:
-    """The cross-entropy by blocks of words; `total` is the sum of the losses.
+    """The cross-entropy over a large vocabulary, computed by a Scan over blocks of words; `total`
+    is the weighted sum of the losses.
 
     Args:
         op: emitter of the graph.
@@ -78,7 +79,9 @@ class BlockwiseLoss:
         return rows
 
     def _write_losses(self) -> tuple[ir.Value, ir.Value]:
-        """Write the logsumexp of the logits of each position, and its loss, (positions, 1)."""
+        """Write for each position the logsumexp of its logits and its cross-entropy, both
+        (positions, 1).
+        """
         op, zero, dtype = self.op, self.op.zeros_like(self.weights), self.dtype
         assert dtype is not None
         least = op.set_type_like(zero + op.const(_LEAST[dtype], dtype), zero)
@@ -87,7 +90,7 @@ class BlockwiseLoss:
         most, total, chosen, *sums = inner.graph.inputs[: len(starts)]
         with inner:
             z = self.head.write_logits(inner, self.leaves | sliced, self.block)
-            z = wide(inner, z)
+            z = widen_to_float32(inner, z)
             new = inner.Max(most, inner.ReduceMax(z, [1], keepdims=1))
             total = total * inner.Exp(most - new)
             total = total + inner.ReduceSum(inner.Exp(z - new), [1], keepdims=1)
@@ -106,7 +109,9 @@ class BlockwiseLoss:
     def write_gradients(
         self, shared: Sequence[ir.Value], wanted: Sequence[ir.Value], op: Emit, scale: ir.Value
     ) -> Pairs:
-        """Write gradients of the loss times `scale` w.r.t. weights `shared`, features `wanted`."""
+        """Write the gradients of `scale` times the loss w.r.t. the weights in `shared` and the
+        features in `wanted`.
+        """
         self.op = op
         scanned = [x for x in shared if x in self.axes]
         summed = [*(x for x in shared if x not in self.axes), *(self.leaves[x] for x in wanted)]
@@ -115,9 +120,9 @@ class BlockwiseLoss:
         before = inner.graph.inputs[: len(summed)]
         with inner:
             z = self.head.write_logits(inner, self.leaves | sliced, self.block)
-            p = inner.Exp(wide(inner, z) - self.lse)
+            p = inner.Exp(widen_to_float32(inner, z) - self.lse)
             index, inside = self._index_in_block(inner)
-            hit = choose(inner, inside, self.smoothing - 1.0, 0.0, self.weights)
+            hit = where_const(inner, inside, self.smoothing - 1.0, 0.0, self.weights)
             dz = logit_gradient(inner, p, (index, hit), weights, self.smoothing / self.words)
             found = self.head.write_gradients(
                 inner, z, dz, [*summed, *(sliced[x] for x in scanned)]
@@ -134,7 +139,8 @@ class BlockwiseLoss:
     def _begin_scan_body(
         self, starts: Sequence[ir.Value]
     ) -> tuple[Emit, list[ir.Value], dict[ir.Value, ir.Value]]:
-        """Return the body of a Scan over blocks of words, its operands, and the slices of weights.
+        """Return a Scan body over blocks of words, the operands of the Scan, and the slice of each
+        weight in the body.
 
         The last input of the body is the first word of the block.
         """
@@ -145,7 +151,7 @@ class BlockwiseLoss:
         for x, axis in self.axes.items():
             shape = list(dims(x) or ())
             shape[axis] = self.block
-            if axis == 0:  # a Scan takes such slices without a copy
+            if axis == 0:  # a Scan takes slices along axis 0 without a copy
                 stack = op.Reshape(x, [self.words // self.block, *shape])
                 operands.append(op.set_type_like(stack, x))
                 stack.shape = ir.Shape([self.words // self.block, *shape])
@@ -170,7 +176,7 @@ class BlockwiseLoss:
         return inner, operands, sliced
 
     def _index_in_block(self, inner: Emit) -> tuple[ir.Value, ir.Value]:
-        """Write each label as an index into the block, or 0, and whether the label is inside."""
+        """Write (index of each label within the block, or 0; whether the label is in the block)."""
         index = self.target - inner.graph.inputs[-1]
         inside = inner.And(
             inner.GreaterOrEqual(index, np.int64(0)), inner.Less(index, np.int64(self.block))
@@ -184,7 +190,9 @@ class BlockwiseLoss:
         return self.op.emit_many("Scan", operands, attributes, outputs, fresh=True)
 
     def _join_blocks(self, stack: ir.Value, like: ir.Value) -> ir.Value:
-        """Join the gradients of blocks of the weight `like`, stacked along axis 0."""
+        """Write the gradient w.r.t. the weight `like` from the stack of its gradients for each
+        block.
+        """
         op, axis, shape = self.op, self.axes[like], dims(like) or ()
         part = [*shape[:axis], self.block, *shape[axis + 1 :]]
         stack.type = like.type

@@ -11,7 +11,8 @@ from onnxgrad.metrics.base import Metric, PredictionInfo
 
 
 class AlarmCurve(NamedTuple):
-    """False alarms and missed events by threshold: `plt.plot(curve.per_hour, curve.missed)`.
+    """False alarms per hour and the share of missed events at each threshold:
+    `plt.plot(curve.per_hour, curve.missed)`.
 
     Attributes:
         thresholds: ascending; a window whose score is at least the threshold is over it.
@@ -31,7 +32,8 @@ class AlarmCurve(NamedTuple):
     missed: np.ndarray
 
     def at(self, missed: float) -> tuple[float, float]:
-        """Return (threshold, false alarms per hour) for at most a share `missed` of missed events.
+        """Return (threshold, false alarms per hour) where the share of missed events is at most
+        `missed`.
 
         Of several thresholds, it is the one with the fewest false alarms per hour.
 
@@ -79,9 +81,7 @@ def false_alarms(
     """
     listed = [_arrays_by_file(part) for part in (scores, labels)]
     if [len(s) for s in listed[0]] != [len(y) for y in listed[1]]:
-        raise ValueError(
-            "scores and labels have different numbers of windows: pass one label for each score"
-        )
+        raise ValueError("scores and labels have different lengths: pass one label for each score")
     all_scores, y = (np.concatenate(part) for part in listed)
     if not np.isin(y, (0, 1)).all() or y.min(initial=1) == y.max(initial=0):
         raise ValueError(
@@ -127,7 +127,8 @@ def _arrays_by_file(values: Any) -> list[np.ndarray]:
 
 
 class FalseAlarms(Metric):
-    """False alarms per hour at the threshold by which at most a share of the events is missed.
+    """False alarms per hour at the threshold at which at most a given share of the events is
+    missed.
 
     Each row is one window, as of a clip. For windows of a file in their order, pass the result of
     `Sound.predict` to `false_alarms`.
@@ -166,7 +167,9 @@ class FalseAlarms(Metric):
         super().begin(prediction)
 
     def update(self, prediction: Any, label: Any, weight: Any = None) -> None:
-        """Add a batch of scores and labels; weights only leave out rows, those of weight 0."""
+        """Add a batch of scores and labels; rows of weight 0 are left out, and other weights do not
+        matter.
+        """
         scores, y = np.ravel(prediction), np.ravel(label)
         counts = slice(None) if weight is None else np.ravel(weight) > 0
         self._batches.append((scores[counts], y[counts]))
@@ -177,6 +180,6 @@ class FalseAlarms(Metric):
         Raises:
             ValueError: labels are all 0 or all 1.
         """
-        # each row is a file of one window
+        # each row counts as a file with one window
         scores, labels = (list(part[:, None]) for part in self._join_batches())
         return false_alarms(scores, labels, self.seconds).at(self.missed)[1]

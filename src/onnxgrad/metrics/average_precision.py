@@ -106,7 +106,8 @@ class MeanAveragePrecision(_BoxMetric):
 
 
 class BoxConfusion(_BoxMetric):
-    """Number of boxes of class i that are found as class j, (classes + 1, classes + 1).
+    """Confusion matrix (classes + 1, classes + 1): the number of boxes of class i that are detected
+    as class j.
 
     The last row counts found boxes without a true box, the last column true boxes that are not
     found. A true box belongs to the found box that overlaps it most, one to one.
@@ -188,7 +189,7 @@ def _as_coco_box(box: Sequence[float]) -> list[float]:
 
 
 def _precision_by_class(true: dict, found: list[dict], iou: float | None) -> dict[int, np.ndarray]:
-    """Return by class the precisions at all levels of recall, without classes that lack boxes."""
+    """Return {class: precision at all levels of recall}, without classes that have no boxes."""
     COCO, COCOeval = _import_pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()

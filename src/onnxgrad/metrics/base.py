@@ -11,7 +11,8 @@ from onnxgrad.errors import EvaluationError
 
 @dataclass(frozen=True)
 class PredictionInfo:
-    """The kind of a prediction: scores of several classes, one score of two classes, or numbers.
+    """What a prediction holds: scores of several classes, one score for two classes, or numbers of
+    a regression.
 
     Attributes:
         classes: number of classes, if the prediction has a score for each; otherwise None.
@@ -162,7 +163,7 @@ class RunningMean:
 
 
 def no_rows_error(name: str) -> ValueError:
-    """Return the error for a metric of this name that has no rows to evaluate."""
+    """Return the error for a metric that has no rows to evaluate; `name` is the metric's name."""
     return ValueError(
         f"metric {name!r} has nothing to compute: there are no rows, or all of them have weight 0 "
         "or the ignored label"
@@ -170,6 +171,8 @@ def no_rows_error(name: str) -> ValueError:
 
 
 def refuse_weights(name: str, weight: np.ndarray | None) -> None:
-    """Raise `ValueError` for sample weights, which a metric of this name does not take."""
+    """Raise `ValueError` if there are sample weights, for a metric that takes none; `name` is the
+    metric's name.
+    """
     if weight is not None:
         raise ValueError(f"metric {name!r} takes no sample weights: do not pass any")

@@ -3,9 +3,9 @@
 Examples:
     >>> import numpy as np
     >>> from onnxgrad.metrics.base import PredictionInfo
-    >>> from onnxgrad.metrics.select import select
+    >>> from onnxgrad.metrics.select import select_metric
     >>> for name in ("accuracy", "balanced_accuracy", "precision", "recall_macro", "f1", "iou"):
-    ...     metric = select(name)
+    ...     metric = select_metric(name)
     ...     metric.begin(PredictionInfo(threshold=0.5))
     ...     metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
     ...     print(name, round(metric.compute(), 4))
@@ -42,7 +42,7 @@ class Accuracy(MeanMetric):
 
     def values(self, rows: Rows) -> np.ndarray:
         """Return for each row whether the predicted class is the label."""
-        return rows.predicted(self.info) == rows.true
+        return rows.predicted_classes(self.info) == rows.true_classes
 
 
 @dataclass
@@ -84,9 +84,9 @@ class TopK(Accuracy):
 
     def values(self, rows: Rows) -> np.ndarray:
         """Return for each row whether its label is among the k classes with the highest scores."""
-        if rows.scores.ndim == 1:  # of two classes, so that k is 1
+        if rows.scores.ndim == 1:  # one score for two classes, so that k is 1
             return super().values(rows)
-        true = rows.true[:, None]
+        true = rows.true_classes[:, None]
         score = np.take_along_axis(rows.scores, true, axis=1)
         before = (rows.scores == score) & (np.arange(rows.scores.shape[1]) < true)
         return ((rows.scores > score) | before).sum(axis=1) < self.k
@@ -99,12 +99,12 @@ class CountMetric(ClassMetric):
         """Forget all batches of earlier evaluations."""
         super().begin(prediction)
         self._hit, self._predicted, self._true = np.zeros((3, self.n_classes))
-        # whether a class is predicted or a label, of any weight
+        # mask of the classes that occur as prediction or label, even with weight 0
         self._present = np.zeros(self.n_classes, bool)
 
     def add(self, rows: Rows) -> None:
         """Add the rows of a batch to the counts."""
-        predicted, true, weight = rows.predicted(self.info), rows.true, rows.weight
+        predicted, true, weight = rows.predicted_classes(self.info), rows.true_classes, rows.weight
         hit, n = predicted == true, self.n_classes
         self._hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
         self._predicted += np.bincount(predicted, weight, n)
@@ -112,7 +112,7 @@ class CountMetric(ClassMetric):
         self._present[predicted] = self._present[true] = True
 
     def _refuse_no_rows(self) -> None:
-        """Raise `ValueError` if no label has a weight above 0."""
+        """Raise `ValueError` if the weights of all labels are 0, or there are no labels."""
         self.check_begun()
         if not self._true.any():
             raise no_rows_error(self.name)
@@ -187,7 +187,9 @@ class Precision(CountMetric):
         return float(np.average(self._divide_counts(parts), weights=weights))
 
     def _divide_counts(self, parts: np.ndarray) -> np.ndarray:
-        """Return `parts[0] / parts[1]` for each class, `zero_division` where the divisor is 0."""
+        """Return `parts[0] / parts[1]` for each class, and `zero_division` for classes where
+        `parts[1]` is 0.
+        """
         empty = np.full(parts.shape[1], float(self.zero_division))
         return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
 
@@ -266,7 +268,7 @@ class ConfusionMatrix(ClassMetric):
     def add(self, rows: Rows) -> None:
         """Add the rows of a batch to the counts."""
         n = self.n_classes
-        cells = rows.true * n + rows.predicted(self.info)
+        cells = rows.true_classes * n + rows.predicted_classes(self.info)
         self._matrix = self._matrix + np.bincount(cells, rows.weight, n * n).reshape(n, n)
 
     def compute(self) -> np.ndarray:

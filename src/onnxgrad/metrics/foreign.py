@@ -15,7 +15,8 @@ _LOWER_IS_BETTER = ("loss", "error", "deviance")
 
 
 class FunctionMetric(Metric):
-    """A function `(prediction, label) -> number or array`, called once, on all data.
+    """A function `(prediction, label) -> number or array` as a metric, called once on the rows of
+    all batches.
 
     It keeps all predictions and labels in memory, and passes them unchanged: logits as logits,
     ignored labels included. If the data have sample weights, the function must have a parameter

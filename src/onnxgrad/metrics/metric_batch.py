@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxgrad.data.class_numbers import labels_outside
+from onnxgrad.data.class_numbers import mask_labels_outside
 from onnxgrad.metrics.base import Metric, PredictionInfo, RunningMean
 
 
 class Rows(NamedTuple):
-    """Rows of one prediction and one label each, without the rows whose label is ignored.
+    """Class scores, labels and sample weights of rows, without the rows whose label is ignored.
 
     Attributes:
         scores: (rows, classes), or (rows,) for scores of one of two classes.
@@ -26,14 +26,16 @@ class Rows(NamedTuple):
     weight: np.ndarray | None
 
     @property
-    def true(self) -> np.ndarray:
+    def true_classes(self) -> np.ndarray:
         """Class indices of the labels; for soft labels, the class of the largest share."""
         if self.scores.ndim == 1:
             return (self.label > 0.5).astype(np.int64)
         return self.label.argmax(axis=1) if self.label.ndim == 2 else self.label
 
-    def predicted(self, info: PredictionInfo) -> np.ndarray:
-        """Class indices of the predictions."""
+    def predicted_classes(self, info: PredictionInfo) -> np.ndarray:
+        """Class indices of the predictions: the class of the largest score, or 1 for a score above
+        the threshold.
+        """
         if self.scores.ndim == 1:
             return (self.scores > info.threshold).astype(np.int64)
         return self.scores.argmax(axis=1)
@@ -41,7 +43,8 @@ class Rows(NamedTuple):
 
 @dataclass
 class MetricBatch:
-    """A batch of predictions and labels for the metric `name`, which error messages state.
+    """A batch of predictions, labels and sample weights, checked for the metric `name`, which error
+    messages state.
 
     Raises:
         ValueError: arrays that are not numbers or do not fit, and NaN.
@@ -73,8 +76,9 @@ class MetricBatch:
                 weight = None if weight is None else weight[keep]
         return Rows(scores, self._check_class_labels(label), weight)
 
-    def number_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return predictions and labels as float64 (rows, outputs), and the sample weights.
+    def float_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return (predictions, labels, sample weights): predictions and labels in float64 (rows,
+        outputs).
 
         Weights are (rows,), or (rows, outputs) if each label has its weight, or NaN is left out.
         """
@@ -111,7 +115,9 @@ class MetricBatch:
         return scores, label.reshape(-1)
 
     def _check_class_labels(self, label: np.ndarray) -> np.ndarray:
-        """Return the labels, class indices as int64; raise `ValueError` for other labels."""
+        """Return the labels, checked: class indices as int64, soft labels and labels of two classes
+        unchanged.
+        """
         classes = self.info.classes
         found = f"from {label.min()} to {label.max()}" if label.size else "none"
         is_share = bool(((label >= 0) & (label <= 1)).all())
@@ -128,7 +134,7 @@ class MetricBatch:
                     f"metric {self.name!r}: soft labels must be numbers from 0 to 1, not {found}"
                 )
             return label
-        if labels_outside(label, classes).any():
+        if mask_labels_outside(label, classes).any():
             raise ValueError(
                 f"metric {self.name!r}: class indices must be integers from 0 to {classes - 1}, "
                 f"not {found}; ignore_index names a label to leave out"
@@ -136,7 +142,9 @@ class MetricBatch:
         return label.astype(np.int64, copy=False)
 
     def _check_numbers(self, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
-        """Return `array` as numbers, at least 1-D; raise `ValueError` for NaN unless `nan`."""
+        """Return `array` as an array of numbers with rows; raise `ValueError` for NaN unless `nan`
+        is true.
+        """
         array = np.asarray(array)
         if array.dtype.kind == "V":  # dtypes of ml_dtypes, such as bfloat16
             array = array.astype(np.float32)
@@ -150,7 +158,9 @@ class MetricBatch:
         return array
 
     def _item_weights(self, items: int) -> np.ndarray | None:
-        """Return one weight for each item (position), from weights of rows or of single labels."""
+        """Return one weight for each class prediction, from weights of rows or of single labels;
+        None without weights.
+        """
         if self.weight is None:
             return None
         weight, label = np.asarray(self.weight, np.float64), self.label.shape
@@ -203,7 +213,7 @@ class ClassMetric(Metric):
 
     @property
     def n_classes(self) -> int:
-        """Number of classes; 2 if the prediction is the score of one of two."""
+        """Number of classes; 2 if the prediction is one score for two classes."""
         return self.info.classes or 2
 
     def update(

@@ -66,7 +66,7 @@ class Perplexity(LogLoss):
             )
 
     def compute(self) -> float:
-        """Return the perplexity; infinity where float64 has no larger number."""
+        """Return the perplexity, infinity if it is too large for float64."""
         with np.errstate(over="ignore"):
             return float(np.exp(super().compute()))
 
@@ -102,11 +102,11 @@ class AUC(ClassMetric):
                 if logits
                 else _check_probability_sums(self.name, scores)
             )
-        elif scores.ndim == 2:  # rows rank by the difference of their logits
+        elif scores.ndim == 2:  # rows are ranked by the difference of their two logits
             second = scores[:, 1]
             scores = second - scores[:, 0] if self.info.from_logits else second
         weight = np.ones(len(scores)) if weight is None else weight
-        self._batches.append((scores.copy(), rows.true.copy(), weight))
+        self._batches.append((scores.copy(), rows.true_classes.copy(), weight))
 
     def compute(self) -> float:
         """Return the area under the ROC curve.
@@ -126,9 +126,8 @@ class AUC(ClassMetric):
         """Return the area under the ROC curve of class `k` against the other classes."""
         order = np.argsort(scores, kind="stable")[::-1]
         scores, hit, weight = scores[order], (true == k)[order], weight[order]
-        ends = np.r_[
-            np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1
-        ]  # last of equal ones
+        # the last of equal scores
+        ends = np.r_[np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1]
         right = np.r_[0.0, np.cumsum(weight * hit)[ends]]
         wrong = np.r_[0.0, np.cumsum(weight * ~hit)[ends]]
         if not (right[-1] and wrong[-1]):

@@ -3,9 +3,9 @@
 Examples:
     >>> import numpy as np
     >>> from onnxgrad.metrics.base import PredictionInfo
-    >>> from onnxgrad.metrics.select import select
+    >>> from onnxgrad.metrics.select import select_metric
     >>> for name in ("mae", "mse", "rmse", "mape", "r2"):
-    ...     metric = select(name)
+    ...     metric = select_metric(name)
     ...     metric.begin(PredictionInfo())
     ...     metric.update(np.array([1.0, 2.0, 3.0]), np.array([[1.0], [2.0], [5.0]]))
     ...     print(name, round(metric.compute(), 4))
@@ -45,7 +45,7 @@ class MAE(Metric):
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
         """Add a batch of predictions and labels."""
-        f, y, weight = MetricBatch(self.name, self.info, prediction, label, weight).number_rows()
+        f, y, weight = MetricBatch(self.name, self.info, prediction, label, weight).float_rows()
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
                 f"metric {self.name!r}: rows have {f.shape[1]} numbers, and rows of earlier "

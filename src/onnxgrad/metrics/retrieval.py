@@ -14,7 +14,9 @@ QUERIES_AT_ONCE = 1024  # queries compared with the corpus at once
 
 
 class EmbeddingMetric(Metric):
-    """Base of metrics of all embeddings (rows, D) together, with one label for each row."""
+    """Base of metrics that compare all embeddings (rows, D) of an evaluation with each other, with
+    one label for each row.
+    """
 
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
@@ -44,7 +46,8 @@ class EmbeddingMetric(Metric):
 
 @dataclass
 class Retrieval(EmbeddingMetric):
-    """Recall or hit rate at k: among the k rows with the largest cosines to a query.
+    """Recall or hit rate at k: how many rows of the query's class are among the k rows with the
+    largest cosines to the query.
 
     A row is a hit if it has the class of the query. The value is the mean over queries, without
     rows that are alone in their class. In `update`, labels are the
@@ -135,7 +138,9 @@ class CosineSpearman(EmbeddingMetric):
     name = "cosine_spearman"
 
     def compute(self) -> float:
-        """Return the rank correlation; raise `ValueError` if undefined, or rows are no pairs."""
+        """Return the rank correlation; raise `ValueError` if all cosines or labels are equal, or
+        the rows are not pairs.
+        """
         z, y = self._join_batches()
         if len(y) % 2 or (y[::2] != y[1::2]).any():
             raise ValueError(

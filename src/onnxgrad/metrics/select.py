@@ -31,7 +31,7 @@ _CLASSES: list[Callable[..., Metric]] = [
 ]
 METRICS: dict[str, Callable[[], Metric]] = {
     **{kind().name: kind for kind in _CLASSES},
-    "top_5_accuracy": partial(TopK, 5),  # and any other number
+    "top_5_accuracy": partial(TopK, 5),  # and "top_K_accuracy" for any K
     **{
         kind(average=average).name: partial(kind, average=average)
         for kind in (Precision, Recall, F1, IoU)
@@ -40,8 +40,8 @@ METRICS: dict[str, Callable[[], Metric]] = {
 }
 
 
-def select(metric: Any) -> Metric:
-    """Return the `Metric` for a name, a metric object or a function.
+def select_metric(metric: Any) -> Metric:
+    """Return the `Metric` for the name of a metric, a metric object or a function.
 
     Args:
         metric: a `Metric`; a name such as "accuracy", "top_5_accuracy" or "f1_macro"; a metric of
@@ -51,10 +51,10 @@ def select(metric: Any) -> Metric:
         ValueError: an unknown name, or an object of another kind.
 
     Examples:
-        >>> from onnxgrad.metrics.select import select
-        >>> select("top_3_accuracy")
+        >>> from onnxgrad.metrics.select import select_metric
+        >>> select_metric("top_3_accuracy")
         TopK(k=3)
-        >>> select("f1_macro")
+        >>> select_metric("f1_macro")
         F1(average='macro', zero_division=0.0)
     """
     if isinstance(metric, Metric):
@@ -71,7 +71,9 @@ def select(metric: Any) -> Metric:
             raise unknown("metric", metric, known)
         return METRICS[metric]()
     if isinstance(metric, type):
-        raise ValueError(f"pass {metric.__name__}(), an object, instead of the class")
+        raise ValueError(
+            f"metric {metric.__name__} is a class: pass an object, {metric.__name__}()"
+        )
     if any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__):
         return TorchMetric(metric)
     if callable(metric):

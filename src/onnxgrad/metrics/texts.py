@@ -124,7 +124,7 @@ class EntityF1(Metric):
     def update(
         self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        """Add a batch: scores, with classes along `axis` of the info, and labels (N, T)."""
+        """Add a batch: scores of the classes of each token, and labels (N, T)."""
         refuse_weights(self.name, weight)
         for true, found in zip(label, prediction.argmax(self.info.axis), strict=True):
             kept = true != self.info.ignore_index

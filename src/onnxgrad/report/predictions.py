@@ -62,7 +62,7 @@ class _ConfusionCounts(_ExaminedOutput):
         about, batch = self.compare(prediction, label)
         rows = batch.class_rows()
         self.classes = rows.scores.shape[1] if rows.scores.ndim == 2 else 2
-        pairs = rows.true * self.classes + rows.predicted(about)
+        pairs = rows.true_classes * self.classes + rows.predicted_classes(about)
         for pair, count in zip(*np.unique(pairs, return_counts=True), strict=True):
             self.counts[divmod(int(pair), self.classes)] += int(count)
 
@@ -80,7 +80,7 @@ class _RegressionResiduals(_ExaminedOutput):
     wide: int = 0
 
     def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        shown, wanted, counts = self.compare(prediction, label)[1].number_rows()
+        shown, wanted, counts = self.compare(prediction, label)[1].float_rows()
         if counts is not None:  # elements that do not count are no labels
             wanted = np.where(counts, wanted, np.nan)
         if shown.shape[1] > COLUMNS:
@@ -263,8 +263,8 @@ def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -
     about, batch = output.compare(prediction, wanted)
     rows = batch.class_rows()
     shown = {
-        "label": _first_elements(rows.true),
-        "prediction": _first_elements(rows.predicted(about)),
+        "label": _first_elements(rows.true_classes),
+        "prediction": _first_elements(rows.predicted_classes(about)),
     }
     scores = rows.scores.max(axis=1) if rows.scores.ndim == 2 else rows.scores
     return {**shown, "score": _first_elements(scores), "classes": True}

@@ -286,7 +286,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         if self._is_multilabel:
             return head.reshape_as_target(y.astype(np.float64))
         y = y.astype(self.classes_.dtype) if y.dtype.kind == "b" else y
-        index, wrong = ClassNames(self.classes_.tolist()).encode(y)
+        index, wrong = ClassNames(self.classes_.tolist()).encode_labels(y)
         if wrong.any():
             raise ValueError(
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not among the "

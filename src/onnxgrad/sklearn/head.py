@@ -94,7 +94,7 @@ class Head:
     def index(self, labels: np.ndarray) -> np.ndarray:
         """Return the class index of each label that the model's label output predicts."""
         assert self.classes is not None
-        return ClassNames(self.classes.tolist()).encode(labels)[0]
+        return ClassNames(self.classes.tolist()).encode_labels(labels)[0]
 
 
 def read_head(proto: ModelProto, output: str | None = None) -> Head:

@@ -70,7 +70,7 @@ class Network:
         """The trained ONNX model, whose metadata store the names of the columns."""
         model = self.trainer.model
         model = self.front.merge(model) if self.front else model
-        self.trainer._names.keep(model)
+        self.trainer._names.write_metadata(model)
         return model
 
     def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class Network:
         names = self.trainer._names
         if columns:
             whole = self.front.whole if self.front else self.trainer._job.proto
-            names.columns |= names.by_input(columns, names_without_default(whole))
+            names.columns |= names.columns_by_input(columns, names_without_default(whole))
         names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
@@ -109,7 +109,7 @@ class RowPredictor:
         proto = select_model_inputs_outputs(proto, outputs)
         model = to_ir(proto)
         infer(model)
-        self.fields = [Field.of(x) for x in model.graph.inputs if x.dtype]
+        self.fields = [Field.from_input(x) for x in model.graph.inputs if x.dtype]
         first = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
         self.fixed_rows = next((d for d in first if isinstance(d, int) and d > 0), 0)
         self._device, self._work = device, count_multiply_adds(model.graph)
@@ -157,7 +157,7 @@ class RowPredictor:
                     "dict with an array for each"
                 )
             else:
-                groups = Names().by_input(in_table, names)
+                groups = Names().columns_by_input(in_table, names)
                 columns = {name: X[group[0]] for name, group in groups.items()}
         read = raw_array if self.raw else Field.check
         return {field.name: read(field, columns[field.name]) for field in self.fields}

@@ -15,8 +15,8 @@ import onnx
 import onnx_ir as ir
 
 import onnxgrad as og
-from onnxgrad.data.boxes import names_annotations
-from onnxgrad.data.coco_files import coco_image_ids
+from onnxgrad.data.boxes import is_annotation_path
+from onnxgrad.data.image_files import coco_image_ids
 from onnxgrad.data.image_transforms import as_transforms
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.tasks.base import (
@@ -352,7 +352,7 @@ class Detection(Task):
 
     def _list_pictures(self, inputs: Any) -> list[tuple[str, Any]]:
         """Return (name, source) of each picture in a folder, a file or annotated data."""
-        if names_annotations(inputs):
+        if is_annotation_path(inputs):
             read = og.data.annotated_images(inputs, part=None)
             self._image_ids |= read.image_ids
             inputs = read.files

@@ -14,15 +14,15 @@ import numpy as np
 
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.class_folders import class_folders, data_set_folders
-from onnxgrad.data.class_numbers import check_class_count, first_names
+from onnxgrad.data.class_numbers import check_class_count, first_class_names
 from onnxgrad.data.columns import Names
 from onnxgrad.data.field import Field
 from onnxgrad.data.image_files import SUFFIXES, is_image
 from onnxgrad.data.image_transforms import (
     IMAGES,
     as_transforms,
-    noted_normalization,
-    noted_transforms,
+    normalization_from_metadata,
+    transforms_from_metadata,
 )
 from onnxgrad.data.images import ImageFolder, image_folder
 from onnxgrad.errors import argument
@@ -36,13 +36,7 @@ from onnxgrad.tasks.image_values import (
     range_warning,
 )
 from onnxgrad.tasks.row_predictions import Columns
-from onnxgrad.tasks.rows_task import (
-    CROSS_ENTROPY,
-    ONE_SCORE,
-    RowsTask,
-    begin_errors,
-    only_features,
-)
+from onnxgrad.tasks.rows_task import CROSS_ENTROPY, ONE_SCORE, RowsTask, begin_errors, only_features
 from onnxgrad.tasks.tables import PARQUET, STREAMED
 from onnxgrad.training.data import Dataset
 
@@ -169,7 +163,7 @@ class Images(RowsTask):
         white = float(kept.get("scale", 1.0) if self.scale is None else checked_scale(self.scale))
         if self.normalize is not None:
             return white, as_normalization(self.normalize, white)
-        return white, None if self.scale is not None else noted_normalization(kept)
+        return white, None if self.scale is not None else normalization_from_metadata(kept)
 
     def _open_rows(self, data: Any) -> Path:
         return Path(data)
@@ -191,7 +185,7 @@ class Images(RowsTask):
                 f"{str(path)!r} holds images, and the input of the model declares no height and "
                 f"width, but {shape}: pass {argument('image_size')}"
             )
-        steps = noted_transforms(kept) if self._size in (None, noted) else []
+        steps = transforms_from_metadata(kept) if self._size in (None, noted) else []
         reader = image_folder(
             str(path),
             (size[0], size[1]),
@@ -247,7 +241,7 @@ class Images(RowsTask):
         if reader.class_names:
             pairs = enumerate(zip(reader.classes, counts, strict=True))
             named = [f"{k}: {name} ({count})" for k, (name, count) in pairs]
-        self.notes.append(f"classes by number, and their images: {first_names(named)}")
+        self.notes.append(f"classes by number, and their images: {first_class_names(named)}")
         return Dataset(reader), Names(classes=classes or reader.class_names)
 
     def read(self, path: str | os.PathLike) -> Any:

@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 import onnxgrad as og
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_numbers import ClassNames, first_names
+from onnxgrad.data.class_numbers import ClassNames, first_class_names
 from onnxgrad.data.columns import Names, class_names, read_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, printable, unknown
@@ -309,7 +309,7 @@ class RowsTask(Task):
         self.model = og.replace_head(self.model, list(names))
         self.notes.append(
             f"the model has {count} scores and the data {len(names)} other classes: a new last "
-            f"layer has {first_names(names)}"
+            f"layer has {first_class_names(names)}"
         )
 
     def _choose_loss(self, loss: str, reason: str) -> None:
@@ -362,7 +362,7 @@ class RowsTask(Task):
                 raise unknown("output", name, every)
         predictor = Predictor(proto, outputs, device)
         labels = ClassLabels.of(proto, predictor.returned)
-        fields = [Field.of(ir.from_proto(x)) for x in inputs_without_default(proto)]
+        fields = [Field.from_input(ir.from_proto(x)) for x in inputs_without_default(proto)]
         size, self.rows = predictor.fixed_rows or batch_size or ROWS, 0
         for feed, count, extra in self._input_batches(self._open_rows(inputs), fields, size):
             results = predictor.run_rows(feed)

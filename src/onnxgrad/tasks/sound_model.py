@@ -202,7 +202,7 @@ class Streams(og.data.Reader):
         for clip in folder.clips:
             files[clip.file].append(clip)
         self.files = list(files.values())
-        self.counts = [-(-folder.length(file) // folder.samples) for file in files]
+        self.counts = [-(-folder.count_file_samples(file) // folder.samples) for file in files]
         order = sorted(range(len(self.files)), key=lambda i: self.counts[i])
         size = 1 if self.along else min(self.width, len(order))
         self.groups = [order[i : i + size] for i in range(0, len(order), size)]

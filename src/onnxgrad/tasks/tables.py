@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.data.arrays import DataError, column_array, fit_shape, is_arrow
 from onnxgrad.data.arrow import arrow_dataset
 from onnxgrad.data.cells import RowNumbers, is_text
-from onnxgrad.data.class_numbers import first_names, label_text
+from onnxgrad.data.class_numbers import first_class_names, label_text
 from onnxgrad.data.columns import ColumnSelection, Names, column_names, is_table
 from onnxgrad.data.field import Field
 from onnxgrad.data.tables import FileTable, read_table
@@ -21,12 +21,7 @@ from onnxgrad.errors import argument, named, printable, unknown
 from onnxgrad.operators.shapes import dims
 from onnxgrad.tasks.base import with_fields
 from onnxgrad.tasks.row_predictions import Columns as Arrays
-from onnxgrad.tasks.rows_task import (
-    CROSS_ENTROPY,
-    RowsTask,
-    begin_errors,
-    only_features,
-)
+from onnxgrad.tasks.rows_task import CROSS_ENTROPY, RowsTask, begin_errors, only_features
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
@@ -88,7 +83,7 @@ class Targets:
                 f"weights of rows, or leave out {argument('sample_weight')}"
             )
         if len(columns) == 1 and None in columns:
-            return cls({None: trained.copy().target_order(own_targets.names)})
+            return cls({None: trained.copy().order_targets(own_targets.names)})
         return own_targets
 
     @property
@@ -161,7 +156,9 @@ def choose_columns(
             if column not in names:
                 raise unknown(f"column ({argument('columns')})", column, names)
         if len({*group}) < len(group):
-            raise ValueError(f"{argument('columns')} names a column twice: {first_names(group)}")
+            raise ValueError(
+                f"{argument('columns')} names a column twice: {first_class_names(group)}"
+            )
         if result.columns.setdefault(name, list(group)) != list(group):
             raise ValueError(
                 f"{argument('columns', list(group))}: the model was trained on "
@@ -180,7 +177,7 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
         if name in trained.columns and order != group:
             messages.append(
                 f"columns of input {name} are taken by name, in the order of its training: "
-                f"{first_names(group)} (the data has {first_names(order)})"
+                f"{first_class_names(group)} (the data has {first_class_names(order)})"
             )
     return messages
 
@@ -191,7 +188,7 @@ def ignored_columns(
     """Return a message about columns that no input takes, beside `others`; [] for none."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
-    return [f"ignored columns: {first_names(left)}"] if left else []
+    return [f"ignored columns: {first_class_names(left)}"] if left else []
 
 
 STREAMED = (".arrow", ".feather", ".ipc")
@@ -372,7 +369,7 @@ class Table(RowsTask):
             if isinstance(source, FileTable):
                 source = self._with_class_numbers(source, targets, classes)
                 y = {
-                    output: source.cells(each, "the target").side_by_side(nan=True)
+                    output: source.cells(each, "the target").number_array(nan=True)
                     for output, each in targets.columns.items()
                 }
             known = [] if in_memory else classes or []  # labels are numbers in memory
@@ -394,7 +391,7 @@ class Table(RowsTask):
         note = source.note if isinstance(source, FileTable) else ""
         self.notes += [*[note] * bool(note), *in_other_order(source.columns, columns, trained)]
         self.remarks += [
-            f"columns of input {name}, in this order: {first_names(group)}"
+            f"columns of input {name}, in this order: {first_class_names(group)}"
             for name, group in columns.items()
             if name not in trained.columns and len(group) > 1
         ]
@@ -433,7 +430,7 @@ class Table(RowsTask):
         others = {*others} | ({*trained.target, *trained.weight} - used)
         rest = [name for name in source.columns if name not in others]
         rest, named = choose_columns(self.columns, rest, inputs, trained)
-        return named.by_input(rest, inputs, _array_columns(source))
+        return named.columns_by_input(rest, inputs, _array_columns(source))
 
     def _read_table(
         self, table: FileTable, objective: Objective, columns: Columns, labels: Columns
@@ -442,7 +439,7 @@ class Table(RowsTask):
         parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
         arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
         if weight is not None:
-            weights = table.cells([weight], argument("sample_weight", weight)).weights()
+            weights = table.cells([weight], argument("sample_weight", weight)).sample_weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}
         label: Any = next(iter(y.values())) if len(y) == 1 else y or None
         return Dataset(arrays, label, weights)
@@ -489,7 +486,7 @@ class Table(RowsTask):
                 for start in range(0, rows, size):
                     count = min(size, rows - start)
                     # users find rows by number where others were left out
-                    numbers = table.row_numbers.numbers(start, count)
+                    numbers = table.row_numbers.range_in_file(start, count)
                     part = {name: array[start : start + size] for name, array in arrays.items()}
                     yield part, count, {"row": numbers} if self.drop_missing else {}
 

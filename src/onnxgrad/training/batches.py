@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.class_numbers import check_class_count, first_names
+from onnxgrad.data.class_numbers import check_class_count, first_class_names
 from onnxgrad.data.prefetch import read_ahead
 from onnxgrad.data.readers import Batches, Reader, describe_arrays
 from onnxgrad.errors import argument
@@ -377,8 +377,8 @@ def adapt_reader(reader: Reader, fields: Fields) -> Reader:
         check_class_count(own, labels, count)
     if own and known and own != known:
         raise DataError(
-            f"labels are numbered as the classes {first_names(own)}, and the model has "
-            f"{first_names(known)}: pass {argument('classes', known[:12])} to the reader"
+            f"labels are numbered as the classes {first_class_names(own)}, and the model has "
+            f"{first_class_names(known)}: pass {argument('classes', known[:12])} to the reader"
         )
     names.classes = names.classes or own
     fields.numbered = bool(own)

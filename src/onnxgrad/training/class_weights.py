@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.checks import check_choice
-from onnxgrad.data.class_numbers import labels_outside
+from onnxgrad.data.class_numbers import mask_labels_outside
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import takes_class_weight
@@ -96,7 +96,7 @@ def balanced_class_weights(
             array = np.asarray(piece[name])
             counted = array[(array != info.ignore_index) & (array == array)]  # NaN is no label
             values, repeats = np.unique(counted, return_counts=True)
-            if labels_outside(values).any():
+            if mask_labels_outside(values).any():
                 raise ValueError(
                     f"{given} needs class indices in the label {name!r}, whole numbers from 0: "
                     "pass the weights of classes"

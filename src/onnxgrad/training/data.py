@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.columns import ColumnSelection, column_names, is_table
-from onnxgrad.data.readers import Batches, DiskArrays, Reader, are_parts, is_batch
+from onnxgrad.data.readers import Batches, DiskArrays, Reader, is_batch, is_one_batch
 from onnxgrad.data.torch_data import (
     HuggingFaceRows,
     HuggingFaceStream,
@@ -23,7 +23,7 @@ from onnxgrad.data.torch_data import (
     is_hugging_face,
     is_hugging_face_stream,
     is_map_style,
-    is_stream,
+    is_torch_stream,
 )
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.objectives import LABEL
@@ -97,7 +97,7 @@ class Dataset:
         own: Reader
         if isinstance(X, Reader):
             own = X
-        elif is_stream(X):
+        elif is_torch_stream(X):
             own = StreamedRows(X)
         elif is_map_style(X):
             own = MapStyleRows(X)
@@ -307,7 +307,7 @@ def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     Raises:
         ValueError: a tuple that may be (X, y) or a tuple of batches.
     """
-    if y is None and sample_weight is None and isinstance(X, tuple) and are_parts(X):
+    if y is None and sample_weight is None and isinstance(X, tuple) and is_one_batch(X):
         return Dataset(*X)
     return Dataset(X, y, sample_weight)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
-from onnxgrad.data.class_numbers import class_numbers
+from onnxgrad.data.class_numbers import labels_to_class_indices
 from onnxgrad.data.columns import ColumnSelection, column_names, target_names
 from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
@@ -258,13 +258,13 @@ class Fields:
             if name in self.labels:
                 columns = target_names(value) or []
                 targets += columns
-                order = names.target_order(columns) if columns and len(self.labels) == 1 else []
+                order = names.order_targets(columns) if columns and len(self.labels) == 1 else []
             elif name == self.weight:
                 columns, order = [], []
                 names.weight = target_names(value) or names.weight
             else:
                 columns = column_names(value) or []
-                order = names.order(name, columns) if columns else []
+                order = names.order_columns(name, columns) if columns else []
             if order != columns and order:
                 settled[name] = ColumnSelection(value, order)
         if len(self.labels) > 1 and targets:
@@ -311,7 +311,7 @@ class Fields:
         of_labels = set[str]().union(*columns_of.values())
         rest = [name for name in names if name not in of_labels]
         arrays = [n for n in self.features if n in rest and getattr(X[n], "ndim", 1) > 1]
-        by_input = {**columns_of, **self.names.by_input(rest, self.features, arrays)}
+        by_input = {**columns_of, **self.names.columns_by_input(rest, self.features, arrays)}
         used = set[str]().union(*by_input.values())
         if unused := [name for name in names if name not in used]:
             raise ValueError(
@@ -354,7 +354,7 @@ class Fields:
         own = self.fields[name]
         if name in self.classified and not self.numbered:
             ignored = own.ignored, bool(own.ignores_nan)
-            data = class_numbers(data, self.names.classes, name, *ignored)
+            data = labels_to_class_indices(data, self.names.classes, name, *ignored)
         return own.numbers(data)
 
     def _count_uncut(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:

@@ -19,7 +19,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.recompute import RECOMPUTE
 from onnxgrad.checks import check_choice, check_count, check_positive
-from onnxgrad.data.class_numbers import weights_by_number
+from onnxgrad.data.class_numbers import class_weights_by_index
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.precision import HALVES
@@ -413,7 +413,7 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     }
     names = read_names(proto)
     names.classes = list(classes) or names.classes
-    checked["class_weight"] = weights_by_number(checked["class_weight"], names.classes)
+    checked["class_weight"] = class_weights_by_index(checked["class_weight"], names.classes)
     if train_ranges:
         proto, changes = with_trained_scales(proto, list_patterns(freeze))
         trained = [*trained, *changes]

@@ -120,7 +120,7 @@ class Objective:
         pairs = zip(inverse_counts, self.written.factors, strict=True)
         with op:
             scales = [n if factor == 1 else factor * n for n, factor in pairs]
-        return self.written.seeds(op, scales)
+        return self.written.initial_cotangents(op, scales)
 
     @property
     def named_values(self) -> set[ir.Value]:

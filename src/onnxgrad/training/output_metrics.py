@@ -13,7 +13,7 @@ import numpy as np
 from onnxgrad.errors import argument, first_line, named, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.base import Metric, PredictionInfo
-from onnxgrad.metrics.select import select
+from onnxgrad.metrics.select import select_metric
 
 Arrays = Mapping[str, np.ndarray]
 ByOutput = dict[str | None, list[Metric]]  # None: the only output that has labels
@@ -28,7 +28,7 @@ def select_metrics(metrics: Any) -> ByOutput:
     if isinstance(metrics, str):
         raise ValueError(f"metrics is a list: write {argument('metrics', [metrics])}")
     by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
-    selected = {output: [select(m) for m in listed] for output, listed in by_output.items()}
+    selected = {output: [select_metric(m) for m in listed] for output, listed in by_output.items()}
     every = [m for listed in selected.values() for m in listed]
     if len({id(m) for m in every}) < len(every):
         raise ValueError(

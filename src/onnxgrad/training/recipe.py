@@ -18,7 +18,7 @@ from onnxgrad.data.indices import indexed_tables
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import narrow_result, widen_input, widen_result
-from onnxgrad.losses.causal import is_causal
+from onnxgrad.losses.classification import is_causal
 from onnxgrad.losses.objectives import LABEL, TrainingLoss as LossOfOutputs, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.notes import stopped_values
@@ -363,7 +363,7 @@ def build_objective(
             written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
             if isinstance(loss, LossOfOutputs):  # it may write its own gradient
-                loss = loss.differentiated(trained if training else (), mixed)
+                loss = loss.for_gradients(trained if training else (), mixed)
             written = loss.write(op, results, recipe.weight_axes > 0)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)

@@ -88,7 +88,7 @@ def export_model(proto: ModelProto, values: Mapping[str, np.ndarray], names: Nam
     held = {name: array for name, array in values.items() if name not in empty}
     result = with_learned_scales(inference_form(replace(proto, held)), values)
     result = store_integers(result, values)
-    names.keep(result)
+    names.write_metadata(result)
     return result
 
 
