@@ -15,8 +15,8 @@ import pytest
 
 import onnxgrad
 from onnxgrad import ModelError, onnx_derivative
+from onnxgrad.checks import LIMITS, limit, variable_of
 from onnxgrad.graph import set_limits
-from onnxgrad.limits import LIMITS, limit, variable_of
 from tests.support.errors import naming
 from tests.support.running import PATIENCE
 

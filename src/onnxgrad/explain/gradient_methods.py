@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.checks import check_choice, check_count, check_number
-from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.score_function import Attributions, ScoreFunction
+from onnxgrad.explain.score_function import Attributions, ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike

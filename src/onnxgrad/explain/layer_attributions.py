@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.checks import check_count
-from onnxgrad.explain.baselines import baseline_values
 from onnxgrad.explain.gradient_methods import path_values, quadrature
-from onnxgrad.explain.score_function import ScoreFunction
+from onnxgrad.explain.score_function import ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike, read

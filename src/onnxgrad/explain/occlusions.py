@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
+from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike

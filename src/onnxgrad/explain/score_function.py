@@ -1,4 +1,7 @@
-"""`ScoreFunction`: the score of each row, as a function of explained values of a model."""
+"""The score of each row, which explanations differentiate, and the baselines of attributions.
+
+A baseline is a value that stands for the absence of a feature.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import node_with_reason, smooth_values
+from onnxgrad.errors import unknown
 from onnxgrad.explain import targets
 from onnxgrad.explain.piece import Piece, check_model_and_device
-from onnxgrad.explain.rows_first import move_rows_first
-from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays
+from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays, move_rows_first
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
@@ -25,6 +28,7 @@ from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import RANDOM
 from onnxgrad.operators.shapes import is_real, static
+from onnxgrad.runtime.values import to_numpy
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
@@ -377,3 +381,61 @@ def _hint_of_embeddings(graph: ir.Graph) -> str:
         if node.op_type == "Gather" and node.inputs[1] in depending and is_real(node.outputs[0])
     ]
     return f", such as {' or '.join(lookups[:3])}, results of embeddings" if lookups else ""
+
+
+def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
+    """Return {name of an explained value: its baseline, in the value's shape and dtype}.
+
+    Args:
+        point: the rows that are explained.
+        baselines: a number or an array for the only value of `wrt`; or a dict by the names of
+            values of `wrt`, or of inputs from which inner values are computed. None: zeros, if
+            `wrt` are inputs.
+        what: the name of a baseline in messages.
+
+    Raises:
+        ValueError: no baseline for an inner value, an unknown name, or another shape.
+    """
+    function = point.function
+    if isinstance(baselines, Mapping):
+        given = dict(baselines)
+        inputs = {n: x for n, x in given.items() if n in point.feed and n not in point.values}
+        if other := [n for n in given if n not in inputs and n not in point.values]:
+            raise unknown(what, other[0], [*point.values, *point.feed])
+        computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
+        if inputs:
+            feed = {
+                n: _baseline_like(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+            }
+            computed |= function.values(feed, point.with_rows)
+        given = computed | {n: b for n, b in given.items() if n in point.values}
+    elif baselines is None:
+        given = {n: 0 for n in point.values if n not in function.inner}
+    elif len(point.values) == 1 or np.ndim(baselines) == 0:
+        given = dict.fromkeys(point.values, baselines)
+    else:
+        raise ValueError(
+            f"`wrt` names {len(point.values)} values: pass {what}s as a dict of arrays by name"
+        )
+    if missing := [n for n in point.values if n not in given]:
+        raise ValueError(
+            f"no {what} for the inner value {missing[0]!r}: pass one for it, as "
+            f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
+            f"{{{next(iter(point.feed))!r}: array}}"
+        )
+    return {n: _baseline_like(point, n, given[n], x, what) for n, x in point.values.items()}
+
+
+def _baseline_like(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+    """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
+    if baseline is None:
+        return x
+    array = point.function.rows_first(name, to_numpy(baseline))
+    if array.ndim and array.shape not in (x.shape, (1, *x.shape[1:])):
+        raise ValueError(
+            f"the {what} of {name!r} has the shape {list(array.shape)}: give a number, or an array "
+            f"of the shape {list(x.shape)}, or of one row of it"
+        )
+    if not np.can_cast(array.dtype, x.dtype, "same_kind"):
+        raise ValueError(f"the {what} of {name!r} holds {array.dtype}: pass {x.dtype}")
+    return np.broadcast_to(array, x.shape).astype(x.dtype)

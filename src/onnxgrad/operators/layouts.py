@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.limits import limit
+from onnxgrad.checks import limit
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import (
     Answer,

@@ -187,7 +187,6 @@ class GraphFunction:
 
     def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
         """Return new forward and backward sessions; see `session_pair`."""
-        """Return new forward and backward sessions; see `session_pair`."""
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.recompute) if names else None
