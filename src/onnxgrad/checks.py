@@ -38,7 +38,8 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 def check_number(
     name: str, value: Any, least: float = 0.0, strict: bool = False, infinite: bool = False
 ) -> float:
-    """Return `value` as a float; raise `ValueError` unless it is >= `least` (`strict`: >).
+    """Return `value` as a float; raise `ValueError` unless it is >= `least`, or > `least` if
+    `strict`.
 
     NaN, texts and truth values are no numbers, and infinity is one if `infinite`.
     """
@@ -58,7 +59,7 @@ def check_number(
 check_positive = partial(check_number, strict=True)
 
 
-def check_share(name: str, value: Any) -> float:
+def check_fraction(name: str, value: Any) -> float:
     """Return `value` as a float; raise `ValueError` unless it is a number from 0 to 1."""
     if check_number(name, value) > 1:
         raise ValueError(f"{named(name)} must be from 0 to 1, not {value!r}")
@@ -124,16 +125,18 @@ def set_limits(**limits: int | None) -> None:
     _chosen.update(chosen)
 
 
-def limit(name: str) -> int:
-    """Return the current value of the limit `name`: set in Python, the environment, or default."""
+def current_limit(name: str) -> int:
+    """Return the current value of the limit `name`: from `set_limits`, the environment, or the
+    default.
+    """
     if (chosen := _chosen.get(name)) is not None:
         return chosen
-    variable = variable_of(name)
+    variable = environment_variable(name)
     text = os.environ.get(variable, "")
     return check_count(variable, int(text) if text.isdecimal() else text) if text else LIMITS[name]
 
 
-def variable_of(name: str) -> str:
+def environment_variable(name: str) -> str:
     """Return the name of the environment variable that sets the limit `name`."""
     return f"ONNXGRAD_MAX_{name.upper()}"
 
@@ -147,10 +150,11 @@ def check_limit(name: str, count: int, what: str, error: type[Exception] = Model
         what: the beginning of the message: the node, tensor or file, and its problem.
         error: class of the error, whose message says how to raise the limit.
     """
-    maximum = limit(name)
+    maximum = current_limit(name)
     if count > maximum:
         number = str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"
         raise error(
             f"{what}: {number}, where the limit is {maximum}; raise it with "
-            f"onnxgrad.graph.set_limits({name}=...) or the environment variable {variable_of(name)}"
+            f"onnxgrad.graph.set_limits({name}=...) or the environment variable "
+            f"{environment_variable(name)}"
         )

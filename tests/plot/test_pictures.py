@@ -13,7 +13,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.plot.layering import Layered
-from onnxgrad.plot.placement import place, spread
+from onnxgrad.plot.placement import lay_out_model, spread_positions
 from onnxgrad.plot.scene import Scene
 from tests.support.drawn_models import (
     ATTRIBUTES,
@@ -233,7 +233,7 @@ def test_spread_is_a_regression():
     wished, gaps = rng.normal(size=30) * 40, rng.uniform(1, 5, 29)
     offsets = np.r_[0, np.cumsum(gaps)]
     expected = sklearn.isotonic_regression(wished - offsets) + offsets
-    np.testing.assert_allclose(spread(list(wished), list(gaps)), expected, rtol=1e-9)
+    np.testing.assert_allclose(spread_positions(list(wished), list(gaps)), expected, rtol=1e-9)
 
 
 # -- in a browser ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_the_page_places_boxes_as_the_svg(browser, tmp_path):
         page = open_page(browser, tmp_path, og.to_html(model), errors)
         expected = [
             [box.x, box.y, 0, 0, box.width, box.height]
-            for (kind, i), box in place(model, None).drawn_cells()
+            for (kind, i), box in lay_out_model(model, None).drawn_cells()
             if kind == "item"
         ]
         np.testing.assert_allclose(sorted(box_places(page)), sorted(expected), atol=1e-4)

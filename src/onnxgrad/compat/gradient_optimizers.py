@@ -28,8 +28,8 @@ from onnxgrad.compat.seed_trainer import (
     Fitted,
     SeedTrainer,
     Selected,
-    fitting_array,
-    rows_of,
+    check_state_array,
+    source_in_row_order,
 )
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
@@ -301,7 +301,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """
         data = as_dataset(X, y, sample_weight)
         evaluator = self._trained_evaluator(RowLosses, data.weight_axes > 0)
-        (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
+        (losses,) = evaluator.predict({}, source_in_row_order(data, evaluator.fields)).values()
         return losses
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
@@ -323,13 +323,13 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         evaluator = self._trained_evaluator(Evaluator, False)
         fields = evaluator.fields.without_labels()
         fields.left_out = frozenset()  # labels are refused
-        source = rows_of(Dataset(X), fields)
+        source = source_in_row_order(Dataset(X), fields)
         (predictions,) = evaluator.predict({}, source).values()
         flat = self._state.flat and predictions.shape[1:] == (1,)
         return predictions[:, 0] if flat else predictions
 
     def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
-        """Return an `Evaluator` of the trained model; `weighted`: it reads sample weights."""
+        """Return an `Evaluator` of the trained model, which reads sample weights if `weighted`."""
 
         def build() -> Evaluator:
             loss, device = self._training_loss(weighted), Device.of(self.device)
@@ -364,7 +364,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         }
 
     def get_full_state(self, kind: Any = "weight") -> Any:
-        """Return `get_state`, preceded by the model's data inputs with the value None."""
+        """Return {name: value} of the model's data inputs, whose values are None, and then of
+        `get_state`.
+        """
         if not isinstance(kind, str):
             return [self.get_full_state(k) for k in kind]
         state = self.get_state(kind)
@@ -409,7 +411,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _arrays_of_state(
         self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
-        """Return `state` without entries of None, as arrays in the shapes of weights or slots."""
+        """Return the values of `state` that are not None, as arrays in the shapes of weights or
+        slots.
+        """
         check_choice("kind of state", kind, _KINDS)
         if not isinstance(state, Mapping):
             raise ValueError(
@@ -433,7 +437,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
                 if strange := [slot for slot in slots if slot not in shapes]:
                     raise unknown(f"slot of {name!r}", strange[0], shapes)
                 checked[name] = {
-                    slot: fitting_array(name, to_numpy(value), shapes[slot], w.dtype)
+                    slot: check_state_array(name, to_numpy(value), shapes[slot], w.dtype)
                     for slot, value in slots.items()
                 }
         return checked
@@ -464,7 +468,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return write_models(self._training_graphs(), folder, prefix, suffix)
 
     def _training_graphs(self) -> dict[str, Any]:
-        """Return {name: graph} of what `save_onnx_graph` writes."""
+        """Return {name: ONNX graph} of the graphs that `save_onnx_graph` writes."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
         losses, (rate, optimizer) = (
             self._training_loss(False, names),
@@ -482,9 +486,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         loss.build_onnx_function(opset, weight_name=objective.row_weight, dtype=dtype, shape=shape)
         return {
             "model_onnx": proto,
-            "learning_rate": _attribute_models(rate.build_onnx_function(opset, dtype=dtype)),
-            "learning_loss": _attribute_models(loss),
-            "learning_penalty": _attribute_models(
+            "learning_rate": _models_in_attributes(rate.build_onnx_function(opset, dtype=dtype)),
+            "learning_loss": _models_in_attributes(loss),
+            "learning_penalty": _models_in_attributes(
                 penalty.build_onnx_function(opset, dtype=dtype, names=step.weights)
             ),
             "zero_onnx_": function_onnx_graph("zero", opset, dtype),
@@ -498,12 +502,14 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:
-            raise AttributeError(f"{name}: the training of {self} uses no such graph")
+            raise AttributeError(f"this training has no graph {name}: it has {sorted(graphs)}")
         return graphs[name]
 
 
-def _attribute_models(piece: Any) -> dict[str, ModelProto]:
-    """Return {attribute: model} of the attributes of `piece` that are ONNX models."""
+def _models_in_attributes(piece: Any) -> dict[str, ModelProto]:
+    """Return {attribute: model} of the attributes of a loss, penalty or learning rate that are ONNX
+    models.
+    """
     return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}
 
 
@@ -538,7 +544,9 @@ class RowsAndPenalty:
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
     ) -> WrittenLoss:
-        """Write the summed loss and penalty; gradients start at the prediction and the penalty."""
+        """Write the summed loss and the summed penalty, and the loss's gradient w.r.t. the
+        prediction.
+        """
         ((name, prediction),) = predictions.items()
         prediction = wide(op, prediction)
         label, weight = self.loss.label(op, prediction, "label"), None
@@ -576,10 +584,12 @@ class RowsAndPenalty:
 
 
 class RowLosses(Evaluator):
-    """An `Evaluator` whose predictions are the losses of the rows, (rows,), of `RowsAndPenalty`."""
+    """An `Evaluator` that returns the loss of each row, (rows,), in place of the model's
+    predictions.
+    """
 
     def objective(self) -> Objective:
-        """Return an objective whose prediction is the loss of each row."""
+        """Return an objective whose only prediction is the loss of each row."""
         one = super().objective()
         assert isinstance(self.recipe.loss, RowsAndPenalty)
         assert self.recipe.loss.losses is not None

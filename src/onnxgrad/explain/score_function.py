@@ -162,7 +162,7 @@ class ScoreFunction:
         return list(map(str, read_note(self._proto, CLASSES) or stored_labels(self._proto) or ()))
 
     def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
-        """Return the `Point` of the given inputs and target.
+        """Return a `Point`: the rows of the given inputs, their explained values, and the target.
 
         Args:
             inputs: the array of the only input, or `{name: array}`.
@@ -201,7 +201,8 @@ class ScoreFunction:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_explained_values(self) -> None:
-        """Raise `ValueError` if the values `wrt` cannot be explained together.
+        """Raise `ValueError` if the explained values `wrt` depend on each other, or do not affect
+        the output.
 
         These are the output, values that it does not depend on, and values that depend on others
         of them.
@@ -231,7 +232,7 @@ class ScoreFunction:
 
 @dataclass
 class Point:
-    """The rows of inputs, and the values computed from them, at which scores are explained.
+    """The rows of inputs, and the explained values at these rows, at which scores are computed.
 
     Attributes:
         function: the function that computes the scores.
@@ -252,8 +253,8 @@ class Point:
     def __post_init__(self) -> None:
         self._behind_with_rows = {*self.with_rows, *self.values}
 
-    def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return attributions with the dtypes, and the row axis, of the explained values.
+    def to_attributions(self, values: Mapping[str, np.ndarray]) -> Attributions:
+        """Return attributions in the dtypes of the explained values, with rows on the users' axis.
 
         They are one array if `wrt` is one name, else `{name: array}`. Attributions to integers stay
         floats.
@@ -270,19 +271,25 @@ class Point:
         return self.outputs(self.values)
 
     @cached_property
-    def indices(self) -> np.ndarray:
-        """The index of the explained score in each row of the output: see `target_indices`."""
+    def score_indices(self) -> np.ndarray:
+        """The index of the explained score in each row of the output, an array (rows, axes of a
+        row).
+        """
         target = targets.class_indices(self.target, self.function.classes)
         return targets.target_indices(target, self.rows, self._output_row_shape)
 
-    def chunks(self, copies: int) -> Iterator[slice]:
-        """Return slices of range(`copies`): copies of the rows in one slice run at once."""
+    def copy_slices(self, copies: int) -> Iterator[slice]:
+        """Return slices of range(`copies`); all copies of the rows that are in one slice run at
+        once.
+        """
         size = max(1, self.function.batch_size // self.rows)
         return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output at `values`, arrays with k copies of the rows one after another."""
-        y = self.function.behind.run(self.feed_at(values), self._behind_with_rows)[0]
+        """Return the output at `values`, whose arrays hold k copies of the rows one after
+        another.
+        """
+        y = self.function.behind.run(self.tiled_feed(values), self._behind_with_rows)[0]
         if y.dtype.kind in "iubOU":
             raise ValueError(
                 f"{self.function.output!r} holds {y.dtype}: name a float tensor as `output`"
@@ -290,9 +297,9 @@ class Point:
         return y
 
     def scores(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the scores at `values`, float64 of shape (k * rows,); see `outputs`."""
+        """Return the scores of k copies of the rows at `values`, float64 of shape (k * rows,)."""
         y = self.outputs(values)
-        every = np.tile(self.indices, (self._count_of_copies(values), 1))
+        every = np.tile(self.score_indices, (self._count_of_copies(values), 1))
         return y[(np.arange(len(y)), *every.T)].astype(np.float64)
 
     def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
@@ -301,7 +308,7 @@ class Point:
 
     def cotangent(self, copies: int) -> np.ndarray:
         """Return the output's cotangent for k = `copies` of the rows: 1 at each score, else 0."""
-        every = np.tile(self.indices, (copies, 1))
+        every = np.tile(self.score_indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
         return targets.score_cotangent(
@@ -318,7 +325,7 @@ class Point:
                     f"value as `wrt`{_hint_of_embeddings(self.function.whole.graph)}"
                 )
         return behind.gradients(
-            self.feed_at(values), self._behind_with_rows, self.function.wrt, cotangent
+            self.tiled_feed(values), self._behind_with_rows, self.function.wrt, cotangent
         )
 
     @cached_property
@@ -332,8 +339,10 @@ class Point:
         """Return k, the count of copies of this point's rows in `values`."""
         return len(next(iter(values.values()))) // self.rows
 
-    def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return `values` and the model's inputs, tiled to the row count of `values`."""
+    def tiled_feed(self, values: Mapping[str, np.ndarray]) -> Arrays:
+        """Return {name: array} of `values` and of the model's inputs, repeated to the row count of
+        `values`.
+        """
         copies = self._count_of_copies(values)
         feed = dict(self.feed)
         for name in self.with_rows:
@@ -372,7 +381,9 @@ def _explainable_inputs(whole: Piece) -> list[str]:
 
 
 def _hint_of_embeddings(graph: ir.Graph) -> str:
-    """Return a hint for messages that names the results of Gathers of integer inputs."""
+    """Return a hint, for messages, that names results of Gather nodes with integer input
+    indices.
+    """
     integers = [x for x in graph.inputs if not is_real(x)]
     depending = dependents(graph, integers)
     lookups = [
@@ -384,7 +395,7 @@ def _hint_of_embeddings(graph: ir.Graph) -> str:
 
 
 def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
-    """Return {name of an explained value: its baseline, in the value's shape and dtype}.
+    """Return {name of an explained value: its baseline array, in the value's shape and dtype}.
 
     Args:
         point: the rows that are explained.
@@ -405,7 +416,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
             feed = {
-                n: _baseline_like(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+                n: _fit_baseline(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
             }
             computed |= function.values(feed, point.with_rows)
         given = computed | {n: b for n, b in given.items() if n in point.values}
@@ -423,10 +434,10 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _baseline_like(point, n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _fit_baseline(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _baseline_like(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
     """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
     if baseline is None:
         return x

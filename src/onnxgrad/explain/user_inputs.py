@@ -92,7 +92,9 @@ def _input_array(value: Any, x: ir.Value) -> np.ndarray:
 
 
 def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
-    """Return a model whose inputs and outputs in `axes` have their rows on the first axis."""
+    """Return a model whose inputs and outputs in `axes`, {name: axis of rows}, have rows on the
+    first axis.
+    """
     moved = {name: axis for name, axis in axes.items() if axis != 0}
     if not moved:
         return proto

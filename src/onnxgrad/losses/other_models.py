@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.checks import check_positive, check_share
+from onnxgrad.checks import check_fraction, check_positive
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.formula_nodes import wide
 from onnxgrad.losses.in_graph import choose_output
@@ -259,7 +259,7 @@ def distillation(
         (True, 4.0)
     """
     check_positive("temperature", temperature)
-    check_share("alpha", alpha)
+    check_fraction("alpha", alpha)
     proto = None
     if teacher is not None:
         proto = read_output(teacher, teacher_output, "teacher_output")

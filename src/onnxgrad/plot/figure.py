@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.errors import printable_lines, unknown
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.placement import LINE, TITLE, Box, Placed, Point, place
+from onnxgrad.plot.placement import LINE, TITLE, Box, Placed, Point, lay_out_model
 from onnxgrad.plot.scene import Item
 
 _PIXELS_PER_INCH = 96  # of the layout, as in SVG
@@ -75,7 +75,7 @@ def plot_onnxs(
             raise ValueError(
                 f"ax: pass one of matplotlib's axes for each of {len(onx)} models, not {len(axes)}"
             )
-    pictures = [place(model, None) for model in onx]
+    pictures = [lay_out_model(model, None) for model in onx]
     import matplotlib.pyplot as plt
 
     if new:
@@ -142,7 +142,7 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
 def _split_titles(
     title: str | Sequence[str] | None, count: int, new: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """Return the title of the figure, None if it has none, and a title for each model."""
+    """Return the title of the figure (None if it has none) and a title for each model."""
     if not title:
         return None, [""] * count
     if isinstance(title, str) and count > 1:

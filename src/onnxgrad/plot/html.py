@@ -13,7 +13,7 @@ from onnxgrad.plot import placement
 from onnxgrad.plot.layering import Layered
 from onnxgrad.plot.placement import Box
 from onnxgrad.plot.scene import Cell, Scene
-from onnxgrad.plot.svg import MARKER, STYLE, folded_element, item_element
+from onnxgrad.plot.svg import MARKER, STYLE, folded_group_element, item_element
 
 _HEIGHT = 560  # pixels in a notebook
 
@@ -115,7 +115,7 @@ def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
         items.append({"svg": svg, "w": width, "h": height, **shown})
     for group in scene.groups:
         width, height = placement.folded_size(scene, group.id)
-        svg, rows = folded_element(group, Box(0, 0, width, height)), layered.groups[group.id]
+        svg, rows = folded_group_element(group, Box(0, 0, width, height)), layered.groups[group.id]
         cells = {
             "rows": [list(map(_cell_key, row)) for row in rows.rows],
             "links": [list(map(_cell_key, pair)) for pair in rows.links],
@@ -130,7 +130,7 @@ def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
         "groups": groups,
         "arrows": [
             [arrow.source, arrow.target, arrow.text, way]
-            for arrow, way in zip(scene.arrows, layered.ways, strict=True)
+            for arrow, way in zip(scene.arrows, layered.arrow_bends, strict=True)
         ],
         "folded": sorted(folded),
     }

@@ -24,7 +24,7 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators import VIEWS, operator_of
 from onnxgrad.operators.shapes import Dims, UnknownShapeError, constant, dims, static
-from onnxgrad.plot.parts import operator_counts
+from onnxgrad.plot.parts import operator_count_texts
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.aliases import module_of
 from onnxgrad.training.parameters.choice import trainable
@@ -108,7 +108,7 @@ class Summary(list[LayerRow]):
     def _table_cells(self) -> list[list[str]]:
         rows = []
         for layer in self:
-            operators = join_first(operator_counts(layer.operators), 3)
+            operators = join_first(operator_count_texts(layer.operators), 3)
             texts = (layer.name, operators, join_first([*map(_shape_text, layer.shapes)], 2))
             numbers = (getattr(layer, name) for name in _NUMBERS.values())
             rows.append([*map(printable, texts), *(f"{n:,}" if n else "-" for n in numbers)])
@@ -197,11 +197,11 @@ def summary(
             count[name] += 1
             name = f"{name}_{count[name]}" if count[name] > 1 else name
         layers[name].append(node)
-    return _LayerCounts(graph, trainable(proto, train, freeze)).count(layers, assumed)
+    return _LayerCounts(graph, trainable(proto, train, freeze)).count_layers(layers, assumed)
 
 
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
-    """Return the graph with inlined functions and inferred shapes, and the symbols' lengths."""
+    """Return (graph with inlined functions and inferred shapes, {symbolic dimension: length})."""
     bare = external.without_data(raise_opset(proto))
     model = to_ir(inlined(bare, lifted=True))
     external.with_data(model, proto)
@@ -260,11 +260,13 @@ class _LayerCounts:
             found = [self.weights[x] for x in reads(node) if x in self.weights]
             if found and node not in varying:
                 self.weights |= dict.fromkeys(node.outputs, set().union(*found))
-        self.work = Work(self.weights.keys())
+        self.work = MultiplyAddCounter(self.weights.keys())
         self.outputs = set(graph.outputs)
         self.unsized: dict[str, None] = {}
 
-    def count(self, layers: Mapping[str, list[ir.Node]], lengths: Mapping[str, int]) -> Summary:
+    def count_layers(
+        self, layers: Mapping[str, list[ir.Node]], lengths: Mapping[str, int]
+    ) -> Summary:
         seen: set[str] = set()
         rows = []
         for name, nodes in layers.items():
@@ -311,17 +313,17 @@ def _shape_text(shape: Dims | None) -> str:
 
 
 @dataclass
-class Work:
+class MultiplyAddCounter:
     """Counts multiply-adds, and collects the nodes whose count is unknown."""
 
-    parameters: Collection[ir.Value]  # weights; one that is added counts as a bias
+    parameters: Collection[ir.Value]  # weights: an Add of a weight counts as a bias
     uncounted: dict[str, None] = field(default_factory=dict)  # sentences, in order
 
     def count_node(self, node: ir.Node) -> int:
-        """Return the multiply-adds of `node` and of its subgraphs.
+        """Return the count of multiply-adds of `node` and of its subgraphs.
 
-        The iterations of a Scan count, a Loop of unknown length as one, and the branch of an If
-        that has more.
+        A Scan counts once per iteration, a Loop of unknown length once, and an If as the branch
+        with more multiply-adds.
         """
         inner = [sum(map(self.count_node, graph)) for graph in subgraphs(node)]
         try:
@@ -364,7 +366,7 @@ def _iteration_count(node: ir.Node) -> int | None:
 
 
 def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
-    """Return the static shape of a value."""
+    """Return the static shape of a value; raise `UnknownShapeError` if it is None or not static."""
     shape = static(dims(value))
     if shape is None:
         raise UnknownShapeError

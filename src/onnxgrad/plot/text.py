@@ -130,18 +130,18 @@ def _node_lines(nodes, indent: bool, margin: str) -> Iterator[str]:
         here = margin + "  " * min(steps, _DEEPEST) * indent
         arguments = ", ".join([*node.input, *parts.attribute_texts(node)])
         yield f"{here}{parts.operator_name(node)}({arguments}) -> {', '.join(node.output)}"
-        for name, graph in parts.graphs_of(node):
+        for name, graph in parts.named_subgraphs(node):
             yield f"{here}  {name}:"
             yield from _graph_lines(graph, indent, f"{here}    ")
 
 
 def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
-    """Yield a line for each run of nodes of one module, and for each node outside of modules."""
+    """Yield a line for consecutive nodes of one module, and for each node outside of modules."""
 
-    def module_start(node: NodeProto) -> str:
+    def module_prefix(node: NodeProto) -> str:
         return ".".join(parts.module_path(node).split(".")[:depth])
 
-    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module_start)]
+    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module_prefix)]
     readers: dict[str, set[int]] = defaultdict(set)  # runs that read each value
     for i, (_, nodes) in enumerate(runs):
         for node in all_nodes(nodes):
@@ -152,14 +152,14 @@ def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
         if not path:
             yield from _node_lines(nodes, False, "")
             continue
-        operators = ", ".join(parts.operator_counts(Counter(node.op_type for node in nodes)))
+        operators = ", ".join(parts.operator_count_texts(Counter(node.op_type for node in nodes)))
         results = [y for node in nodes for y in node.output if y in returned or readers[y] - {i}]
         count = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
         yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
 
 
 def _color_line(line: str) -> str:
-    """Return a line with the first word that `_COLORS` knows in the color of its kind."""
+    """Return a line of text whose operator, or kind such as "input", is colored by ANSI codes."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
             a, b = match.span(1)
@@ -168,13 +168,13 @@ def _color_line(line: str) -> str:
 
 
 def _constant_line(tensor: TensorProto) -> str:
-    return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
+    return f"init: name={tensor.name!r} {parts.tensor_type_text(tensor.data_type, tensor.dims)}"
 
 
 def _value_lines(what: str, values: Iterable[ValueInfoProto]) -> Iterator[str]:
     for value in values:
         kind, tensor = value.type.WhichOneof("value"), value.type.tensor_type
-        text = parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))
+        text = parts.tensor_type_text(tensor.elem_type, parts.declared_shape(tensor))
         if kind not in (None, "tensor_type"):
             text = f"type={kind.removesuffix('_type')}"
         yield f"{what}: name={value.name!r} {text}"
@@ -236,7 +236,7 @@ def _cluster_lines(
 
 
 def _dot_label(lines: Iterable[str]) -> str:
-    """Return lines as the text of a quoted DOT label, with escapes and shortened.
+    """Return lines as the text of a quoted DOT label: escaped, and long lines shortened.
 
     Only edges have `->`, so that programs which read line by line find them.
     """

@@ -17,7 +17,7 @@ from onnxgrad.data.class_numbers import ClassNames
 from onnxgrad.losses.objectives import ALIASES, LOSSES
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.metrics.foreign import FunctionMetric
-from onnxgrad.sklearn.base import OnnxEstimator, other_head
+from onnxgrad.sklearn.base import OnnxEstimator, head_mismatch_error
 from onnxgrad.sklearn.head import Head
 
 
@@ -123,7 +123,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         if classes is not None and self._has_network and not np.isin(classes, self.classes_).all():
             raise ValueError(
                 f"classes={list(classes)}, and the first call of partial_fit had the classes "
-                f"{np.sort(self.classes_).tolist()}: pass the same"
+                f"{np.sort(self.classes_).tolist()}: pass these"
             )
         return self._train_one_epoch(X, y, sample_weight, classes=classes)
 
@@ -141,12 +141,14 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         computed, head = self._compute_outputs(X), self._network.head
         if head.label is not None:
             labels = computed[head.label]
-            return labels if self._is_multilabel else self.classes_[head.index(labels.ravel())]
+            return (
+                labels if self._is_multilabel else self.classes_[head.class_indices(labels.ravel())]
+            )
         values = computed[head.target]
         threshold = 0.5 if self._network.from_logits is False else 0.0
         if self._is_multilabel:
             return (values > threshold).astype(np.int64)
-        if head.width == 1:
+        if head.column_count == 1:
             return self.classes_[(values.reshape(len(values)) > threshold).astype(np.int64)]
         return self.classes_[values.reshape(len(values), -1).argmax(axis=1)]
 
@@ -160,7 +162,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._class_columns(X)
+        values = self._scores_by_class(X)
         shares = values.shape[1] > 1 and not (self._is_multilabel or self._network.head.one_vs_rest)
         p = values
         if self._network.from_logits:
@@ -191,12 +193,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Args:
             X: as in `fit`.
         """
-        values = self._class_columns(X)
+        values = self._scores_by_class(X)
         if self._is_multilabel or values.shape[1] > 2:
             return values
         return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
 
-    def _class_columns(self, X: Any) -> np.ndarray:
+    def _scores_by_class(self, X: Any) -> np.ndarray:
         """Return the scores or probabilities for X, with columns in the order of `classes_`."""
         computed, head = self._compute_outputs(X), self._network.head
         values = computed[head.target].reshape(len(computed[head.target]), -1)
@@ -237,29 +239,31 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return (1 if len(classes) == 2 else len(classes)), list(names)
 
     def _check_head(self, head: Head, y: np.ndarray) -> None:
-        new, columns = self.classes_, head.width
+        new, columns = self.classes_, head.column_count
         if self._is_multilabel:
             if columns != len(new):
-                raise other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
+                raise head_mismatch_error(
+                    f"{columns} outputs, and y has {len(new)} labels per row", len(new)
+                )
             return
         units = max(columns, 2)
         if head.classes is None:
             if len(new) == units:
                 return
             if new.dtype.kind not in "iu" or new.min() < 0 or new.max() >= units:
-                what = f"{columns} outputs, for {units} classes, and y {len(new)} classes"
-                raise other_head(what, len(new))
+                what = f"{columns} outputs, for {units} classes, and y has {len(new)} classes"
+                raise head_mismatch_error(what, len(new))
             self.classes_ = np.arange(units)
         elif self.model is not None:
             stored, text = head.classes, head.classes.dtype.kind == "U"
             if text != (new.dtype.kind in "UO") or not np.isin(new, stored).all():
-                what = f"the classes {stored.tolist()}, and y {new.tolist()}"
-                raise other_head(what, len(new))
+                what = f"the classes {stored.tolist()}, and y has {new.tolist()}"
+                raise head_mismatch_error(what, len(new))
             self.classes_ = stored.astype(new.dtype if new.dtype.kind != "U" else stored.dtype)
 
     def _loss_or_default(self, head: Head) -> Any:
         """Return the argument `loss`; if it is None, a cross entropy that fits the head."""
-        binary = self._is_multilabel or head.width == 1 or head.one_vs_rest
+        binary = self._is_multilabel or head.column_count == 1 or head.one_vs_rest
         default = "binary_cross_entropy" if binary else "cross_entropy"
         return default if self.loss is None else self.loss
 
@@ -269,14 +273,20 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         left_open = spec and "from_logits" in {*spec.all_options} - {*(options or {})}
         # The graph of a model that no activation ends does not say what its columns are: they are
         # probabilities if their sum was 1, and scores if a support vector machine has two of them.
-        if left_open and not head.decided and (head.shares or (head.flipped and head.width == 2)):
+        if (
+            left_open
+            and not head.decided
+            and (head.shares or (head.flipped and head.column_count == 2))
+        ):
             options = {**(options or {}), "from_logits": not head.shares}
-        if self._is_multilabel or head.width == 1 or self._reads_class_indices(head):
+        if self._is_multilabel or head.column_count == 1 or self._reads_class_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)
 
     def _reads_class_indices(self, head: Head) -> bool:
-        """Return whether the loss reads class indices as labels, not a number per column."""
+        """Return whether the loss reads labels as class indices, not as one number per output
+        column.
+        """
         loss = self._loss_or_default(head)
         spec = _loss_spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
@@ -297,9 +307,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             index = 1 - index
         if self._reads_class_indices(head):
             return index
-        if head.width == 1:
+        if head.column_count == 1:
             return head.reshape_as_target(index.astype(np.float64))
-        return head.reshape_as_target(np.eye(head.width)[index])
+        return head.reshape_as_target(np.eye(head.column_count)[index])
 
     def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         if self.class_weight is None:
@@ -309,7 +319,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
 
 def _loss_spec(loss: Any) -> LossSpec | None:
-    """Return `loss` if it is a `LossSpec`, or the `LossSpec` of its name; else None."""
+    """Return `loss` if it is a `LossSpec`, or the `LossSpec` that `LOSSES` has of this name; else
+    None.
+    """
     if isinstance(loss, LossSpec):
         return loss
     return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None
@@ -428,5 +440,5 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _check_head(self, head: Head, y: np.ndarray) -> None:
         shape = y.shape[1:] or (1,)
         if (head.shape or (1,)) != shape:
-            what = f"predictions of the shape {head.shape} for each row, and y {shape}"
-            raise other_head(what, shape[-1])
+            what = f"predictions of the shape {head.shape} for each row, and y has {shape}"
+            raise head_mismatch_error(what, shape[-1])

@@ -102,7 +102,7 @@ def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _SessionPair:
-    """The sessions of the forward and the backward pass, which gives gradients of some inputs.
+    """The sessions of the forward pass, and of the backward pass for a given set of inputs.
 
     Attributes:
         forward: session of the forward pass.
@@ -162,7 +162,9 @@ class GraphFunction:
         return _build_once(self._forward_sessions, threads, build)
 
     def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return forward and backward sessions; `needed` says which inputs need gradients."""
+        """Return sessions of the forward and backward pass; `needed` tells for each input if it
+        needs a gradient.
+        """
         return _build_once(
             self._session_pairs, (needed, threads), lambda: self._build_sessions(needed, threads)
         )
@@ -186,7 +188,7 @@ class GraphFunction:
         return _build_once(self._gradient_functions, tuple(names), build)
 
     def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return new forward and backward sessions; see `session_pair`."""
+        """Return new sessions of the forward and the backward pass; see `session_pair`."""
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.recompute) if names else None
@@ -209,7 +211,9 @@ class GraphFunction:
 
 
 def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
-    """Return `built[key]`, made by `build()` if missing, once even among several threads."""
+    """Return `built[key]`; if it is missing, store `build()` there, once even among
+    several threads.
+    """
     if key not in built:
         with _LOCK:
             if key not in built:
@@ -218,7 +222,7 @@ def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
 
 
 class _AutogradFunction(torch.autograd.Function):
-    """The autograd function of a call of a `GraphFunction`."""
+    """The `torch.autograd.Function` that runs the sessions of a `GraphFunction`."""
 
     @staticmethod
     def forward(ctx, graph: GraphFunction, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -249,7 +253,7 @@ class _AutogradFunction(torch.autograd.Function):
 
 
 def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
-    """Return whether the gradients of the inputs `names` are independent of all cotangents."""
+    """Return whether the gradients w.r.t. the inputs `names` are independent of all cotangents."""
     model = prepare(proto)
     graph, op = model.graph, Emit(model.graph)
     cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
