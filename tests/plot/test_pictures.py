@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.layering import LayeredScene
 from onnxgrad.plot.placement import lay_out_model, spread_positions
 from onnxgrad.plot.scene import Scene
 from tests.support.drawn_models import (
@@ -161,7 +161,7 @@ def test_the_page_of_a_gradient_grows_as_its_nodes(noted, module):
         for i, node in enumerate(model.graph.node):
             node.name = module and module.format(i // 2) + node.op_type
         gradient = og.onnx_derivative(model, note_primal=noted)
-        layered, nodes = Layered(Scene(gradient)), len(gradient.graph.node)
+        layered, nodes = LayeredScene(Scene(gradient)), len(gradient.graph.node)
         cells = sum(len(row) for rows in layered.groups.values() for row in rows.rows)
         per_node.append((len(og.to_html(gradient)) / nodes, cells / nodes))
     assert np.all(np.divide(*per_node[::-1]) < 1.4)

@@ -30,8 +30,8 @@ from onnxgrad.runtime.values import Binding, copy_to_ortvalue, shape_of, to_nump
 from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
-_REBUILT = ("sessions", "cls_type_")  # attributes that are not pickled, but built again
-_GRAPHS = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_backward_onnx")
+_NOT_PICKLED = ("sessions", "cls_type_")  # attributes that are not pickled, but built again
+_GRAPH_NAMES = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_backward_onnx")
 
 
 class OrtGradientForwardBackward:
@@ -157,7 +157,7 @@ class OrtGradientForwardBackward:
         outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
         evaluated = select_model_inputs_outputs(parts.forward, outputs)
         graphs = (parts.joint, evaluated, parts.forward, parts.backward)
-        return dict(zip(_GRAPHS, graphs, strict=True))
+        return dict(zip(_GRAPH_NAMES, graphs, strict=True))
 
     def save_onnx_graph(
         self,
@@ -241,7 +241,7 @@ class OrtGradientForwardBackward:
         return [np.array(v.numpy()) for v in results]  # copies: backward may read the values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"

@@ -25,9 +25,9 @@ from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
 from onnxgrad.compat.seed_trainer import (
     EstimatorFit,
-    Fitted,
+    FittedValue,
     SeedTrainer,
-    Selected,
+    SelectedArgument,
     check_state_array,
     source_in_row_order,
 )
@@ -133,13 +133,13 @@ class OrtGradientOptimizer(SeedTrainer):
     random_state: int | None = None
     weight_init: str = "model"
 
-    trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(lambda self: self._build_cached("session", self._gradient_session))
-    train_function_ = Fitted(
+    trained_coef_ = FittedValue(lambda self: self.get_state())
+    train_session_ = FittedValue(lambda self: self._build_cached("session", self._gradient_session))
+    train_function_ = FittedValue(
         lambda self: self._build_cached("function", self._forward_backward().new_instance)
     )
-    input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
-    output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
+    input_names_ = FittedValue(lambda self: [x.name for x in self.train_session_.get_inputs()])
+    output_names_ = FittedValue(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
     def _training_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
         return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
@@ -188,7 +188,7 @@ class OrtGradientOptimizer(SeedTrainer):
         return self
 
 
-_KINDS = ("weight", "grad")
+_STATE_KINDS = ("weight", "grad")
 
 
 @dataclass(eq=False, repr=False)
@@ -246,37 +246,37 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         True
     """
 
-    learning_loss: Any = Selected(BaseLearningLoss.select, "square_error")  # noqa: RUF009
+    learning_loss: Any = SelectedArgument(BaseLearningLoss.select, "square_error")  # noqa: RUF009
     enable_logging: bool = False
     weight_name: str | None = None
-    learning_penalty: Any = Selected(BaseLearningPenalty.select, None)  # noqa: RUF009
+    learning_penalty: Any = SelectedArgument(BaseLearningPenalty.select, None)  # noqa: RUF009
     exc: bool = True
     random_state: int | None = None
     weight_init: str = "model"
 
-    trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(
+    trained_coef_ = FittedValue(lambda self: self.get_state())
+    train_session_ = FittedValue(
         lambda self: self._forward_backward(
             self._training_loss(False).outputs(read(self.model_onnx))
         )
     )
-    train_function_ = Fitted(
+    train_function_ = FittedValue(
         lambda self: self._build_cached("function", self.train_session_.new_instance)
     )
-    input_names_ = Fitted(
+    input_names_ = FittedValue(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
     )
-    output_names_ = Fitted(
+    output_names_ = FittedValue(
         lambda self: [*map(self.train_session_.partition.gradients.get, self.input_names_)]
     )
-    loss_grad_onnx_ = Fitted(lambda self: self._graph_by_name("loss_grad_onnx_"))
-    loss_score_onnx_ = Fitted(lambda self: self._graph_by_name("loss_score_onnx_"))
-    axpy_onnx_ = Fitted(lambda self: self._graph_by_name("axpy_onnx_"))
-    axpyw_onnx_ = Fitted(lambda self: self._graph_by_name("axpyw_onnx_"))
-    penalty_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_onnx_"))
-    penalty_grad_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_grad_onnx_"))
-    zero_onnx_ = Fitted(lambda self: self._graph_by_name("zero_onnx_"))
-    epoch_onnx_ = Fitted(lambda self: self._graph_by_name("epoch_onnx_"))
+    loss_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_grad_onnx_"))
+    loss_score_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_score_onnx_"))
+    axpy_onnx_ = FittedValue(lambda self: self._graph_by_name("axpy_onnx_"))
+    axpyw_onnx_ = FittedValue(lambda self: self._graph_by_name("axpyw_onnx_"))
+    penalty_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_onnx_"))
+    penalty_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_grad_onnx_"))
+    zero_onnx_ = FittedValue(lambda self: self._graph_by_name("zero_onnx_"))
+    epoch_onnx_ = FittedValue(lambda self: self._graph_by_name("epoch_onnx_"))
 
     def _training_loss(
         self, weighted: bool, weights: Sequence[str] | None = None
@@ -297,7 +297,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
         """Return the loss of every row times the row's sample weight, (rows,).
 
-        Arguments and errors are as for `fit`. Penalties are not included.
+        SharedArguments and errors are as for `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
         evaluator = self._trained_evaluator(RowLosses, data.weight_axes > 0)
@@ -354,7 +354,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
         values, device = self._fitted_state().values, Device.of(self.device).check()
-        if check_choice("kind of state", kind, _KINDS) == "weight":
+        if check_choice("kind of state", kind, _STATE_KINDS) == "weight":
             return {name: copy_to_ortvalue(array, device) for name, array in values.weights.items()}
         return {
             name: {
@@ -414,7 +414,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         """Return the values of `state` that are not None, as arrays in the shapes of weights or
         slots.
         """
-        check_choice("kind of state", kind, _KINDS)
+        check_choice("kind of state", kind, _STATE_KINDS)
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"the state must be a dict {{weight: value}}, not {type(state).__name__}"

@@ -261,7 +261,7 @@ class LearningRateSGD(BaseLearningRate):
     learning_rate: str = "invscaling"
 
     def __post_init__(self) -> None:
-        check_choice("learning_rate", self.learning_rate, _RULES)
+        check_choice("learning_rate", self.learning_rate, _SCHEDULES)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the learning rate of the first epoch; return `self`.
@@ -269,7 +269,7 @@ class LearningRateSGD(BaseLearningRate):
         Raises:
             ValueError: `eta0` is not positive, or an unknown value of `learning_rate`.
         """
-        check_choice("learning_rate", self.learning_rate, _RULES)  # set_params may have changed it
+        check_choice("learning_rate", self.learning_rate, _SCHEDULES)  # see set_params
         if not (isfinite(self.eta0) and self.eta0 > 0):
             raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
         if self.learning_rate == "optimal" and not self.alpha > 0:
@@ -390,7 +390,7 @@ def _write_momentum_update(draft: Draft, shape: Shape | None, ahead: bool) -> di
     return {"Y": op.set_type_like(update + x2, x2), "Z": z}
 
 
-_RULES = ("constant", "invscaling", "optimal", "adaptive")
+_SCHEDULES = ("constant", "invscaling", "optimal", "adaptive")
 _OPERANDS = {"X1": "the gradient", "X2": "the weight", "G": "the velocity"}
 
 

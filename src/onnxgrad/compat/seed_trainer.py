@@ -50,10 +50,10 @@ from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.update import weights_to_evaluate
 
 T = TypeVar("T")
-ROWS = 1024  # rows of a call of the session in evaluations and predictions
+ROWS_PER_CALL = 1024  # rows of a call of the session in evaluations and predictions
 
 
-class Fitted:
+class FittedValue:
     """A descriptor for an attribute of a trainer, which the function `read` computes from the
     trained state.
 
@@ -76,7 +76,7 @@ class Fitted:
         raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
 
 
-class Selected:
+class SelectedArgument:
     """A descriptor for an argument of `__init__`, which is stored as the object that `select`
     returns for it.
 
@@ -100,7 +100,7 @@ class Selected:
 
 
 @dataclass(eq=False, repr=False)
-class Arguments(BaseEstimator):
+class SharedArguments(BaseEstimator):
     """The arguments that `OrtGradientOptimizer` and `OrtGradientForwardBackwardOptimizer` share."""
 
     model_onnx: ModelLike
@@ -109,14 +109,14 @@ class Arguments(BaseEstimator):
     max_iter: int = 100
     training_optimizer_name: str | Optimizer = "SGDOptimizer"
     batch_size: int = 10
-    learning_rate: str | float | BaseLearningRate = Selected(BaseLearningRate.select, "SGD")  # type: ignore[assignment]
+    learning_rate: str | float | BaseLearningRate = SelectedArgument(BaseLearningRate.select, "SGD")  # type: ignore[assignment]
     device: str = "cpu"
     warm_start: bool = False
     verbose: int = 0
     validation_every: int | float = 0.1
 
 
-class SeedTrainer(Arguments):
+class SeedTrainer(SharedArguments):
     """Trains weights of a model; subclasses define the loss by `_training_loss`."""
 
     random_state: int | None
@@ -126,13 +126,13 @@ class SeedTrainer(Arguments):
     enable_logging: bool = False
     exc: bool = True
 
-    train_losses_ = Fitted(lambda self: self._state.losses)
-    validation_losses_ = Fitted(lambda self: self._state.validation_losses)
-    n_iter_ = Fitted(lambda self: len(self._state.losses))
-    n_steps_ = Fitted(lambda self: self._state.step)
-    learning_rate_ = Fitted(lambda self: self._state.learning_rate)
-    stop_reason_ = Fitted(lambda self: self._state.stop_reason)
-    cls_type_ = Fitted(lambda self: type(self.train_function_))
+    train_losses_ = FittedValue(lambda self: self._state.losses)
+    validation_losses_ = FittedValue(lambda self: self._state.validation_losses)
+    n_iter_ = FittedValue(lambda self: len(self._state.losses))
+    n_steps_ = FittedValue(lambda self: self._state.step)
+    learning_rate_ = FittedValue(lambda self: self._state.learning_rate)
+    stop_reason_ = FittedValue(lambda self: self._state.stop_reason)
+    cls_type_ = FittedValue(lambda self: type(self.train_function_))
     _state: EstimatorState
 
     # -- training -----------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class SeedTrainer(Arguments):
             raise ValueError(f"weights_to_train must be a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
-        check_choice("weight_init", self.weight_init, list(INITS))
+        check_choice("weight_init", self.weight_init, list(WEIGHT_INITS))
         rate = BaseLearningRate.select(self.learning_rate).at_start()
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
@@ -406,7 +406,7 @@ def check_state_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.d
 
 # -- one call of `fit`: a `Fit` with another job and state -----------------------------------------
 
-INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+WEIGHT_INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": lambda rng, w: w,
     "glorot": draw_glorot,
     "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
@@ -525,7 +525,7 @@ class EstimatorFit(Fit):
         job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
         if self.before is None:
-            draw = INITS[self.estimator.weight_init]
+            draw = WEIGHT_INITS[self.estimator.weight_init]
             names = [name for name in job.trained if name in {*trained}]
             state.values = Values({name: draw(state.row_order(), arrays[name]) for name in names})
         else:
@@ -609,4 +609,4 @@ class ProgressFunction(Callback):
 
 def source_in_row_order(data: Dataset, fields: Fields) -> BatchSource:
     """Return a source of batches that reads the rows of `data` once, in order."""
-    return data.source(fields, fields.fixed_rows or ROWS)
+    return data.source(fields, fields.fixed_rows or ROWS_PER_CALL)

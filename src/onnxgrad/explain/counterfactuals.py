@@ -18,7 +18,7 @@ from onnxgrad.model.read import ModelLike
 
 _BETAS = 0.9, 0.999  # decay rates of Adam
 _HALVINGS = 12  # bisection steps between a row and its counterfactual
-_FACTORS = 6  # factors of the hinge loss that are tried for each row
+_HINGE_FACTORS = 6  # factors of the hinge loss that are tried for each row
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _CounterfactualSearch:
         target class.
         """
         low, factors = np.zeros(self.point.rows), np.ones(self.point.rows)
-        for _ in range(_FACTORS):
+        for _ in range(_HINGE_FACTORS):
             reached = self.minimize_distance(factors, learning_rate, steps)
             low = np.where(reached, low, factors)
             factors = np.where(reached, (low + factors) / 2, 10 * factors)

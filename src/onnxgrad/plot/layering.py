@@ -57,7 +57,7 @@ class Rows:
                 position.update((cell, i) for i, cell in enumerate(row))
 
 
-class Layered:
+class LayeredScene:
     """The rows of boxes of all groups of a scene, and the bends of each arrow.
 
     Attributes:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.layering import Layered, mean_neighbor_position
+from onnxgrad.plot.layering import LayeredScene, mean_neighbor_position
 from onnxgrad.plot.scene import ROOT, Cell, Scene
 
 GAP, DOWN, PAD, HEAD = 14.0, 30.0, 12.0, 20.0  # pixels between boxes, rows; in frames, titles
@@ -48,12 +48,12 @@ class Curve:
     texts: list[str]
 
 
-class Placed:
+class PlacedScene:
     """A picture's boxes of items, groups and bends; groups in `folded` are drawn as
     single boxes.
     """
 
-    def __init__(self, layered: Layered, folded: set[int]) -> None:
+    def __init__(self, layered: LayeredScene, folded: set[int]) -> None:
         self.layered, self.scene, self.folded = layered, layered.scene, folded
         self.boxes: dict[Cell, Box] = {}
         self.width, self.height = self._place_group(ROOT)
@@ -138,12 +138,12 @@ class Placed:
                     self._move_cells(cell[1], box.x, box.y)
 
 
-def lay_out_model(model: ModelLike | Partition, fold: bool | None) -> Placed:
+def lay_out_model(model: ModelLike | Partition, fold: bool | None) -> PlacedScene:
     """Return the laid-out picture of a model; `fold` says whether modules are single boxes, as in
     `to_svg`.
     """
     scene = Scene(model)
-    return Placed(Layered(scene), scene.folded_groups(fold))
+    return PlacedScene(LayeredScene(scene), scene.folded_groups(fold))
 
 
 def item_size(scene: Scene, item: int) -> tuple[float, float]:

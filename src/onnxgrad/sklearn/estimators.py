@@ -275,10 +275,10 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         # probabilities if their sum was 1, and scores if a support vector machine has two of them.
         if (
             left_open
-            and not head.decided
-            and (head.shares or (head.flipped and head.column_count == 2))
+            and not head.has_activation
+            and (head.sums_to_one or (head.flipped and head.column_count == 2))
         ):
-            options = {**(options or {}), "from_logits": not head.shares}
+            options = {**(options or {}), "from_logits": not head.sums_to_one}
         if self._is_multilabel or head.column_count == 1 or self._reads_class_indices(head):
             return loss, options, metric
         return loss, options, FunctionMetric(_one_hot_accuracy, metric, True)

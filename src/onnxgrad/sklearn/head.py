@@ -33,9 +33,10 @@ class Head:
             other classes, as a Sigmoid computes it.
         flipped: whether the two columns are in the other order than `classes`, or the one column
             is the score of the first class.
-        decided: whether an activation computes the target, which tells a loss whether it holds
-            scores or probabilities.
-        shares: whether the columns were between 0 and 1 and had the sum 1 when the model was run.
+        has_activation: whether an activation computes the target, which tells a loss whether it
+            holds scores or probabilities.
+        sums_to_one: whether the columns were between 0 and 1 and had the sum 1 when the model was
+            run.
     """
 
     target: str
@@ -44,8 +45,8 @@ class Head:
     shape: tuple[int, ...] | None = None
     one_vs_rest: bool = False
     flipped: bool = False
-    decided: bool = False
-    shares: bool = False
+    has_activation: bool = False
+    sums_to_one: bool = False
 
     @property
     def column_count(self) -> int:
@@ -64,7 +65,7 @@ class Head:
         return array.reshape(len(array), *(self.shape or ()))
 
     def infer_column_layout(self, computed: Mapping[str, np.ndarray]) -> None:
-        """Set `shape`, `shares` and `flipped` from outputs that the model computed for some rows.
+        """Set `shape`, `sums_to_one` and `flipped` from outputs that the model computed for rows.
 
         Args:
             computed: values of the tensors `target` and `label`, by name.
@@ -75,7 +76,7 @@ class Head:
         values = computed[self.target]
         self.shape = values.shape[1:]
         if values.ndim == 2 and values.shape[1] > 1:
-            self.shares = bool(
+            self.sums_to_one = bool(
                 (values >= 0).all() and np.allclose(values.sum(axis=1), 1, atol=1e-3)
             )
         if self.label is None or self.classes is None or values.ndim > 2:
@@ -127,7 +128,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     )
     activation = _activation_name(known.computing(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
-    head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
+    head.has_activation = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
     head.shape = _static_row_shape(proto, target)
     outputs = (y for y in proto.graph.output if not non_tensor(y))
     label = next((y for y in outputs if y.type.tensor_type.elem_type in _LABELS), None)

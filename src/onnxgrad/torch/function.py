@@ -136,7 +136,7 @@ class GraphFunction:
         self.inputs = [x.name for x in proto.graph.input]
         kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
         self.outputs = len(kinds)
-        self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
+        self.float_outputs = [i for i, t in enumerate(kinds) if t.is_floating_point()]
         self._work = count_multiply_adds(ir.from_proto(proto).graph)
         self._forward_sessions: dict[int, Session] = {}
         self._session_pairs: dict[tuple[tuple[bool, ...], int], _SessionPair] = {}
@@ -240,7 +240,7 @@ class _AutogradFunction(torch.autograd.Function):
         result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
         if sessions.backward is None:
             return tuple(result)
-        cotangents = [grad_outputs[i] for i in graph.real]
+        cotangents = [grad_outputs[i] for i in graph.float_outputs]
         if torch.is_grad_enabled():  # for gradients of this gradient
             inputs = ctx.saved_tensors[: len(graph.inputs)]
             gradients = graph.gradient(sessions.names)((*inputs, *cotangents))
