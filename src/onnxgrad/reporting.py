@@ -55,7 +55,7 @@ def logging_level(verbose: int) -> int | None:
 
 @contextmanager
 def reporting(level: int | None) -> Iterator[None]:
-    """Let the block log messages of `level` and above; with None, the level is unchanged.
+    """In the block, log messages of `level` and above; with None, the logger's level is unchanged.
 
     They go to the handlers of the program, or to stderr if it has none. Messages that the program
     itself has enabled in the logger "onnxgrad" are reported in any case.

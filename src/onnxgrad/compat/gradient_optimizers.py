@@ -331,13 +331,13 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
         """Return an `Evaluator` of the trained model, which reads sample weights if `weighted`."""
 
-        def build() -> Evaluator:
+        def build_evaluator() -> Evaluator:
             loss, device = self._training_loss(weighted), Device.of(self.device)
             job = Job(self.get_trained_onnx(), loss=loss, device=device)
             return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
-        return self._build_cached(f"{kind.__name__}, {weighted}", build, values)
+        return self._build_cached(f"{kind.__name__}, {weighted}", build_evaluator, values)
 
     # -- state --------------------------------------------------------------------------------
 

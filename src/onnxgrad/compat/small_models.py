@@ -92,8 +92,8 @@ def select_object(
     classes: Mapping[Any, type[T]],
     options: Mapping[str, Any],
 ) -> T | None:
-    """Return `choice` if it is a `base`, or a new object of the class that it is or names; else
-    None.
+    """Return `choice` if it is an instance of `base`, or a new instance if it is a subclass or a
+    name; else None.
 
     Raises:
         ValueError: an option that the class lacks, or options together with an instance.

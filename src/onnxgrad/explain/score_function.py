@@ -148,12 +148,12 @@ class ScoreFunction:
 
     @cached_property
     def behind(self) -> Piece:
-        """The part of the model behind the values `wrt`, which computes the output."""
+        """The part of the model that computes the output from the explained values `wrt`."""
         return self.piece([self.output], self.wrt) if self.inner else self.whole
 
     @cached_property
     def front(self) -> Piece:
-        """The part of the model that computes the values `wrt` that are no inputs."""
+        """The part of the model that computes the explained values that are no inputs."""
         return self.piece(self.inner)
 
     @cached_property

@@ -154,12 +154,12 @@ class GraphFunction:
     def forward_session(self, threads: int) -> Session:
         """Return the session of the forward pass alone, for calls without gradients."""
 
-        def build() -> Session:
+        def build_session() -> Session:
             model = ir.from_proto(self.proto)
             to_native(model.graph, Target(Device.of(self.device), threads))
             return Session(ir.to_proto(model), self.device, threads)
 
-        return _build_once(self._forward_sessions, threads, build)
+        return _build_once(self._forward_sessions, threads, build_session)
 
     def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
         """Return sessions of the forward and backward pass; `needed` tells for each input if it
@@ -175,7 +175,7 @@ class GraphFunction:
         Its inputs are the inputs of this function, then the cotangents of the float outputs.
         """
 
-        def build() -> GraphFunction:
+        def build_gradient() -> GraphFunction:
             if (node := _first_random_node(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
@@ -185,7 +185,7 @@ class GraphFunction:
             proto = onnx_derivative(self.proto, [], names)
             return GraphFunction(proto, self.device, self.recompute)
 
-        return _build_once(self._gradient_functions, tuple(names), build)
+        return _build_once(self._gradient_functions, tuple(names), build_gradient)
 
     def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
         """Return new sessions of the forward and the backward pass; see `session_pair`."""
