@@ -18,7 +18,7 @@ from tests.support.source_nodes import imports_and_calls, module_files
 # from the ground up: a room imports the rooms before it. Stubs point to any room, as the names that
 # they list are imported when they are first used.
 FLOORS = (
-    "lazy_names lazy_sympy errors checks limits reporting estimator"
+    "lazy_names lazy_sympy errors checks reporting estimator"
     " operators graph model runtime native data autodiff parallel"
     " losses metrics optimizers schedules training quantization compat artifacts adapters finetune"
     " language explain plot report torch sklearn callbacks __init__ tasks cli __main__"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxgrad.checks import check_choice, check_count, check_number, check_positive, check_share
+from onnxgrad.checks import check_choice, check_count, check_fraction, check_number, check_positive
 from tests.support.errors import naming
 
 
@@ -13,7 +13,7 @@ def test_values_are_returned_as_numbers_of_python():
         (check_number, np.float32(0.5)),
         (check_number, 0),
         (check_positive, np.int64(2)),
-        (check_share, 1),
+        (check_fraction, 1),
     ):
         checked = check("size", value)
         assert checked == value
@@ -29,7 +29,7 @@ def test_values_are_returned_as_numbers_of_python():
         (check_count, [0, -1, 2.0, True, np.True_, "3", None]),
         (check_number, [-0.1, np.nan, np.inf, True, np.True_, "3", None]),
         (check_positive, [0, 0.0, -1, np.nan, -np.inf]),
-        (check_share, [-0.1, 1.1, np.nan, False]),
+        (check_fraction, [-0.1, 1.1, np.nan, False]),
     ],
 )
 def test_wrong_values_are_named(check, wrong):

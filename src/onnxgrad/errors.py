@@ -47,7 +47,8 @@ def escape(error: BaseException | None) -> None:
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Escape unprintable characters in messages of errors that the block, or function, raises.
+    """Escape unprintable characters in errors that the `with` block, or the decorated function,
+    raises.
 
     onnx and onnxruntime put names from model files into their messages without escaping them.
     """
@@ -194,7 +195,7 @@ class ProcessLostError(PrintableError, RuntimeError):
 
 
 class Face:
-    """How messages name arguments: here, as the keywords of a call in Python.
+    """How messages name arguments: this base class names them as keywords of a Python call.
 
     Another face, such as the command line, has other words for them. `first` is the number that
     users give to the first row or column.
@@ -203,7 +204,7 @@ class Face:
     first = 0
 
     def named(self, python: str) -> str:
-        """Return how users write the argument or function whose name in Python is `python`."""
+        """Return how users write the argument or function whose Python name is `python`."""
         return python
 
     def given(self, argument: str, *value: Any) -> str:
@@ -220,7 +221,7 @@ _face = Face()
 
 @contextmanager
 def speaking(face: Face) -> Iterator[None]:
-    """Let messages of this process name arguments as `face` does: in Python or the shell."""
+    """Let messages in the block name arguments as `face` does: as in Python, or as in the shell."""
     global _face
     before, _face = _face, face
     try:
@@ -230,7 +231,7 @@ def speaking(face: Face) -> Iterator[None]:
 
 
 def named(python: str) -> str:
-    """Return how users write the argument or function whose name in Python is `python`."""
+    """Return how users write the argument or function whose Python name is `python`."""
     return _face.named(python)
 
 
@@ -240,7 +241,7 @@ def argument(name: str, *value: Any) -> str:
 
 
 def first_number() -> int:
-    """Return the index that users give to the first row or column: 0 in Python."""
+    """Return the index of the first row or column as users count: 0 in Python."""
     return _face.first
 
 

@@ -123,7 +123,7 @@ class BaseEstimator:
         for name, alias in requests.items():
             if name not in of_method.requests:
                 raise TypeError(
-                    f"{method} has no metadata {name!r}; it has {sorted(of_method.requests)}"
+                    f"{method} has no metadata {name!r}: it has {sorted(of_method.requests)}"
                 )
             of_method.add_request(param=name, alias=alias)
         self._metadata_request = routing
@@ -144,7 +144,7 @@ def _class_with_sklearn_base(cls: Any) -> type:
 
 
 class _ShortRepr(Repr):
-    """`repr` that shortens models, bytes and long containers."""
+    """A `Repr` that shortens the texts of models, bytes and long containers."""
 
     def __init__(self) -> None:
         super().__init__()

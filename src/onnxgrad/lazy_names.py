@@ -30,20 +30,20 @@ def offer_names(
     folder = os.path.dirname(file)
     modules = read_stub(os.path.join(folder, "__init__.pyi"))
 
-    def get_name(name: str) -> Any:
+    def load_name(name: str) -> Any:
         if modules.get(name) == package:
             return import_module(f"{package}.{name}")
         if name in modules:
             return getattr(import_module(modules[name]), name)
-        places = [] if name.startswith("_") else find_places(name)
+        places = [] if name.startswith("_") else find_offering_submodules(name)
         found = f": it is {' or '.join(places)}" if places else ""
         raise AttributeError(f"{package} has no {name!r}{found}")
 
-    def find_places(name: str) -> list[str]:
+    def find_offering_submodules(name: str) -> list[str]:
         submodules = sorted(sub for sub, module in modules.items() if module == package)
         stubs = {sub: os.path.join(folder, sub, "__init__.pyi") for sub in submodules}
         offering = [sub for sub, stub in stubs.items() if os.path.exists(stub)]
         return [f"{package}.{sub}.{name}" for sub in offering if name in read_stub(stubs[sub])]
 
     names = sorted(modules)
-    return get_name, lambda: list(names), list(names)
+    return load_name, lambda: list(names), list(names)

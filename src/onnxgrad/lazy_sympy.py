@@ -18,7 +18,7 @@ _DEFERRED = ("sympy", "onnx_ir._symbolic_shapes")
 
 
 class _DeferredModule(ModuleType):
-    """A stand-in for a module, which imports the module when its first attribute is read."""
+    """A stand-in for a module, which imports the module when an attribute is first read."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:  # the import of onnx_ir uses it
@@ -30,7 +30,7 @@ class _DeferredModule(ModuleType):
 
 @contextmanager
 def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
-    """Let imports of `names` in the block return stand-ins, unless already imported."""
+    """In the block, imports of the modules `names` that are not imported yet return stand-ins."""
     added = {name: _DeferredModule(name) for name in names if name not in sys.modules}
     sys.modules.update(added)
     try:
@@ -42,7 +42,7 @@ def _import_stand_ins(names: Sequence[str]) -> Iterator[None]:
 
 
 class _OnnxIrFinder:
-    """An import finder of onnx_ir alone, which removes itself from `sys.meta_path` then."""
+    """An import finder that finds onnx_ir, and leaves `sys.meta_path` after this one import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "onnx_ir":
@@ -52,15 +52,17 @@ class _OnnxIrFinder:
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def deferring(module: ModuleType) -> None:
+            def execute_with_stand_ins(module: ModuleType) -> None:
                 with _import_stand_ins(_DEFERRED):
                     execute(module)
 
-            spec.loader.exec_module = deferring  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_with_stand_ins  # type: ignore[method-assign]
         return spec
 
 
 def defer_sympy_import() -> None:
-    """Let the first import of onnx_ir defer the import of sympy until sympy is used."""
+    """Let the first import of onnx_ir defer the import of sympy until an attribute of
+    sympy is read.
+    """
     if "onnx_ir" not in sys.modules:
         sys.meta_path.insert(0, _OnnxIrFinder())

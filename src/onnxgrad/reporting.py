@@ -46,14 +46,16 @@ def warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def level_of(verbose: int) -> int | None:
-    """Return the logging level for `verbose`: None for 0, INFO for 1, DEBUG for 2 or more."""
+def logging_level(verbose: int) -> int | None:
+    """Return the logging level for the argument `verbose`: None for 0, INFO for 1, DEBUG for 2 or
+    more.
+    """
     return logging.DEBUG if verbose > 1 else logging.INFO if verbose else None
 
 
 @contextmanager
 def reporting(level: int | None) -> Iterator[None]:
-    """Let the block log messages of `level` and above; with None, the level is unchanged.
+    """In the block, log messages of `level` and above; with None, the logger's level is unchanged.
 
     They go to the handlers of the program, or to stderr if it has none. Messages that the program
     itself has enabled in the logger "onnxgrad" are reported in any case.
@@ -84,7 +86,7 @@ class _RunningCallsFilter(logging.Filter):
         self._handler: logging.Handler | None = None
 
     def add(self, level: int) -> None:
-        """Enable messages of `level`, as a call with this level begins."""
+        """Enable messages of `level` for a call that begins."""
         with self._lock:
             if not self._levels:
                 self._attach_to_logger()
@@ -92,7 +94,7 @@ class _RunningCallsFilter(logging.Filter):
             self._update_level()
 
     def remove(self, level: int) -> None:
-        """Disable messages of `level` again, as a call with this level ends."""
+        """Disable messages of `level` for a call that has ended."""
         with self._lock:
             self._levels.remove(level)
             self._update_level()
@@ -100,7 +102,9 @@ class _RunningCallsFilter(logging.Filter):
                 self._detach_from_logger()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether this thread's call, or the program, has enabled the record's level."""
+        """Return whether this thread's call, or the user's program, has enabled the
+        record's level.
+        """
         return record.levelno >= min(_call_level.get(), self._level_of_program())
 
     def _attach_to_logger(self) -> None:
@@ -121,7 +125,8 @@ class _RunningCallsFilter(logging.Filter):
         logger.disabled = self._was_disabled
 
     def _update_level(self) -> None:
-        """Set the logger's level to the lowest level of running calls and program.
+        """Set the logger's level to the lowest level of the running calls and of the user's
+        program.
 
         The program may have changed its level since the last call.
         """
@@ -140,7 +145,9 @@ _running_calls = _RunningCallsFilter()
 
 
 def frames_inside() -> int:
-    """Return how many stack frames, from the caller up, are onnxgrad's, for `stacklevel`."""
+    """Return the count of stack frames, from the caller up, that belong to onnxgrad, for
+    `stacklevel`.
+    """
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
@@ -151,14 +158,16 @@ def frames_inside() -> int:
 def html_table(
     head: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str] = ()
 ) -> str:
-    """Return an HTML table for notebooks, numbers aligned right, with `notes` below."""
+    """Return an HTML table for notebooks with numbers aligned right, followed by the
+    texts `notes`.
+    """
 
-    def cell(tag: str, value: object) -> str:
+    def table_cell(tag: str, value: object) -> str:
         text = escape(printable(value))
         number = text[:1].isdigit() or text[:2].strip("-")[:1].isdigit()
         return f'<{tag} style="text-align:{"right" if number else "left"}">{text}</{tag}>'
 
-    lines = ["".join(cell("th", value) for value in head)]
-    lines += ["".join(cell("td", value) for value in row) for row in rows]
+    lines = ["".join(table_cell("th", value) for value in head)]
+    lines += ["".join(table_cell("td", value) for value in row) for row in rows]
     table = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table>{table}</table>" + "".join(f"<p>{escape(printable(n))}</p>" for n in notes)

@@ -139,11 +139,11 @@ def test_pickling():
 @pytest.mark.parametrize(
     ("args", "options", "text"),
     [
-        ((X, Y[:5]), {}, "{'X': 13, 'y': 5}"),
+        ((X, Y[:5]), {}, "{'X': 13, 'y': 5}|pass the same number"),
         ((X, Y, W[:5]), {}, "{'X': 13, 'y': 13, 'sample_weight': 5}"),
         ((X, Y, X), {}, "'sample_weight'|(N,)|(13, 2)"),
-        ((X[:0], Y[:0]), {}, "'X'|rows|(0, 2)"),
-        ((X, 3), {}, "'y'|rows|()"),
+        ((X[:0], Y[:0]), {}, "'X'|(0, 2)|pass at least one row"),
+        ((X, 3), {}, "'y'|()|pass at least one row"),
         ((X, np.array(["a"] * 13)), {}, "'y'|numbers|<U1|index"),
     ],
 )

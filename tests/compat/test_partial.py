@@ -724,7 +724,7 @@ def test_a_state_is_a_dictionary():
     inner = OrtGradientOptimizer(add_loss_output(line_model()))
     for made in (inner, OrtGradientForwardBackwardOptimizer(line_model())):
         for state in (None, [], [np.zeros((2, 1))]):
-            with pytest.raises(ValueError, match="dict"):
+            with pytest.raises(ValueError, match=naming("the state", "a dict", "not")):
                 made.set_state(state)
 
 

@@ -263,7 +263,7 @@ def test_penalties_that_are_not_built_or_get_other_weights():
     with pytest.raises(ValueError, match="n_tensors=0"):
         kind.build_onnx_function(n_tensors=0)
     kind.build_onnx_function(n_tensors=2)
-    with pytest.raises(ValueError, match=naming("1 weights", "2")):
+    with pytest.raises(ValueError, match=naming("1 weights", "2", "['W0', 'W1']")):
         kind.penalty_loss(np.ones(2))
 
 

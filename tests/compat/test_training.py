@@ -490,7 +490,7 @@ def test_validation_on_many_rows_and_on_batches(reduction):
         state = made.get_state()
         loss = np.mean((x @ state["w"] + state["b"] - y) ** 2)
         assert made.validation_losses_ == pytest.approx([loss], rel=1e-5)
-    with pytest.raises(ValueError, match=naming("y_val", "X_val")):
+    with pytest.raises(ValueError, match=naming("y_val", "X_val", "pass both")):
         made.fit(x, y, y_val=y)
 
 

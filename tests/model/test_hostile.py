@@ -15,8 +15,8 @@ import pytest
 
 import onnxgrad
 from onnxgrad import ModelError, onnx_derivative
+from onnxgrad.checks import LIMITS, current_limit, environment_variable
 from onnxgrad.graph import set_limits
-from onnxgrad.limits import LIMITS, limit, variable_of
 from tests.support.errors import naming
 from tests.support.running import PATIENCE
 
@@ -67,18 +67,20 @@ def test_a_long_hostile_file_ends(name):
 
 
 def test_limits_can_be_set(monkeypatch):
-    monkeypatch.setenv(variable_of("nodes"), "3")
-    with pytest.raises(ModelError, match=naming("4", "3", variable_of("nodes"))):
+    monkeypatch.setenv(environment_variable("nodes"), "3")
+    with pytest.raises(ModelError, match=naming("4", "3", environment_variable("nodes"))):
         onnx_derivative(hostile.model(hostile.chain(4)))
     set_limits(nodes=4)
     try:
         onnx_derivative(hostile.model(hostile.chain(4)))
     finally:
         set_limits(nodes=None)
-    assert limit("nodes") == 3
-    monkeypatch.setenv(variable_of("nodes"), "many")
-    with pytest.raises(ValueError, match=naming(variable_of("nodes"), "1 or more", "many")):
-        limit("nodes")
+    assert current_limit("nodes") == 3
+    monkeypatch.setenv(environment_variable("nodes"), "many")
+    with pytest.raises(
+        ValueError, match=naming(environment_variable("nodes"), "1 or more", "many")
+    ):
+        current_limit("nodes")
     with pytest.raises(ValueError, match="Unknown limit 'node'"):
         set_limits(node=3)
     with pytest.raises(ValueError, match=naming("nodes", "1 or more", "0")):
@@ -91,7 +93,7 @@ def test_a_table_that_expands(tmp_path, monkeypatch):
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((1000, 100), np.float32))
     assert read_table(path)["x"].shape == (1000, 100)
-    monkeypatch.setenv(variable_of("table_bytes"), "100000")
+    monkeypatch.setenv(environment_variable("table_bytes"), "100000")
     with pytest.raises(DataError, match="400128"):
         read_table(path)
     np.savez(path, x=np.zeros((1000, 100), np.float32))  # as large as it looks

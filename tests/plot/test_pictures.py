@@ -12,8 +12,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.plot.layering import Layered
-from onnxgrad.plot.placement import place, spread
+from onnxgrad.plot.layering import LayeredScene
+from onnxgrad.plot.placement import lay_out_model, spread_positions
 from onnxgrad.plot.scene import Scene
 from tests.support.drawn_models import (
     ATTRIBUTES,
@@ -161,7 +161,7 @@ def test_the_page_of_a_gradient_grows_as_its_nodes(noted, module):
         for i, node in enumerate(model.graph.node):
             node.name = module and module.format(i // 2) + node.op_type
         gradient = og.onnx_derivative(model, note_primal=noted)
-        layered, nodes = Layered(Scene(gradient)), len(gradient.graph.node)
+        layered, nodes = LayeredScene(Scene(gradient)), len(gradient.graph.node)
         cells = sum(len(row) for rows in layered.groups.values() for row in rows.rows)
         per_node.append((len(og.to_html(gradient)) / nodes, cells / nodes))
     assert np.all(np.divide(*per_node[::-1]) < 1.4)
@@ -233,7 +233,7 @@ def test_spread_is_a_regression():
     wished, gaps = rng.normal(size=30) * 40, rng.uniform(1, 5, 29)
     offsets = np.r_[0, np.cumsum(gaps)]
     expected = sklearn.isotonic_regression(wished - offsets) + offsets
-    np.testing.assert_allclose(spread(list(wished), list(gaps)), expected, rtol=1e-9)
+    np.testing.assert_allclose(spread_positions(list(wished), list(gaps)), expected, rtol=1e-9)
 
 
 # -- in a browser ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_the_page_places_boxes_as_the_svg(browser, tmp_path):
         page = open_page(browser, tmp_path, og.to_html(model), errors)
         expected = [
             [box.x, box.y, 0, 0, box.width, box.height]
-            for (kind, i), box in place(model, None).drawn_cells()
+            for (kind, i), box in lay_out_model(model, None).drawn_cells()
             if kind == "item"
         ]
         np.testing.assert_allclose(sorted(box_places(page)), sorted(expected), atol=1e-4)

@@ -32,7 +32,7 @@ from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.write import save
 from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.shapes import dims, has_reals, is_real, static
-from onnxgrad.reporting import level_of, logger, reporting
+from onnxgrad.reporting import logger, logging_level, reporting
 
 _SHOWN = 3  # nodes in a message about the ends of paths
 _Axis = tuple[ir.Value, int]
@@ -118,7 +118,7 @@ def onnx_derivative(
     labels = _checked_labels(options, loss, label)
     more = stop_gradient, straight_through, note_primal
     request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
-    with reporting(level_of(verbose)), garbage_kept():
+    with reporting(logging_level(verbose)), garbage_kept():
         gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
         save(gradient_model, path_name)

@@ -81,17 +81,17 @@ def _print_machine(json: bool) -> None:
     """Print versions, processor, execution providers, and which extras are installed."""
     from onnxruntime import get_available_providers
 
-    from onnxgrad.report.environment import environment, instruction_sets, missing_packages
+    from onnxgrad.report.environment import instruction_sets, machine_and_versions, missing_packages
 
     known = {"providers": get_available_providers(), "instruction_sets": instruction_sets()}
     missing = missing_packages()
     if json:
-        print_json({"machine": environment(), **known, "missing_packages": missing})
+        print_json({"machine": machine_and_versions(), **known, "missing_packages": missing})
         return
     installed = [extra for extra, packages in missing.items() if not packages]
     known |= {"extras": installed, "extras not installed": [e for e in missing if missing[e]]}
     texts = {name.replace("_", " "): ", ".join(values) for name, values in known.items()}
-    print_rows(environment() | texts)
+    print_rows(machine_and_versions() | texts)
 
 
 def show(options: ShowOptions) -> None:

@@ -1,7 +1,7 @@
 """The public names of `onnxcustom.training` and `experimental_experiment.gradient`.
 
-Both estimators (`loss_inside.py`, `loss_outside.py`, with their base in `seed_trainer.py`) are
-faces of the `Job` of `onnxgrad.training`. Losses and penalties outside of a model are objects
+Both estimators (`gradient_optimizers.py`, with their base class in `seed_trainer.py`) train by the
+`Job` of `onnxgrad.training`. Losses and penalties outside of a model are objects
 (`learning_losses.py`, `learning_penalties.py`); `function_graphs.py` has them as small models.
 """
 

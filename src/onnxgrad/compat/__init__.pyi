@@ -12,6 +12,10 @@ from onnxgrad.compat.function_graphs import (
     function_onnx_graph as function_onnx_graph,
     get_supported_functions as get_supported_functions,
 )
+from onnxgrad.compat.gradient_optimizers import (
+    OrtGradientForwardBackwardOptimizer as OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer as OrtGradientOptimizer,
+)
 from onnxgrad.compat.learning_losses import (
     AbsoluteLearningLoss as AbsoluteLearningLoss,
     BaseLearningLoss as BaseLearningLoss,
@@ -34,12 +38,6 @@ from onnxgrad.compat.learning_rates import (
 )
 from onnxgrad.compat.loader import (
     OrtDataLoader as OrtDataLoader,
-)
-from onnxgrad.compat.loss_inside import (
-    OrtGradientOptimizer as OrtGradientOptimizer,
-)
-from onnxgrad.compat.loss_outside import (
-    OrtGradientForwardBackwardOptimizer as OrtGradientForwardBackwardOptimizer,
 )
 from onnxgrad.errors import (
     ConvergenceError as ConvergenceError,
@@ -67,13 +65,11 @@ from onnxgrad.model.surgery import (
     replace_initializers_into_onnx as replace_initializers_into_onnx,
     select_model_inputs_outputs as select_model_inputs_outputs,
 )
-from onnxgrad.plot.dot import (
-    to_dot as to_dot,
-)
 from onnxgrad.plot.figure import (
     plot_onnxs as plot_onnxs,
 )
 from onnxgrad.plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
+    to_dot as to_dot,
 )

@@ -30,8 +30,8 @@ from onnxgrad.runtime.values import Binding, copy_to_ortvalue, shape_of, to_nump
 from onnxgrad.training.parameters.choice import default_weights, expand_patterns
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
-_REBUILT = ("sessions", "cls_type_")  # are not pickled
-_GRAPHS = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_backward_onnx")
+_NOT_PICKLED = ("sessions", "cls_type_")  # attributes that are not pickled, but built again
+_GRAPH_NAMES = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_backward_onnx")
 
 
 class OrtGradientForwardBackward:
@@ -128,12 +128,16 @@ class OrtGradientForwardBackward:
         self.read = [x.name for x in self.partition.backward.graph.input]
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Return an object with `forward` and `backward`, which keeps tensors between the two."""
+        """Return an object with the methods `forward` and `backward`; `forward` stores the tensors
+        that `backward` reads.
+        """
         return self.cls_type_(self)
 
     @cached_property
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
-        """The class of what `new_instance` returns; the graphs are attributes of this class."""
+        """The class of the objects that `new_instance` returns; its attributes are the
+        ONNX graphs.
+        """
         name, bases = printable(self.class_name), (OrtGradientForwardBackwardFunction,)
         return type(name, bases, dict(self.graphs()))
 
@@ -146,12 +150,12 @@ class OrtGradientForwardBackward:
         ]
 
     def graphs(self) -> dict[str, ModelProto]:
-        """Return {name: model} of the graphs that `save_onnx_graph` writes."""
+        """Return {name: model} of the ONNX graphs that `save_onnx_graph` writes."""
         parts = self.partition
         outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
         evaluated = select_model_inputs_outputs(parts.forward, outputs)
         graphs = (parts.joint, evaluated, parts.forward, parts.backward)
-        return dict(zip(_GRAPHS, graphs, strict=True))
+        return dict(zip(_GRAPH_NAMES, graphs, strict=True))
 
     def save_onnx_graph(
         self,
@@ -159,7 +163,8 @@ class OrtGradientForwardBackward:
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Write the graphs into `folder`, which is created if it is missing.
+        """Write the ONNX graphs of the forward and the backward pass into `folder`, created if
+        missing.
 
         The names of the files are `<prefix><class_name>.<name><suffix>.onnx`.
 
@@ -183,7 +188,8 @@ class OrtGradientForwardBackward:
         shape: Dims | None,
         in_row: bool = False,
     ) -> Tensor:
-        """Return `value` as a tensor that fits `dtype` and `shape`, or raise `ValueError`.
+        """Return `value` as an array or OrtValue that fits `dtype` and `shape`, or raise
+        `ValueError`.
 
         Args:
             what: the name of the tensor in messages.
@@ -227,20 +233,21 @@ class OrtGradientForwardBackward:
             for name, value in zip(names, results, strict=True):
                 array = value.numpy()
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
-                    raise EvaluationError(f"{which}: {name!r} holds NaN or infinity")
+                    raise EvaluationError(f"{which}: {name!r} holds NaN or infinity: check inputs")
         if any(isinstance(v, ort.OrtValue) for v in inputs):
             return results
         return [np.array(v.numpy()) for v in results]  # copies: backward may read the values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
 
 
 class OrtGradientForwardBackwardFunction:
-    """The forward and backward pass of an `OrtGradientForwardBackward`: see `new_instance`.
+    """An object that runs the forward and the backward pass of an `OrtGradientForwardBackward`
+    model.
 
     Threads cannot share an instance: each thread needs one.
 
@@ -282,10 +289,13 @@ class OrtGradientForwardBackwardFunction:
         parent, names = self.parent, self.parent.output_names
         expected = [*parent.input_names, *parent.weights_to_train]
         if isinstance(inputs, Mapping):
-            raise ValueError(f"forward takes a list of the inputs {expected}, not a dict")
+            raise ValueError(f"forward takes a list of the inputs {expected}: pass no dict")
         inputs = [wrap_ortvalue(v) for v in inputs]
         if len(inputs) != len(expected):
-            raise ValueError(f"forward takes {len(expected)} inputs {expected}, not {len(inputs)}")
+            raise ValueError(
+                f"forward takes {len(expected)} inputs {expected}, not {len(inputs)}: pass the "
+                "inputs, then the weights"
+            )
         feed = {
             str(x.name): parent.check(f"input {x.name!r}", value, x.dtype, dims(x))
             for x, value in zip(parent.inputs, inputs, strict=True)
@@ -300,7 +310,7 @@ class OrtGradientForwardBackwardFunction:
         return parent.results_like("forward", names, results[: len(names)], inputs)
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs and of the weights.
+        """Return the gradients w.r.t. the inputs and the weights of the last `forward` call.
 
         Args:
             grad_outputs: the cotangent of each output, of its dtype and shape, or without its axes
@@ -330,7 +340,7 @@ class OrtGradientForwardBackwardFunction:
         if len(grad_outputs) != len(outputs):
             raise ValueError(
                 f"backward takes {len(outputs)} gradients, of {parent.output_names}, "
-                f"not {len(grad_outputs)}"
+                f"not {len(grad_outputs)}: pass a gradient or None for each output"
             )
         feed = dict(saved)
         for name, y, g in zip(parent.output_names, outputs, grad_outputs, strict=True):
@@ -359,7 +369,7 @@ class OrtGradientForwardBackwardFunction:
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Write the graphs of both passes: see `OrtGradientForwardBackward.save_onnx_graph`."""
+        """Write the ONNX graphs of the forward and the backward pass into `folder`."""
         return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property

@@ -18,11 +18,11 @@ from onnxgrad.compat.learning_losses import (
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
-    loss_outputs,
+    write_loss_outputs,
 )
 from onnxgrad.compat.learning_penalties import weight_names
 from onnxgrad.compat.learning_rates import axpy, axpyw, axpyw2
-from onnxgrad.compat.small_models import build_model
+from onnxgrad.compat.small_models import build_small_model
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.in_graph import weight_penalty
 from onnxgrad.model.draft import Draft, Shape
@@ -35,7 +35,7 @@ _functions: dict[str, Callable[..., Values]] = {f.__name__: f for f in (axpy, ax
 
 
 def _register_function(write: Callable[..., Values]) -> Callable[..., Values]:
-    """Register the function `write` as the writer of the small model of the same name."""
+    """Register `write`, which writes a small model, under its own name in `function_onnx_graph`."""
     _functions[write.__name__] = write
     return write
 
@@ -77,7 +77,7 @@ def function_onnx_graph(
         raise unknown("function", name, supported)
     options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
     check_options(f"option of function {name!r}", options, supported[name], skip=1)
-    return build_model(supported[name], target_opset, dtype, **options)
+    return build_small_model(supported[name], target_opset, dtype, **options)
 
 
 def get_supported_functions() -> dict[str, str]:
@@ -113,13 +113,13 @@ def linear_regression(draft: Draft) -> Values:
 @_register_function
 def square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
-    return loss_outputs(draft, _SQUARE, _SUM, weight_name, scale=multiply / 2)
+    return write_loss_outputs(draft, _SQUARE, _SUM, weight_name, scale=multiply / 2)
 
 
 @_register_function
 def grad_square_error(draft: Draft, weight_name: str | None = None, multiply: float = 2) -> Values:
     """Y_grad = multiply w (X2 - X1), the gradient of `square_error` w.r.t. X2."""
-    return loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
+    return write_loss_outputs(draft, _SQUARE, _GRADIENT, weight_name, scale=multiply / 2)
 
 
 @_register_function
@@ -127,25 +127,25 @@ def grad_loss_square_error(
     draft: Draft, weight_name: str | None = None, multiply: float = 2
 ) -> Values:
     """Y = `square_error`, Y_grad = its gradient w.r.t. X2."""
-    return loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
+    return write_loss_outputs(draft, _SQUARE, _BOTH, weight_name, scale=multiply / 2)
 
 
 @_register_function
 def reduce_mean_square(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
-    return loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
+    return write_loss_outputs(draft, _SQUARE, {LOSS: "mean"}, weight_name)
 
 
 @_register_function
 def absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = sum of w |X1 - X2|, a scalar."""
-    return loss_outputs(draft, AbsoluteLearningLoss(), _SUM, weight_name)
+    return write_loss_outputs(draft, AbsoluteLearningLoss(), _SUM, weight_name)
 
 
 @_register_function
 def grad_loss_absolute_error(draft: Draft, weight_name: str | None = None) -> Values:
     """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient w.r.t. X2."""
-    return loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
+    return write_loss_outputs(draft, AbsoluteLearningLoss(), _BOTH, weight_name)
 
 
 @_register_function
@@ -154,7 +154,7 @@ def elastic_error(
 ) -> Values:
     """Y = sum of w (l1_weight |X1 - X2| + l2_weight (X1 - X2)^2), a scalar."""
     loss = ElasticLearningLoss(l1_weight, l2_weight)
-    return loss_outputs(draft, loss, _SUM, weight_name)
+    return write_loss_outputs(draft, loss, _SUM, weight_name)
 
 
 @_register_function
@@ -162,7 +162,7 @@ def grad_loss_elastic_error(
     draft: Draft, weight_name: str | None = None, l1_weight: float = 0.01, l2_weight: float = 0.01
 ) -> Values:
     """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
-    return loss_outputs(draft, ElasticLearningLoss(l1_weight, l2_weight), _BOTH, weight_name)
+    return write_loss_outputs(draft, ElasticLearningLoss(l1_weight, l2_weight), _BOTH, weight_name)
 
 
 @_register_function
@@ -172,7 +172,7 @@ def grad_sigmoid_neg_log_loss_error(
     """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
     [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
     """
-    return loss_outputs(draft, NegLogLearningLoss(eps), _BOTH, weight_name)
+    return write_loss_outputs(draft, NegLogLearningLoss(eps), _BOTH, weight_name)
 
 
 @_register_function
@@ -183,7 +183,7 @@ def grad_softmax_neg_log_loss_error(
     [eps, 1 - eps], where the classes of X2 (N, k) have the probabilities softmax(X2); Y_grad = its
     gradient w.r.t. X2.
     """
-    return loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
+    return write_loss_outputs(draft, NegLogLearningLoss(eps, "softmax"), _BOTH, weight_name)
 
 
 @_register_function

@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.checks import check_choice
-from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
+from onnxgrad.compat.small_models import SmallFunctions, build_small_model, select_object
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.field import Field
 from onnxgrad.errors import unknown
@@ -92,7 +92,7 @@ class BaseLearningLoss(SmallFunctions):
         return gradients[prediction]
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return a new value for the labels, not yet added to the graph's inputs.
+        """Return a new `ir.Value` for the labels, which the caller adds to the graph's inputs.
 
         By default, it has the shape and dtype of the prediction.
         """
@@ -107,7 +107,7 @@ class BaseLearningLoss(SmallFunctions):
         label = self.label(op, prediction, label_name)
         widen_label(label)
         value, expected = widen_to_float32(op, prediction), label
-        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
+        if label.shape is None:  # else (N,) and (N, 1) would broadcast to (N, N)
             expected = op.Reshape(label, op.Shape(value))
         terms, written = Terms(self.loss(op, value, expected)), None
         if type(self).gradient is not BaseLearningLoss.gradient:
@@ -122,7 +122,7 @@ class BaseLearningLoss(SmallFunctions):
         Sample weights, (N,) or (N, 1), multiply both.
         """
         if label.shape is None:
-            label = op.Reshape(label, op.Shape(prediction))  # or (N,) and (N, 1) become (N, N)
+            label = op.Reshape(label, op.Shape(prediction))  # else (N, N)
         loss = self.loss(op, prediction, label)
         if rank(loss) is None and rank(prediction) is not None:
             infer(ir.Model(op.graph, ir_version=8))
@@ -163,7 +163,13 @@ class BaseLearningLoss(SmallFunctions):
             ProviderError: the installed onnxruntime has no provider for `device`.
         """
         build = partial(
-            build_model, loss_outputs, opset, dtype, loss=self, weight_name=weight_name, shape=shape
+            build_small_model,
+            write_loss_outputs,
+            opset,
+            dtype,
+            loss=self,
+            weight_name=weight_name,
+            shape=shape,
         )
         self._store_models(
             device,
@@ -200,13 +206,16 @@ class BaseLearningLoss(SmallFunctions):
         return self._run_loss("loss_score_onnx_", expected, predicted, weight)[0]
 
     def _run_loss(self, name: str, expected: Any, predicted: Any, weight: Any) -> list[Any]:
-        """Check labels and predictions; return the outputs of the loss model `name`."""
+        """Check labels and predictions, run the loss model in the attribute `name`, and return its
+        outputs.
+        """
         feed = checked_feed(self, self._model_session(name), expected, predicted, weight)
         return self._run_model(name, feed, isinstance(predicted, ort.OrtValue))
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningLoss:
-        """Return the loss for an instance, a class, a name, or a function `(op, f, y)`.
+        """Return the loss that `class_name` is or names: an instance, a class, a name, or a
+        function `(op, f, y)`.
 
         Names: the names of the classes; `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
@@ -215,7 +224,7 @@ class BaseLearningLoss(SmallFunctions):
         Raises:
             ValueError: an unknown name or option, or options together with an instance.
         """
-        selected = instance_of(BaseLearningLoss, "loss", class_name, _CLASSES, options)
+        selected = select_object(BaseLearningLoss, "loss", class_name, _CLASSES, options)
         if selected is not None:
             return selected
         if not callable(class_name) and class_name not in _FUNCTIONS:
@@ -224,7 +233,7 @@ class BaseLearningLoss(SmallFunctions):
         return FunctionLearningLoss(class_name, options or None)
 
 
-def loss_outputs(
+def write_loss_outputs(
     draft: Draft,
     loss: Any,
     quantities: Quantities,
@@ -232,7 +241,8 @@ def loss_outputs(
     shape: Shape = ("N", "k"),
     scale: float = 1.0,
 ) -> dict[str, ir.Value]:
-    """Write a loss into a draft with the inputs X1 (labels), X2 (predictions) and weights of rows.
+    """Write the outputs of a model that computes a loss of X1 (labels), X2 (predictions) and row
+    weights.
 
     Args:
         draft: the model, which gets the name of the class of the loss.
@@ -261,14 +271,15 @@ def loss_outputs(
 def checked_feed(
     loss: Any, session: ort.InferenceSession, expected: Any, predicted: Any, weight: Any
 ) -> dict[str, Any]:
-    """Return {input: array} for a model of `loss_outputs`; arrays that fit are not copied.
+    """Return {input: array} for a model of `write_loss_outputs`, after checks of labels and
+    predictions.
 
     Raises:
         ValueError: arrays that do not fit the model or each other, or labels that the loss does not
             allow; the message names rows.
     """
     declared = next(x for x in session.get_inputs() if x.name == PREDICTED)
-    shape = _prediction_shape(declared.shape, shape_of(predicted))
+    shape = _check_prediction_shape(declared.shape, shape_of(predicted))
     dtype = FLOATS[declared.type]
     prediction = ir.Value(name=PREDICTED, type=ir.TensorType(dtype), shape=ir.Shape(shape))
     feed = {PREDICTED: fit_shape_and_dtype(predicted, shape, dtype.numpy())}
@@ -287,15 +298,20 @@ def checked_feed(
         array = fields[key].check(to_numpy(value))
         if len(array) != shape[0]:
             name = fields[key].name
-            raise ValueError(f"{name!r} has {len(array)} rows, and 'predicted' has {shape[0]}")
+            raise ValueError(
+                f"{name!r} has {len(array)} rows, and 'predicted' has {shape[0]}: pass the same "
+                "number of rows"
+            )
         feed[key] = fit_shape_and_dtype(value, array.shape, array.dtype, array)
     return feed
 
 
-def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a prediction for a loss model's input: (N,) becomes (N, 1) if needed."""
+def _check_prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a prediction as the loss model takes it: (N,) becomes (N, 1)
+    for rank 2.
+    """
     if not shape or 0 in shape:
-        raise ValueError(f"'predicted' has the shape {shape}: it must have rows")
+        raise ValueError(f"'predicted' has the shape {shape}: pass at least one row")
     if len(shape) == 1 and len(declared) == 2:
         shape = (*shape, 1)
     if mismatch := shape_mismatch(shape, declared):
@@ -305,7 +321,9 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
 
 
 def _label_field(loss: Any, prediction: ir.Value) -> Field:
-    """Return the `Field` that checks labels' dtype, shape and range, for a static prediction."""
+    """Return the `Field` that checks the dtype, shape and range of labels for a
+    prediction's shape.
+    """
     label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
     info, shape = loss.info(prediction), dims(label)
     assert label.dtype is not None
@@ -320,7 +338,7 @@ def _label_field(loss: Any, prediction: ir.Value) -> Field:
 
 
 class SquareLearningLoss(BaseLearningLoss):
-    """(f - y)^2 / 2, with the gradient f - y, as in scikit-learn's `MLPRegressor`.
+    """(f - y)^2 / 2 of the prediction f and the label y, with gradient f - y, as in `MLPRegressor`.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -331,16 +349,18 @@ class SquareLearningLoss(BaseLearningLoss):
     """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write (f - y)^2 / 2."""
+        """Write (f - y)^2 / 2 for the prediction f and the label y."""
         return 0.5 * formulas.squared_error(op, prediction, label)
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write f - y as one node; differentiation would write f/2 - y/2 twice."""
+        """Write f - y, prediction minus label, as one node; differentiation would write f/2 - y/2
+        twice.
+        """
         return op.set_type_like(op.Sub(prediction, label), prediction)
 
 
 class AbsoluteLearningLoss(BaseLearningLoss):
-    """|f - y|, with the gradient sign(f - y), which is zero where f = y.
+    """|f - y| of the prediction f and the label y, with gradient sign(f - y), zero where f = y.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -351,17 +371,19 @@ class AbsoluteLearningLoss(BaseLearningLoss):
     """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write |f - y|."""
+        """Write |f - y| for the prediction f and the label y."""
         return formulas.absolute_error(op, prediction, label)
 
 
 @dataclass(eq=False, repr=False)
 class ElasticLearningLoss(BaseLearningLoss):
-    """a |f - y| + b (f - y)^2, with the gradient a sign(f - y) + 2 b (f - y).
+    """l1_weight |f - y| + l2_weight (f - y)^2 of the prediction f and the label y.
+
+    Its gradient is l1_weight sign(f - y) + 2 l2_weight (f - y).
 
     Args:
-        l1_weight: a.
-        l2_weight: b.
+        l1_weight: factor of the absolute error.
+        l2_weight: factor of the squared error.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -375,13 +397,13 @@ class ElasticLearningLoss(BaseLearningLoss):
     l2_weight: float = 0.5
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write a |f - y| + b (f - y)^2."""
+        """Write l1_weight |f - y| + l2_weight (f - y)^2 for the prediction f and the label y."""
         return formulas.elastic(op, prediction, label, self.l1_weight, self.l2_weight)
 
 
 @dataclass(eq=False, repr=False)
 class NegLogLearningLoss(BaseLearningLoss):
-    """-log of the probability of the label, from logits; the gradient is p - y.
+    """-log of the probability p of the label y, computed from logits; the gradient is p - y.
 
     The probability is clipped to [eps, 1 - eps] in the loss, not in the gradient, so that rows
     beyond eps still train. -log p is computed as softplus(-f) or by log-softmax, which neither
@@ -405,7 +427,9 @@ class NegLogLearningLoss(BaseLearningLoss):
     probability_function: str = "sigmoid"
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write -log p[y] of every element for a sigmoid, of every row for a softmax."""
+        """Write -log of the label's probability: of every element for a sigmoid, of every row for a
+        softmax.
+        """
         if not 0 <= self.eps < 0.5:
             raise ValueError(f"eps must be at least 0 and below 0.5, not {self.eps!r}")
         if self._is_softmax():
@@ -416,7 +440,9 @@ class NegLogLearningLoss(BaseLearningLoss):
         return op.Clip(loss, -log1p(-self.eps), -log(self.eps)) if self.eps else loss
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write p - y, where p is not clipped."""
+        """Write the gradient w.r.t. the logits: the unclipped probabilities minus the (one-hot)
+        labels.
+        """
         if self._is_softmax():
             p, index = op.Softmax(prediction, axis=1), op.Unsqueeze(label, [1])
             gradient = op.GatherElements(p, index, axis=1) - 1.0
@@ -492,11 +518,13 @@ class FunctionLearningLoss(BaseLearningLoss):
         return LossInfo.of(self.spec(prediction), prediction)
 
     def output_terms(self, op: Any, prediction: ir.Value, label_name: str) -> OutputTerms:
-        """Write the same loss as a `Trainer` does for the name `function`."""
+        """Write the loss as a `Trainer` writes it for the loss named `function`."""
         return formula_terms(op, self.spec(), prediction, label_name)
 
     def spec(self, prediction: ir.Value | None = None) -> LossSpec:
-        """Return the `LossSpec`; the graph of `prediction` decides options that are not set."""
+        """Return the `LossSpec` of `function`; options that are not set follow from the graph of
+        `prediction`.
+        """
         spec = formulas.loss_spec(self.function, "sum", self.options or {})
         return spec if prediction is None else decide_options(spec, prediction, otherwise=1)
 

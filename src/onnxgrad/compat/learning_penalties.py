@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.compat.small_models import SmallFunctions, instance_of
+from onnxgrad.compat.small_models import SmallFunctions, select_object
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
@@ -75,7 +75,9 @@ def penalty_loss_onnx(
 
 
 def _tensor_with_number_fields(tensor: ir.TensorProtocol) -> TensorProto:
-    """Return a TensorProto with numbers in `float_data` (or double, int64), not `raw_data`."""
+    """Return a TensorProto whose numbers are in `float_data` (or `double_data`, `int64_data`), not
+    in `raw_data`.
+    """
     proto = ir.to_proto(tensor)
     field = {1: "float_data", 7: "int64_data", 11: "double_data"}.get(proto.data_type)
     if field is not None:
@@ -100,7 +102,8 @@ class BaseLearningPenalty(SmallFunctions):
     """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write the penalty of the weight `w`, which is added to the summed loss; `op` is active.
+        """Write the penalty of the weight `w`, which is added to the summed loss, inside of `with
+        op:`.
 
         Returns:
             The penalty, of shape (1, 1) and of the weight's dtype, or None for no penalty.
@@ -148,7 +151,9 @@ class BaseLearningPenalty(SmallFunctions):
     def _penalty_model(
         self, names: Sequence[str], gradient: bool, opset: int | None, dtype: Any
     ) -> ModelProto | None:
-        """Return the model of the summed penalty or of its gradients; None if no weight has one."""
+        """Return the model of the summed penalty, or of its gradients; None if no weight has a
+        penalty.
+        """
         draft, terms = Draft(type(self).__name__, opset, dtype), []
         op, weights = draft.op, [draft.input(name) for name in names]
         with op:
@@ -196,13 +201,15 @@ class BaseLearningPenalty(SmallFunctions):
         return [gradients.get(f"{name}_grad") for name in self._names]
 
     def _feed_of_weights(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
-        """Return ({name: weight}, whether the results shall be OrtValues)."""
+        """Return ({name: array of the weight}, whether the caller passed OrtValues and gets
+        OrtValues).
+        """
         if "_names" not in self.__dict__:
             self._model_session("penalty_onnx_")  # raises `EvaluationError`
         if len(weights) != len(self._names):
             raise ValueError(
                 f"{len(weights)} weights are passed, and the penalty was built for "
-                f"{len(self._names)}: {self._names}"
+                f"{len(self._names)}, {self._names}: pass these, or call build_onnx_function again"
             )
         feed = {
             name: w if isinstance(w, ort.OrtValue) else to_numpy(w).astype(self._dtype, copy=False)
@@ -212,7 +219,8 @@ class BaseLearningPenalty(SmallFunctions):
 
     @staticmethod
     def select(class_name: Any = None, **options: Any) -> BaseLearningPenalty:
-        """Return the penalty for an instance, a class, a name, None, a number, or a dictionary.
+        """Return the penalty that `class_name` is or names: an instance, class, name, None, number,
+        or dictionary.
 
         Names: `elastic`, `l1l2`, and the classes; None and "" are `NoLearningPenalty`. A number is
         the l2 of all weights. A dictionary maps names of weights to a penalty,
@@ -224,9 +232,9 @@ class BaseLearningPenalty(SmallFunctions):
         if options and not isinstance(class_name, (str, type(None), type)):
             raise ValueError(
                 f"{class_name!r} is not a name or a class: leave out {list(options)}, which are "
-                "options for these"
+                "options of a named penalty"
             )
-        selected = instance_of(BaseLearningPenalty, "penalty", class_name, _CLASSES, options)
+        selected = select_object(BaseLearningPenalty, "penalty", class_name, _CLASSES, options)
         if selected is not None:
             return selected
         if isinstance(class_name, Mapping):
@@ -253,11 +261,11 @@ class NoLearningPenalty(BaseLearningPenalty):
 
 @dataclass(eq=False, repr=False)
 class ElasticLearningPenalty(BaseLearningPenalty):
-    """a |w| + b w^2, summed over the weight, with the gradient a sign(w) + 2 b w.
+    """l1 |w| + l2 w^2, summed over the weight w, with the gradient l1 sign(w) + 2 l2 w.
 
     Args:
-        l1: a, at least 0.
-        l2: b, at least 0.
+        l1: factor of the absolute values, at least 0.
+        l2: factor of the squares, at least 0.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -271,7 +279,9 @@ class ElasticLearningPenalty(BaseLearningPenalty):
     l2: float = 0.5
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write a |w| + b w^2, summed; return None if a = b = 0."""
+        """Write l1 |w| + l2 w^2, summed over the weight w; return None if both
+        coefficients are 0.
+        """
         self.check([name])
         return weight_penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
 

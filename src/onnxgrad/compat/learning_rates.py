@@ -15,7 +15,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.checks import check_choice
-from onnxgrad.compat.small_models import SmallFunctions, build_model, instance_of
+from onnxgrad.compat.small_models import SmallFunctions, build_small_model, select_object
 from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.model.draft import Draft, Shape
 from onnxgrad.model.feeds import session_dtype
@@ -47,7 +47,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     @property
     def needs_grad(self) -> bool:
-        """Return whether the update has momentum: it keeps a velocity from step to step."""
+        """Whether the update has momentum, and thus keeps a velocity from step to step."""
         return False
 
     def init_learning_rate(self) -> BaseLearningRate:
@@ -80,14 +80,18 @@ class BaseLearningRate(SmallFunctions, LearningRate):
     def rates_of_training(
         self, state: Any, steps: int | None, member: int | None = None
     ) -> ByEpoch:
-        """Return the `ByEpoch` of a training, at the epoch after the finished epochs."""
+        """Return the learning rates of all epochs, `ByEpoch`, moved past the epochs that `state`
+        has finished.
+        """
         losses = state.losses if member is None else [loss[member] for loss in state.losses]
         return ByEpoch(self.at_start(), losses)
 
     @cached_property
     def axpy_onnx_(self) -> ModelProto:
-        """The model of w - lr g; float32 unless `build_onnx_function` set another dtype."""
-        return build_model(axpy)
+        """The model of the update w - lr g; float32 unless `build_onnx_function` set
+        another dtype.
+        """
+        return build_small_model(axpy)
 
     def build_onnx_function(
         self,
@@ -108,12 +112,14 @@ class BaseLearningRate(SmallFunctions, LearningRate):
             ProviderError: the installed onnxruntime has no provider for `device`.
         """
         attribute, update = self._update_attribute_and_writer
-        self._store_models(device, **{attribute: build_model(update, opset, dtype)})
+        self._store_models(device, **{attribute: build_small_model(update, opset, dtype)})
         return self
 
     @property
     def _update_attribute_and_writer(self) -> tuple[str, Update]:
-        """The attribute that holds the model of the update, and the function that writes it."""
+        """The name of the attribute that holds the update's model, and the function that writes the
+        model.
+        """
         return "axpy_onnx_", axpy
 
     def update_weights(
@@ -143,7 +149,8 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         return self.value
 
     def _run_update(self, name: str, numbers: dict[str, float], **tensors: Any) -> list[Any]:
-        """Run the update model `name`; return OrtValues if the weight `X2` is an OrtValue.
+        """Run the update model in the attribute `name`; return OrtValues if the weight `X2` is an
+        OrtValue.
 
         The inputs `numbers` have the shape (1,), and all `tensors` must have the shape and dtype of
         the weight.
@@ -171,7 +178,8 @@ class BaseLearningRate(SmallFunctions, LearningRate):
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningRate:
-        """Return the learning rate object for a name, a class, a number (`eta0`) or an instance.
+        """Return the learning rate that `class_name` is or names: a name, class, number (`eta0`) or
+        instance.
 
         Raises:
             ValueError: an unknown name or option, or options together with an instance.
@@ -179,7 +187,7 @@ class BaseLearningRate(SmallFunctions, LearningRate):
         number = (int, float, np.integer, np.floating)
         if isinstance(class_name, number) and not isinstance(class_name, bool):
             return BaseLearningRate.select("SGD", eta0=float(class_name), **options)
-        rate = instance_of(BaseLearningRate, "learning rate", class_name, _CLASSES, options)
+        rate = select_object(BaseLearningRate, "learning rate", class_name, _CLASSES, options)
         if rate is None:
             raise unknown("learning rate", class_name, _CLASSES)
         return rate
@@ -210,19 +218,22 @@ class ByEpoch:
         return np.full(count, self.rate.value)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Go to the next epoch if `entry`, of the training history, has an epoch's loss."""
+        """Go to the next epoch if `entry`, a record of the training history, holds an
+        epoch's loss.
+        """
         if "loss" in entry:
             self._begin_epoch(entry["loss"])
 
     def _begin_epoch(self, loss: float) -> None:
-        """Go to the next epoch, after an epoch of the given training loss."""
+        """Go to the next epoch; `loss` is the training loss of the epoch that ended."""
         self.epochs += 1
         self.rate.update_learning_rate(self.epochs, loss)
 
 
 @dataclass(eq=False, repr=False)
 class LearningRateSGD(BaseLearningRate):
-    """Stochastic gradient descent: w <- w - lr g, with the gradient g of a batch's mean loss.
+    """Stochastic gradient descent: weight w <- w - lr g, with the gradient g of a batch's mean
+    loss.
 
     Args:
         eta0: the rate of the first epoch.
@@ -250,7 +261,7 @@ class LearningRateSGD(BaseLearningRate):
     learning_rate: str = "invscaling"
 
     def __post_init__(self) -> None:
-        check_choice("learning_rate", self.learning_rate, _RULES)
+        check_choice("learning_rate", self.learning_rate, _SCHEDULES)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the learning rate of the first epoch; return `self`.
@@ -258,7 +269,7 @@ class LearningRateSGD(BaseLearningRate):
         Raises:
             ValueError: `eta0` is not positive, or an unknown value of `learning_rate`.
         """
-        check_choice("learning_rate", self.learning_rate, _RULES)  # set_params may have changed it
+        check_choice("learning_rate", self.learning_rate, _SCHEDULES)  # see set_params
         if not (isfinite(self.eta0) and self.eta0 > 0):
             raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
         if self.learning_rate == "optimal" and not self.alpha > 0:
@@ -268,7 +279,9 @@ class LearningRateSGD(BaseLearningRate):
         return self
 
     def update_learning_rate(self, t: int, loss: float | None = None) -> LearningRateSGD:
-        """Set `value` to the learning rate after `t` epochs; only `adaptive` reads `loss`."""
+        """Set `value` to the learning rate after `t` epochs; only the rule "adaptive"
+        reads `loss`.
+        """
         if self.value is None:
             self.init_learning_rate()
         if self.learning_rate == "invscaling":
@@ -286,7 +299,7 @@ class LearningRateSGD(BaseLearningRate):
 
 @dataclass(eq=False, repr=False)
 class LearningRateSGDNesterov(LearningRateSGD):
-    """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
+    """SGD with momentum: velocity v <- m v - lr g; weight w <- w + (m v - lr g if nesterov else v).
 
     Nesterov's form follows Sutskever et al. 2013, "On the importance of initialization and momentum
     in deep learning". The other arguments are the arguments of `LearningRateSGD`.
@@ -309,13 +322,15 @@ class LearningRateSGDNesterov(LearningRateSGD):
 
     @property
     def needs_grad(self) -> bool:
-        """Return True: the update keeps a velocity from step to step."""
+        """True: the update keeps a velocity from step to step."""
         return True
 
     @cached_property
     def axpyw_onnx_(self) -> ModelProto:
-        """The model of the momentum update, float32 unless `build_onnx_function` set a dtype."""
-        return build_model(self._update_attribute_and_writer[1])
+        """The model of the momentum update; float32 unless `build_onnx_function` set
+        another dtype.
+        """
+        return build_small_model(self._update_attribute_and_writer[1])
 
     @property
     def _update_attribute_and_writer(self) -> tuple[str, Update]:
@@ -365,7 +380,7 @@ def axpyw2(draft: Draft, shape: Shape | None = None) -> dict[str, ir.Value]:
 
 
 def _write_momentum_update(draft: Draft, shape: Shape | None, ahead: bool) -> dict[str, ir.Value]:
-    """Write the update with momentum into a draft; `ahead`: Nesterov's momentum."""
+    """Write the nodes of an update with momentum; `ahead` selects Nesterov's momentum."""
     op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
     alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
     rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # else scalar weights would become (1,)
@@ -375,7 +390,7 @@ def _write_momentum_update(draft: Draft, shape: Shape | None, ahead: bool) -> di
     return {"Y": op.set_type_like(update + x2, x2), "Z": z}
 
 
-_RULES = ("constant", "invscaling", "optimal", "adaptive")
+_SCHEDULES = ("constant", "invscaling", "optimal", "adaptive")
 _OPERANDS = {"X1": "the gradient", "X2": "the weight", "G": "the velocity"}
 
 

@@ -55,11 +55,11 @@ class OrtDataLoader:
         if sample_weight is not None:
             weight = _contiguous_numbers("sample_weight", sample_weight)
             if weight.size != len(weight):
-                raise ValueError(f"'sample_weight' must have shape (N,), not {weight.shape}")
+                raise ValueError(f"'sample_weight' must have the shape (N,), not {weight.shape}")
             arrays["sample_weight"] = weight.reshape(-1)
         counts = {name: len(array) for name, array in arrays.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"the arrays have different numbers of rows: {counts}")
+            raise ValueError(f"the arrays have {counts} rows: pass the same number of rows")
         self.batch_size = operator.index(batch_size)
         self._device = Device.of(device).check()
         self.device, self.random_iter = device, random_iter
@@ -87,7 +87,9 @@ class OrtDataLoader:
         return [(array.shape, array.dtype) for array in self._arrays]
 
     def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield batches (X, y) or (X, y, weight) of arrays: views unless `random_iter` is set."""
+        """Yield batches (X, y) or (X, y, weight) of arrays, which are views unless `random_iter` is
+        set.
+        """
         order = self._rng.permutation(len(self)) if self.random_iter else None
         count = self.batch_size if self.batch_size > 0 else len(self)
         for start in range(0, len(self), count):
@@ -100,7 +102,8 @@ class OrtDataLoader:
             yield tuple(copy_to_ortvalue(array, self._device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
-        """Bind each batch to inputs of `bind`, and yield the batch's row count.
+        """Bind the arrays of each batch as inputs of the IOBinding `bind`, and yield the batch's
+        row count.
 
         Args:
             bind: the binding that `session.io_binding()` returns.
@@ -118,7 +121,7 @@ class OrtDataLoader:
         return self._bind_batches(bind, names)
 
     def _bind_batches(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
-        """Bind each batch and yield its row count; `iter_bind` has checked `names`."""
+        """Bind the arrays of each batch to the inputs `names`, and yield the batch's row count."""
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)
@@ -129,5 +132,5 @@ def _contiguous_numbers(name: str, data: Any) -> np.ndarray:
     """Return `data` as a contiguous array of numbers; raise `ValueError` if it has no rows."""
     array = to_numbers(name, data)
     if array.ndim == 0 or array.size == 0:
-        raise ValueError(f"{name!r} must have rows; its shape is {array.shape}")
+        raise ValueError(f"{name!r} has the shape {array.shape}: pass at least one row")
     return np.ascontiguousarray(array)

@@ -28,7 +28,7 @@ from onnxgrad.native import Target
 from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.presets import select, sgd
 from onnxgrad.optimizers.scaling import ScaleByLearningRate, Trace
-from onnxgrad.reporting import level_of, logger, reporting
+from onnxgrad.reporting import logger, logging_level, reporting
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
@@ -50,11 +50,12 @@ from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.update import weights_to_evaluate
 
 T = TypeVar("T")
-ROWS = 1024  # rows of a call of the session in evaluations and predictions
+ROWS_PER_CALL = 1024  # rows of a call of the session in evaluations and predictions
 
 
-class Fitted:
-    """A descriptor: an attribute of a trainer that `read` computes from the trained state.
+class FittedValue:
+    """A descriptor for an attribute of a trainer, which the function `read` computes from the
+    trained state.
 
     Before there is a state, it raises `NotFittedError`, which is an `AttributeError`.
     """
@@ -75,8 +76,9 @@ class Fitted:
         raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
 
 
-class Selected:
-    """A descriptor: an argument of `__init__`, stored as the object that `select` makes of it.
+class SelectedArgument:
+    """A descriptor for an argument of `__init__`, which is stored as the object that `select`
+    returns for it.
 
     `select` turns a name or a number into an object. A value that it rejects with TypeError or
     ValueError is stored unchanged, and `fit` raises the error.
@@ -98,7 +100,7 @@ class Selected:
 
 
 @dataclass(eq=False, repr=False)
-class Arguments(BaseEstimator):
+class SharedArguments(BaseEstimator):
     """The arguments that `OrtGradientOptimizer` and `OrtGradientForwardBackwardOptimizer` share."""
 
     model_onnx: ModelLike
@@ -107,14 +109,14 @@ class Arguments(BaseEstimator):
     max_iter: int = 100
     training_optimizer_name: str | Optimizer = "SGDOptimizer"
     batch_size: int = 10
-    learning_rate: str | float | BaseLearningRate = Selected(BaseLearningRate.select, "SGD")  # type: ignore[assignment]
+    learning_rate: str | float | BaseLearningRate = SelectedArgument(BaseLearningRate.select, "SGD")  # type: ignore[assignment]
     device: str = "cpu"
     warm_start: bool = False
     verbose: int = 0
     validation_every: int | float = 0.1
 
 
-class SeedTrainer(Arguments):
+class SeedTrainer(SharedArguments):
     """Trains weights of a model; subclasses define the loss by `_training_loss`."""
 
     random_state: int | None
@@ -124,13 +126,13 @@ class SeedTrainer(Arguments):
     enable_logging: bool = False
     exc: bool = True
 
-    train_losses_ = Fitted(lambda self: self._state.losses)
-    validation_losses_ = Fitted(lambda self: self._state.validation_losses)
-    n_iter_ = Fitted(lambda self: len(self._state.losses))
-    n_steps_ = Fitted(lambda self: self._state.step)
-    learning_rate_ = Fitted(lambda self: self._state.learning_rate)
-    stop_reason_ = Fitted(lambda self: self._state.stop_reason)
-    cls_type_ = Fitted(lambda self: type(self.train_function_))
+    train_losses_ = FittedValue(lambda self: self._state.losses)
+    validation_losses_ = FittedValue(lambda self: self._state.validation_losses)
+    n_iter_ = FittedValue(lambda self: len(self._state.losses))
+    n_steps_ = FittedValue(lambda self: self._state.step)
+    learning_rate_ = FittedValue(lambda self: self._state.learning_rate)
+    stop_reason_ = FittedValue(lambda self: self._state.stop_reason)
+    cls_type_ = FittedValue(lambda self: type(self.train_function_))
     _state: EstimatorState
 
     # -- training -----------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class SeedTrainer(Arguments):
         if (before := vars(self).get("_state")) is not None and before.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
-            raise ValueError("y_val is given without X_val")
+            raise ValueError("y_val is given without X_val: pass both, or neither")
         validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
             call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
@@ -188,14 +190,18 @@ class SeedTrainer(Arguments):
         return self
 
     def _save_gradient_model(self, call: EstimatorFit) -> None:
-        """Save the gradient model of `call` if the argument `saved_gradient` is a path."""
+        """Save the gradient model of the call of `fit` if the argument `saved_gradient`
+        is a path.
+        """
 
     def _run_epochs(self, call: EstimatorFit, loop: Loop, before: EstimatorState | None) -> None:
-        """Run the epochs of `loop`; keep the new state, or `before` if `loop` did not advance."""
+        """Run the epochs of `loop`; keep the new state, or the state `before` if no step
+        was run.
+        """
         state = call.state
         try:
             self._state, self._cache = state, BuildCache()
-            with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
+            with reporting(logging.DEBUG if self.enable_logging else logging_level(self.verbose)):
                 if self.enable_logging:
                     logger.info("fit: %s on %s", state.optimizer, loop.runner.device)
                 loop.run()
@@ -212,12 +218,13 @@ class SeedTrainer(Arguments):
             call.end()
 
     def _model_to_train(self, state: EstimatorState | None) -> ModelProto:
-        """Return the model to train, with the weights of `state` unless it is None."""
+        """Return the model to train, with the weights of `state` unless `state` is None."""
         proto = read(self.model_onnx)
         return proto if state is None else constants.replace(proto, state.weights)
 
     def _weight_names(self, announce: bool = False) -> list[str]:
-        """Return the names of the weights to train; `announce`: log the weights left out.
+        """Return the names of the weights to train; with `announce`, log the weights that are left
+        out.
 
         Whether a constant is a weight follows from its value in the model, not its trained value.
         """
@@ -226,11 +233,13 @@ class SeedTrainer(Arguments):
         return default_weights(read(self.model_onnx), announce)
 
     def _training_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> Any:
-        """Return the loss of a `Job` that trains `weights`, or evaluates if it is None."""
+        """Return the loss of a `Job` that trains `weights`, or, if `weights` is None, of a `Job`
+        that only evaluates.
+        """
         raise NotImplementedError
 
     def _learning_rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
-        """Return (copy of the learning rate at its first epoch, optimizer); check arguments."""
+        """Check the arguments; return (copy of the learning rate at its first epoch, optimizer)."""
         for name in ("max_iter", "batch_size"):
             check_count(name, getattr(self, name))
         names, every = self.weights_to_train, self.validation_every
@@ -238,7 +247,7 @@ class SeedTrainer(Arguments):
             raise ValueError(f"weights_to_train must be a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
-        check_choice("weight_init", self.weight_init, list(INITS))
+        check_choice("weight_init", self.weight_init, list(WEIGHT_INITS))
         rate = BaseLearningRate.select(self.learning_rate).at_start()
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
@@ -274,19 +283,23 @@ class SeedTrainer(Arguments):
     def _weight_arrays(
         self, state: Mapping[str, Any], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return `state`, {weight: array}, as copies in the dtypes of the model's weights."""
+        """Return {weight: array} of `state`, copied in the dtypes and checked against the shapes of
+        the model.
+        """
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"the state must be a dict {{weight: array}}, not {type(state).__name__}"
             )
         known = self._float_constants(state, check_trained)
         return {
-            name: fitting_array(name, a, known[name].shape, known[name].dtype)
+            name: check_state_array(name, a, known[name].shape, known[name].dtype)
             for name, a in state.items()
         }
 
     def _state_for_set_state(self) -> EstimatorState:
-        """Return the state that `set_state` changes; it is empty before the first `fit`."""
+        """Return the state that `set_state` changes, which is new and empty before the
+        first `fit`.
+        """
         if "_state" not in vars(self):
             self._state = EstimatorState(rng=np.random.default_rng(self.random_state))
         return self._state
@@ -294,7 +307,8 @@ class SeedTrainer(Arguments):
     def _float_constants(
         self, names: Iterable[str], check_trained: bool = False
     ) -> dict[str, np.ndarray]:
-        """Return {name: array} of float constants; `check_trained`: of the trained weights only.
+        """Return {name: array} of the model's float constants, or with `check_trained` of the
+        trained weights.
 
         Raises `ValueError` if one of `names` is not among them.
         """
@@ -308,7 +322,9 @@ class SeedTrainer(Arguments):
         return known
 
     def _trained_weight_names(self) -> list[str]:
-        """Return the weights that the last `fit` trained, by name, or raise `NotFittedError`."""
+        """Return the names of the weights that the last `fit` trained, or raise
+        `NotFittedError`.
+        """
         names = self._fitted_state().trained
         if not names:
             raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
@@ -344,7 +360,9 @@ class SeedTrainer(Arguments):
     def _forward_backward(
         self, output_names: list[str] | None = None
     ) -> OrtGradientForwardBackward:
-        """Return an `OrtGradientForwardBackward` of the trained weights and given outputs."""
+        """Return an `OrtGradientForwardBackward` whose weights are the trained weights, with the
+        given outputs.
+        """
         build = partial(
             OrtGradientForwardBackward,
             self.model_onnx,
@@ -356,25 +374,29 @@ class SeedTrainer(Arguments):
         return self._build_cached("passes", build)
 
     def _build_cached(self, name: str, build: Callable[[], T], *depends: Any) -> T:
-        """Return the cached result of `build`; rebuild if an argument or `depends` changed."""
+        """Return the result of `build()`, cached until an argument of the trainer or one of
+        `depends` changes.
+        """
 
         cache = self.__dict__.setdefault("_cache", BuildCache())
 
-        def key() -> Any:
+        def cache_key() -> Any:
             params = self.get_params(deep=False)
             params.pop("random_state")
             model = model_fingerprint(params.pop("model_onnx"))
             return *depends, model, cache.fingerprint(params)
 
-        return cache.get(name, key, build)
+        return cache.get(name, cache_key, build)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"_state": self._state.copy()} if "_state" in vars(self) else {}
         return vars(self) | state | {"_cache": BuildCache()}
 
 
-def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a copy of `value`, new for a weight or slot, as `dtype`; check its shape."""
+def check_state_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a copy of `value`, the new value of a weight or slot `name`, in `dtype`; check its
+    shape.
+    """
     if np.shape(value) != shape:
         raise ValueError(
             f"the new value of {name!r} must have the shape {shape}, not {np.shape(value)}"
@@ -384,7 +406,7 @@ def fitting_array(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype
 
 # -- one call of `fit`: a `Fit` with another job and state -----------------------------------------
 
-INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+WEIGHT_INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "model": lambda rng, w: w,
     "glorot": draw_glorot,
     "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
@@ -417,7 +439,9 @@ class EstimatorState(TrainState):
         return self.rng
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that restores nothing, as no call resumes an unfinished epoch."""
+        """Return a function that does nothing: unlike in a `Trainer`, no call resumes an unfinished
+        epoch.
+        """
         return lambda: None
 
     def copy(self) -> Self:
@@ -494,14 +518,14 @@ class EstimatorFit(Fit):
         if not isinstance(self.held_out, Dataset):
             return source, None
         self.evaluator.fields.names = self.names
-        return source, rows_of(self.held_out, self.evaluator.fields)
+        return source, source_in_row_order(self.held_out, self.evaluator.fields)
 
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
         """Return the `Runner` of the training step; set the initial weights of the state."""
         job, state, trained, old = self.job, self.state, self.step.weights, self.state.values
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(job.proto)}
         if self.before is None:
-            draw = INITS[self.estimator.weight_init]
+            draw = WEIGHT_INITS[self.estimator.weight_init]
             names = [name for name in job.trained if name in {*trained}]
             state.values = Values({name: draw(state.row_order(), arrays[name]) for name in names})
         else:
@@ -522,7 +546,9 @@ class EstimatorFit(Fit):
 
 
 def _callbacks_of_fit(estimator: Any, data: Dataset, function: Any) -> list[Callback]:
-    """Return the callbacks that a trainer's arguments, data and `function` ask for."""
+    """Return the callbacks that `verbose`, `enable_logging`, streamed data and the user's
+    `function` need.
+    """
     wanted: list[tuple[type[Callback], bool]] = [
         (StepLog, estimator.enable_logging),
         (EpochLog, bool(estimator.verbose or estimator.enable_logging)),
@@ -536,7 +562,7 @@ class StepLog(Callback):
     """Logs the loss of the epoch so far after each call of onnxruntime."""
 
     def on_step_end(self, trainer: Any, state: TrainState, control: TrainingControl) -> None:
-        """Log the step number and the epoch's loss so far."""
+        """Log the step number, and the loss of the epoch so far."""
         logger.debug("step %d loss %s", state.step, number_text(trainer.progress.loss, "g"))
 
 
@@ -550,7 +576,7 @@ class EpochLog(Callback):
 
 
 class SingleBatches(Callback):
-    """Lets each call of onnxruntime run a single batch, as data are streamed."""
+    """Lets each call of onnxruntime run one batch only, for data that are read batch by batch."""
 
     every_steps = 1
 
@@ -581,6 +607,6 @@ class ProgressFunction(Callback):
     on_evaluate = on_step_end
 
 
-def rows_of(data: Dataset, fields: Fields) -> BatchSource:
-    """Return a source of batches that passes over `data` once, in order."""
-    return data.source(fields, fields.fixed_rows or ROWS)
+def source_in_row_order(data: Dataset, fields: Fields) -> BatchSource:
+    """Return a source of batches that reads the rows of `data` once, in order."""
+    return data.source(fields, fields.fixed_rows or ROWS_PER_CALL)

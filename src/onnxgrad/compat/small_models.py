@@ -21,13 +21,13 @@ from onnxgrad.runtime.values import Binding, to_numpy, to_ortvalue
 T = TypeVar("T")
 
 
-def build_model(
+def build_small_model(
     write: Callable[..., Mapping[str, ir.Value]],
     opset: int | None = None,
     dtype: Any = np.float32,
     **options: Any,
 ) -> ModelProto:
-    """Return a small model named as the function `write`, which writes its outputs."""
+    """Return the ONNX model whose outputs the function `write` writes, named like `write`."""
     draft = Draft(write.__name__, opset, dtype)
     with draft.op:
         return draft.model(write(draft, **options), finish)
@@ -85,14 +85,15 @@ class SmallFunctions(BaseEstimator):
         return hash(type(self))
 
 
-def instance_of(
+def select_object(
     base: type[T],
     what: str,
     choice: Any,
     classes: Mapping[Any, type[T]],
     options: Mapping[str, Any],
 ) -> T | None:
-    """Return a `base` object for an instance, a subclass, or a name in `classes`; else None.
+    """Return `choice` if it is an instance of `base`, or a new instance if it is a subclass or a
+    name; else None.
 
     Raises:
         ValueError: an option that the class lacks, or options together with an instance.

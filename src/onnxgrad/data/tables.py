@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from onnxgrad.checks import check_limit
 from onnxgrad.data.arrays import DataError, column_array
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.cells import (
@@ -27,7 +28,6 @@ from onnxgrad.data.cells import (
 )
 from onnxgrad.data.class_numbers import ClassNames, first_class_names, label_text
 from onnxgrad.errors import argument, join_first, unknown
-from onnxgrad.limits import check_limit
 from onnxgrad.model.class_labels import Labels
 
 Columns = dict[str, np.ndarray]

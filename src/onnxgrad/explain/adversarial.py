@@ -66,8 +66,8 @@ def fgsm(
     point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     attack = _Attack(point, loss, "Linf", bounds, mask)
     check_number("epsilon", epsilon, infinite=True)
-    moved = attack.step(point.values, -epsilon if targeted else epsilon)
-    return point.result(attack.clip(moved))
+    moved = attack.sign_step(point.values, -epsilon if targeted else epsilon)
+    return point.to_attributions(attack.clip_to_bounds(moved))
 
 
 def pgd(
@@ -121,9 +121,9 @@ def pgd(
     if random_state is not None:
         values = attack.random_values(radius, np.random.default_rng(random_state))
     for _ in range(steps):
-        moved = attack.step(values, -step_size if targeted else step_size)
-        values = attack.project(moved, radius)
-    return point.result(values)
+        moved = attack.sign_step(values, -step_size if targeted else step_size)
+        values = attack.project_to_ball(moved, radius)
+    return point.to_attributions(values)
 
 
 def broadcast_masks(point: Point, mask: Any) -> Arrays:
@@ -141,39 +141,43 @@ def broadcast_masks(point: Point, mask: Any) -> Arrays:
         except ValueError:
             raise ValueError(
                 f"the mask of {name!r} has the shape {list(array.shape)}, which does not broadcast "
-                f"to {list(x.shape)}"
+                f"to {list(x.shape)}: pass a mask of this shape, or of the shape of a row"
             ) from None
     return masks
 
 
 class _Attack:
-    """An attack on the rows of a `Point`: sign steps, and projections to bounds and a ball."""
+    """An attack on given rows: steps along the sign of a gradient, projected to bounds and to a
+    ball.
+    """
 
     def __init__(self, point: Point, loss: str, norm: str, bounds: Bounds, mask: Any) -> None:
         low, high = bounds
         if not low < high:
-            raise ValueError(f"bounds={bounds} must be the least value, then a greater value")
+            raise ValueError(f"bounds={bounds}: give the least value, then a greater value")
         check_choice("norm", norm, ("Linf", "L2"))
         check_choice("loss", loss, ("score", "cross_entropy"))
         self.point, self.loss, self.norm, self.bounds = point, loss, norm, bounds
         self.masks = broadcast_masks(point, mask)
 
-    def step(self, values: Arrays, length: float) -> Arrays:
-        """Return `values` after a sign step, which changes each unmasked element by `length`."""
+    def sign_step(self, values: Arrays, length: float) -> Arrays:
+        """Return `values` after one step, which changes each unmasked element by `length` times a
+        sign.
+        """
         if self.loss == "score":
             gradients = {n: -g for n, g in self.point.gradients(values).items()}
         else:
-            seed = _cross_entropy_gradient(self.point.outputs(values), self.point.indices)
+            seed = _cross_entropy_gradient(self.point.outputs(values), self.point.score_indices)
             gradients = self.point.pull_back(values, seed)
         moved = {n: x + length * np.sign(gradients[n]) * self.masks[n] for n, x in values.items()}
         return {n: x.astype(values[n].dtype) for n, x in moved.items()}
 
-    def clip(self, values: Arrays) -> Arrays:
+    def clip_to_bounds(self, values: Arrays) -> Arrays:
         """Return `values` clipped to the bounds of the attack."""
         like = self.point.values
         return {n: np.clip(x, *self.bounds).astype(like[n].dtype) for n, x in values.items()}
 
-    def project(self, values: Arrays, radius: float) -> Arrays:
+    def project_to_ball(self, values: Arrays, radius: float) -> Arrays:
         """Return `values` projected to the ball of `radius` around the rows, and to the bounds."""
         near = {}
         for name, x in self.point.values.items():
@@ -187,7 +191,7 @@ class _Attack:
                 factors = np.where(longer, radius / np.where(longer, lengths, 1.0), 1.0)
                 change = (flat * factors).reshape(change.shape)
             near[name] = x + change
-        return self.clip(near)
+        return self.clip_to_bounds(near)
 
     def random_values(self, radius: float, rng: np.random.Generator) -> Arrays:
         """Return random values, uniform in the ball around each row, clipped to the bounds."""
@@ -201,7 +205,7 @@ class _Attack:
                 lengths = radius * rng.uniform(size=(len(x), 1)) ** (1 / flat.shape[1])
                 change = (flat * lengths).reshape(x.shape)
             moved[name] = x + change * self.masks[name]
-        return self.clip(moved)
+        return self.clip_to_bounds(moved)
 
 
 def _cross_entropy_gradient(y: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -16,9 +16,9 @@ from onnxgrad.explain.targets import Target, score_cotangent
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
 
-_BETAS = 0.9, 0.999  # of Adam
-_HALVINGS = 12  # of the way back to the row
-_FACTORS = 6  # of the hinge, tried for each row
+_BETAS = 0.9, 0.999  # decay rates of Adam
+_HALVINGS = 12  # bisection steps between a row and its counterfactual
+_HINGE_FACTORS = 6  # factors of the hinge loss that are tried for each row
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def counterfactual(
     check_count("steps", steps)
     point = ScoreFunction.of(model, wrt, output, None).at(inputs, target)
     search = _CounterfactualSearch(point, norm, margin, bounds, mask)
-    search.run(learning_rate, steps)
+    search.search_hinge_factors(learning_rate, steps)
     if rows := np.flatnonzero(~search.reached).tolist():
         warnings.warn(
             f"the class was not reached for the rows {rows[:10]}: try more steps, a greater "
@@ -102,7 +102,7 @@ def counterfactual(
             stacklevel=2,
         )
     distances = np.where(search.reached, search.distances, np.nan)
-    return Counterfactual(search.like_input(search.best), search.reached, distances)
+    return Counterfactual(search.reshape_as_input(search.best), search.reached, distances)
 
 
 class _CounterfactualSearch:
@@ -130,52 +130,60 @@ class _CounterfactualSearch:
         self.best = self.x.copy()
         self.reached = np.zeros(point.rows, bool)
         self.distances = np.full(point.rows, np.inf)
-        self.record(self.best)
+        self.keep_shorter_changes(self.best)
 
-    def run(self, learning_rate: float, steps: int) -> None:
-        """Search for each row the least hinge factor by which it reaches the target class."""
+    def search_hinge_factors(self, learning_rate: float, steps: int) -> None:
+        """Search for each row the least factor of the hinge loss with which the row reaches the
+        target class.
+        """
         low, factors = np.zeros(self.point.rows), np.ones(self.point.rows)
-        for _ in range(_FACTORS):
-            reached = self.descend(factors, learning_rate, steps)
+        for _ in range(_HINGE_FACTORS):
+            reached = self.minimize_distance(factors, learning_rate, steps)
             low = np.where(reached, low, factors)
             factors = np.where(reached, (low + factors) / 2, 10 * factors)
-        self.shorten()
+        self.shorten_best_changes()
 
-    def hinge(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (best other score - target score + margin) per row, and its output gradient."""
-        y = self.point.outputs({self.name: self.like_input(values)}).astype(np.float64)
-        rows, classes = np.arange(len(y)), self.point.indices[:, 0]
+    def hinge_loss(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the hinge loss (best other score - target score + margin) per row, and its
+        gradient w.r.t. the scores.
+        """
+        y = self.point.outputs({self.name: self.reshape_as_input(values)}).astype(np.float64)
+        rows, classes = np.arange(len(y)), self.point.score_indices[:, 0]
         others = y.copy()
         others[rows, classes] = -np.inf
         other = others.argmax(axis=1)
         gradient = score_cotangent(y.shape, np.float64, other[:, None])
-        gradient -= score_cotangent(y.shape, np.float64, self.point.indices)
+        gradient -= score_cotangent(y.shape, np.float64, self.point.score_indices)
         return y[rows, other] - y[rows, classes] + self.margin, gradient
 
-    def record(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def keep_shorter_changes(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keep changed rows that reach the target class by a shorter change than the best so far.
 
         Returns:
             Which rows reach the class, and the gradient of the hinge w.r.t. the output, which is
             zero for these rows.
         """
-        gap, gradient = self.hinge(values)
+        gap, gradient = self.hinge_loss(values)
         reached = gap < 0 if not self.margin else gap <= 0
-        change = self.like_input(values).reshape(self.x.shape) - self.x
+        change = self.reshape_as_input(values).reshape(self.x.shape) - self.x
         distances = np.linalg.norm(change, 1 if self.norm == "L1" else 2, axis=1)
         better = reached & (distances < self.distances)
         self.best[better], self.distances[better] = values[better], distances[better]
         self.reached |= reached
         return reached, gradient * (~reached)[:, None]
 
-    def descend(self, factors: np.ndarray, learning_rate: float, steps: int) -> np.ndarray:
-        """Minimize distance + factor * hinge; return a mask of rows that reached the class."""
+    def minimize_distance(
+        self, factors: np.ndarray, learning_rate: float, steps: int
+    ) -> np.ndarray:
+        """Minimize distance + factor * hinge loss by Adam; return a mask of rows that reached the
+        class.
+        """
         values, ever = self.x, np.zeros(self.point.rows, bool)
         first, second = np.zeros(self.x.shape), np.zeros(self.x.shape)
         for step in range(1, steps + 1):
-            reached, seed = self.record(values)
+            reached, seed = self.keep_shorter_changes(values)
             ever |= reached
-            arrays = {self.name: self.like_input(values)}
+            arrays = {self.name: self.reshape_as_input(values)}
             seed = seed.astype(self.point.output.dtype)
             slopes = self.point.pull_back(arrays, seed)[self.name].astype(np.float64)
             gradient = slopes.reshape(self.x.shape) * (factors[:, None] * self.mask)
@@ -192,16 +200,18 @@ class _CounterfactualSearch:
             values = np.clip(self.x + change * self.mask, *self.bounds)
         return ever
 
-    def shorten(self) -> None:
+    def shorten_best_changes(self) -> None:
         """Shorten each best change by bisection, as long as the row reaches the target class."""
         low, high = np.zeros(self.point.rows), np.ones(self.point.rows)
         change = self.best - self.x
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            reached, _ = self.record(self.x + middle[:, None] * change)
+            reached, _ = self.keep_shorter_changes(self.x + middle[:, None] * change)
             low, high = np.where(reached, low, middle), np.where(reached, middle, high)
 
-    def like_input(self, values: np.ndarray) -> np.ndarray:
-        """Return `values` (rows, elements) in the shape and dtype of the explained input."""
+    def reshape_as_input(self, values: np.ndarray) -> np.ndarray:
+        """Return the array `values` (rows, elements) in the shape and dtype of the
+        explained input.
+        """
         x = self.point.values[self.name]
         return values.reshape(x.shape).astype(x.dtype)

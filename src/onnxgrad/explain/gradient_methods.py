@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.checks import check_choice, check_count, check_number
-from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.score_function import Attributions, ScoreFunction
+from onnxgrad.explain.score_function import Attributions, ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike
@@ -60,7 +59,7 @@ def saliency(
     gradients = point.gradients(point.values)
     if absolute:
         gradients = {name: np.abs(g) for name, g in gradients.items()}
-    return point.result(gradients)
+    return point.to_attributions(gradients)
 
 
 def integrated_gradients(
@@ -108,16 +107,16 @@ def integrated_gradients(
         >>> og.explain.integrated_gradients(model, x, 1, baselines=1.0).round(4).tolist()
         [[0.0, 3.0]]
     """
-    weights, fractions = quadrature(method, steps)
+    weights, fractions = quadrature_rule(method, steps)
     point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     starts = baseline_values(point, baselines)
     mean = {name: np.zeros(x.shape) for name, x in point.values.items()}
-    for part in point.chunks(steps):
-        path = path_values(starts, point.values, fractions[part])
+    for part in point.copy_slices(steps):
+        path = interpolate_values(starts, point.values, fractions[part])
         for name, g in point.gradients(path).items():
             copies = g.reshape(-1, *point.values[name].shape).astype(np.float64)
             mean[name] += np.tensordot(weights[part], copies, 1)
-    return point.result(
+    return point.to_attributions(
         {n: mean[n] * (x.astype(np.float64) - starts[n]) for n, x in point.values.items()}
     )
 
@@ -170,7 +169,7 @@ def smooth_grad(
         noisy = {n: x.astype(point.values[n].dtype) for n, x in drawn.items()}
         for name, g in point.gradients(noisy).items():
             total[name] += np.abs(g) if absolute else g
-    return point.result({n: t / samples for n, t in total.items()})
+    return point.to_attributions({n: t / samples for n, t in total.items()})
 
 
 def completeness_gap(
@@ -184,7 +183,7 @@ def completeness_gap(
     output: str | None = None,
     batch_axes: Mapping[str, int] | None = None,
 ) -> np.ndarray:
-    """Return, for each row, the sum of the attributions minus f(x) - f(baseline).
+    """Return, for each row, the sum of its attributions minus the score, plus the baseline's score.
 
     It is zero for exact `integrated_gradients` and `layer_conductance`. More steps make it smaller.
 
@@ -226,7 +225,7 @@ def completeness_gap(
     return np.asarray(total - (point.scores(point.values) - point.scores(starts)))
 
 
-def path_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
+def interpolate_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
     """Return values interpolated linearly from `starts` (fraction 0) to `ends` (fraction 1).
 
     The first axis has all rows of the first fraction, then all rows of the second one, and so on.
@@ -239,7 +238,7 @@ def path_values(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
     return path
 
 
-def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def quadrature_rule(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (weights, points) of a quadrature rule on [0, 1] with `steps` points."""
     check_choice("method", method, ("gausslegendre", *_SHIFTS))
     check_count("steps", steps)

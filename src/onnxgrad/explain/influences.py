@@ -90,10 +90,10 @@ def influence(
     rates = np.asarray(learning_rates, np.float64)
     if rates.shape not in ((), (len(states),)):
         raise ValueError(
-            f"{rates.size} learning_rates for {len(states)} checkpoints: give one for each"
+            f"{rates.size} learning_rates for {len(states)} checkpoints: give a rate for each"
         )
     explained, rows = losses.check_rows(test, test_labels), losses.check_rows(train, train_labels)
-    products = [losses.row_products(s, rows, losses.gradients(s, explained)) for s in states]
+    products = [losses.row_products(s, rows, losses.row_gradients(s, explained)) for s in states]
     return np.tensordot(np.broadcast_to(rates, len(states)), products, 1)
 
 
@@ -105,13 +105,15 @@ class _DataRows:
     with_rows: set[str]
     count: int
 
-    def part(self, start: int, stop: int) -> Arrays:
+    def slice_rows(self, start: int, stop: int) -> Arrays:
         """Return the input and label arrays cut to the rows from `start` to `stop`."""
         return {n: x[start:stop] if n in self.with_rows else x for n, x in self.feed.items()}
 
 
 class _RowGradients:
-    """Computes the gradient of the loss of each row w.r.t. the weights, and products with it."""
+    """Computes the gradient of each row's loss w.r.t. the weights, and its dot products with other
+    gradients.
+    """
 
     def __init__(
         self,
@@ -157,12 +159,14 @@ class _RowGradients:
             if weights[name].shape != self._shapes[name]:
                 raise ValueError(
                     f"weight {name!r} of a checkpoint has the shape {list(weights[name].shape)}, "
-                    f"and in the model {list(self._shapes[name])}"
+                    f"and in the model {list(self._shapes[name])}: pass checkpoints of this model"
                 )
         return {name: weights[name] for name in self.names}
 
     def check_rows(self, data: Inputs, labels: Any) -> _DataRows:
-        """Return inputs and labels as `_DataRows`, in the dtypes of the model."""
+        """Return inputs and labels as `_DataRows`, in the dtypes of the model; check that
+        they fit.
+        """
         names = [str(x.name) for x in self._inputs]
         feed = input_arrays(data, self._inputs, names, self._unused)
         count, with_rows = count_rows(feed, self._inputs)
@@ -174,21 +178,23 @@ class _RowGradients:
             )
         return _DataRows(feed, {*with_rows, self._label}, count)
 
-    def gradients(self, state: Arrays, rows: _DataRows) -> list[Arrays]:
+    def row_gradients(self, state: Arrays, rows: _DataRows) -> list[Arrays]:
         """Return for each row the gradient of its loss w.r.t. the weights."""
         # raises an error if the model takes a fixed number of rows
-        self._piece.rows_per_call(rows.part(0, 1), rows.with_rows, 1)
+        self._piece.rows_per_call(rows.slice_rows(0, 1), rows.with_rows, 1)
         cotangent = [*self._vjp.inputs.values()][-1]
         one = np.ones([1] * len(cotangent.shape), self._dtype.numpy())
         gradients = []
         for i in range(rows.count):
-            feed = rows.part(i, i + 1) | state | {cotangent.name: one}
+            feed = rows.slice_rows(i, i + 1) | state | {cotangent.name: one}
             results = self._vjp.run({name: feed[name] for name in self._vjp.inputs})
             gradients.append(dict(zip(self.names, results[1:], strict=True)))
         return gradients
 
     def row_products(self, state: Arrays, rows: _DataRows, gradients: list[Arrays]) -> np.ndarray:
-        """Return the products (gradients, rows) of given gradients with each row's gradient."""
+        """Return the dot products (gradients, rows) of each gradient in `gradients` with each row's
+        gradient.
+        """
         result = np.zeros((len(gradients), rows.count))
         for row, gradient in zip(result, gradients, strict=True):
             feed = rows.feed | state | {f"{name}_tangent": g for name, g in gradient.items()}

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.checks import check_count
-from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.gradient_methods import path_values, quadrature
-from onnxgrad.explain.score_function import ScoreFunction
+from onnxgrad.explain.gradient_methods import interpolate_values, quadrature_rule
+from onnxgrad.explain.score_function import ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike, read
@@ -109,7 +108,7 @@ def layer_conductance(
         [[1.0, 4.0]]
     """
     check_count("steps", steps)
-    _, fractions = quadrature(method, steps + 1)
+    _, fractions = quadrature_rule(method, steps + 1)
     proto = read(model)
     point = ScoreFunction(proto, wrt, layer).at(inputs)
     starts = baseline_values(point, baselines)
@@ -117,10 +116,10 @@ def layer_conductance(
     behind = to_score.function.piece([to_score.function.output], [layer, *point.values])
     total: Any = None
     before = gradient = None  # the layer and its gradient where a part of the way begins
-    for part in point.chunks(len(fractions)):
-        path = path_values(starts, point.values, fractions[part])
+    for part in point.copy_slices(len(fractions)):
+        path = interpolate_values(starts, point.values, fractions[part])
         values = point.outputs(path)
-        feed, with_rows = point.feed_at(path) | {layer: values}, {*point.with_rows, *path, layer}
+        feed, with_rows = point.tiled_feed(path) | {layer: values}, {*point.with_rows, *path, layer}
         cotangent = to_score.cotangent(len(values) // point.rows)
         gradients = behind.gradients(feed, with_rows, [layer], cotangent)[layer]
         shape = (-1, point.rows, *values.shape[1:])

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
+from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction, baseline_values
 from onnxgrad.explain.targets import Target
 from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
@@ -64,16 +63,18 @@ def occlusion(
     for name, x in point.values.items():
         windows = _window_slices(name, x.shape[1:], window, strides)
         results[name] = _mean_score_falls(point, name, hidden[name], whole, windows)
-    return point.result(results)
+    return point.to_attributions(results)
 
 
 def _mean_score_falls(
     point: Point, name: str, hidden: np.ndarray, whole: np.ndarray, windows: list[_Window]
 ) -> np.ndarray:
-    """Return for each element the mean fall of the score `whole` over windows that hide it."""
+    """Return for each element the mean of `whole` minus the score, over the windows that hide the
+    element.
+    """
     x = point.values[name]
     total, counts = np.zeros(x.shape), np.zeros(x.shape[1:])
-    for chunk in point.chunks(len(windows)):
+    for chunk in point.copy_slices(len(windows)):
         part = windows[chunk]
         copies = np.stack([x] * len(part))
         for copy, where in zip(copies, part, strict=True):
@@ -88,7 +89,7 @@ def _mean_score_falls(
 
 
 def _window_slices(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
-    """Return an index (all rows, then a slice per axis) for each position of the window."""
+    """Return, for each position of the window, an index: all rows, then a slice per axis."""
     lengths = _lengths_per_axis("window", window, name, shape)
     steps = _lengths_per_axis("strides", 1 if strides is None else strides, name, shape)
     slices = []

@@ -108,14 +108,16 @@ class Piece:
         wrt: Sequence[str],
         cotangent: np.ndarray,
     ) -> Arrays:
-        """Return {name: gradient of sum(cotangent * output)} for the values `wrt`; see `run`."""
+        """Return {name: gradient of sum(cotangent * output)} for the values `wrt`; `feed` is as in
+        `run`.
+        """
         predictor, names, last = self._gradient_predictor(tuple(wrt))
         found = self.run_rows(predictor, {**feed, last: cotangent}, {*with_rows, last})
         return {name: found[names[name]] for name in wrt}
 
     @cached_property
     def _multiply_adds(self) -> float:
-        """The multiply-adds of running `batch_size` rows."""
+        """The count of multiply-adds for `batch_size` rows."""
         return count_multiply_adds(self.graph) * self._batch_size
 
     @cached_property
@@ -157,7 +159,7 @@ class Piece:
     def rows_per_call(
         self, feed: Mapping[str, np.ndarray], with_rows: Collection[str], rows: int
     ) -> int:
-        """Return how many rows run at once: 1 unless the rows are proven to be independent.
+        """Return how many rows run at once: 1 unless rows are proven not to depend on each other.
 
         Raises:
             ValueError: the model takes a fixed number of rows, and mixes them or gets another
@@ -198,7 +200,8 @@ class Piece:
         return 1
 
     def _shared_symbolic_lengths(self, firsts: Mapping[str, Dim]) -> list[str]:
-        """Return symbolic lengths, other than those in `firsts`, that all inputs and outputs share.
+        """Return the symbolic lengths that all inputs and outputs share, besides the first axes in
+        `firsts`.
 
         Any of these may be the rows, unless a symbol of `firsts` is called a batch: then none is
         returned.
@@ -227,7 +230,7 @@ class Piece:
 
 
 def check_model_and_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
-    """Return the `Device`; raise `ValueError` for nodes in training mode, which mix rows."""
+    """Return the `Device`; raise `ValueError` for nodes in training mode, as they mix rows."""
     if training := has_training_nodes(proto):
         raise ValueError(
             f"nodes in training mode: {', '.join(map(printable, training[:3]))}; {what} would "

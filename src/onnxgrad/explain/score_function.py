@@ -1,4 +1,7 @@
-"""`ScoreFunction`: the score of each row, as a function of explained values of a model."""
+"""The score of each row, which explanations differentiate, and the baselines of attributions.
+
+A baseline is a value that stands for the absence of a feature.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import differentiable_values, node_with_reason
+from onnxgrad.errors import unknown
 from onnxgrad.explain import targets
 from onnxgrad.explain.piece import Piece, check_model_and_device
-from onnxgrad.explain.rows_first import move_rows_first
-from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays
+from onnxgrad.explain.user_inputs import Arrays, Inputs, count_rows, input_arrays, move_rows_first
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.class_labels import stored_labels
 from onnxgrad.model.feeds import names_without_default
@@ -25,6 +28,7 @@ from onnxgrad.model.surgery import with_tensors_of_maps
 from onnxgrad.model.weights import is_setting
 from onnxgrad.operators import RANDOM
 from onnxgrad.operators.shapes import is_real, static
+from onnxgrad.runtime.values import to_numpy
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
@@ -144,12 +148,12 @@ class ScoreFunction:
 
     @cached_property
     def behind(self) -> Piece:
-        """The part of the model behind the values `wrt`, which computes the output."""
+        """The part of the model that computes the output from the explained values `wrt`."""
         return self.piece([self.output], self.wrt) if self.inner else self.whole
 
     @cached_property
     def front(self) -> Piece:
-        """The part of the model that computes the values `wrt` that are no inputs."""
+        """The part of the model that computes the explained values that are no inputs."""
         return self.piece(self.inner)
 
     @cached_property
@@ -158,7 +162,7 @@ class ScoreFunction:
         return list(map(str, read_note(self._proto, CLASSES) or stored_labels(self._proto) or ()))
 
     def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
-        """Return the `Point` of the given inputs and target.
+        """Return a `Point`: the rows of the given inputs, their explained values, and the target.
 
         Args:
             inputs: the array of the only input, or `{name: array}`.
@@ -197,7 +201,8 @@ class ScoreFunction:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_explained_values(self) -> None:
-        """Raise `ValueError` if the values `wrt` cannot be explained together.
+        """Raise `ValueError` if the explained values `wrt` depend on each other, or do not affect
+        the output.
 
         These are the output, values that it does not depend on, and values that depend on others
         of them.
@@ -227,7 +232,7 @@ class ScoreFunction:
 
 @dataclass
 class Point:
-    """The rows of inputs, and the values computed from them, at which scores are explained.
+    """The rows of inputs, and the explained values at these rows, at which scores are computed.
 
     Attributes:
         function: the function that computes the scores.
@@ -248,8 +253,8 @@ class Point:
     def __post_init__(self) -> None:
         self._behind_with_rows = {*self.with_rows, *self.values}
 
-    def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return attributions with the dtypes, and the row axis, of the explained values.
+    def to_attributions(self, values: Mapping[str, np.ndarray]) -> Attributions:
+        """Return attributions in the dtypes of the explained values, with rows on the users' axis.
 
         They are one array if `wrt` is one name, else `{name: array}`. Attributions to integers stay
         floats.
@@ -266,19 +271,25 @@ class Point:
         return self.outputs(self.values)
 
     @cached_property
-    def indices(self) -> np.ndarray:
-        """The index of the explained score in each row of the output: see `target_indices`."""
+    def score_indices(self) -> np.ndarray:
+        """The index of the explained score in each row of the output, an array (rows, axes of a
+        row).
+        """
         target = targets.class_indices(self.target, self.function.classes)
         return targets.target_indices(target, self.rows, self._output_row_shape)
 
-    def chunks(self, copies: int) -> Iterator[slice]:
-        """Return slices of range(`copies`): copies of the rows in one slice run at once."""
+    def copy_slices(self, copies: int) -> Iterator[slice]:
+        """Return slices of range(`copies`); all copies of the rows that are in one slice run at
+        once.
+        """
         size = max(1, self.function.batch_size // self.rows)
         return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output at `values`, arrays with k copies of the rows one after another."""
-        y = self.function.behind.run(self.feed_at(values), self._behind_with_rows)[0]
+        """Return the output at `values`, whose arrays hold k copies of the rows one after
+        another.
+        """
+        y = self.function.behind.run(self.tiled_feed(values), self._behind_with_rows)[0]
         if y.dtype.kind in "iubOU":
             raise ValueError(
                 f"{self.function.output!r} holds {y.dtype}: name a float tensor as `output`"
@@ -286,9 +297,9 @@ class Point:
         return y
 
     def scores(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the scores at `values`, float64 of shape (k * rows,); see `outputs`."""
+        """Return the scores of k copies of the rows at `values`, float64 of shape (k * rows,)."""
         y = self.outputs(values)
-        every = np.tile(self.indices, (self._count_of_copies(values), 1))
+        every = np.tile(self.score_indices, (self._count_of_copies(values), 1))
         return y[(np.arange(len(y)), *every.T)].astype(np.float64)
 
     def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
@@ -297,7 +308,7 @@ class Point:
 
     def cotangent(self, copies: int) -> np.ndarray:
         """Return the output's cotangent for k = `copies` of the rows: 1 at each score, else 0."""
-        every = np.tile(self.indices, (copies, 1))
+        every = np.tile(self.score_indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
         return targets.score_cotangent(
@@ -314,7 +325,7 @@ class Point:
                     f"value as `wrt`{_hint_of_embeddings(self.function.whole.graph)}"
                 )
         return behind.gradients(
-            self.feed_at(values), self._behind_with_rows, self.function.wrt, cotangent
+            self.tiled_feed(values), self._behind_with_rows, self.function.wrt, cotangent
         )
 
     @cached_property
@@ -328,8 +339,10 @@ class Point:
         """Return k, the count of copies of this point's rows in `values`."""
         return len(next(iter(values.values()))) // self.rows
 
-    def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:
-        """Return `values` and the model's inputs, tiled to the row count of `values`."""
+    def tiled_feed(self, values: Mapping[str, np.ndarray]) -> Arrays:
+        """Return {name: array} of `values` and of the model's inputs, repeated to the row count of
+        `values`.
+        """
         copies = self._count_of_copies(values)
         feed = dict(self.feed)
         for name in self.with_rows:
@@ -368,7 +381,9 @@ def _explainable_inputs(whole: Piece) -> list[str]:
 
 
 def _hint_of_embeddings(graph: ir.Graph) -> str:
-    """Return a hint for messages that names the results of Gathers of integer inputs."""
+    """Return a hint, for messages, that names results of Gather nodes with integer input
+    indices.
+    """
     integers = [x for x in graph.inputs if not is_real(x)]
     depending = dependents(graph, integers)
     lookups = [
@@ -377,3 +392,61 @@ def _hint_of_embeddings(graph: ir.Graph) -> str:
         if node.op_type == "Gather" and node.inputs[1] in depending and is_real(node.outputs[0])
     ]
     return f", such as {' or '.join(lookups[:3])}, results of embeddings" if lookups else ""
+
+
+def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arrays:
+    """Return {name of an explained value: its baseline array, in the value's shape and dtype}.
+
+    Args:
+        point: the rows that are explained.
+        baselines: a number or an array for the only value of `wrt`; or a dict by the names of
+            values of `wrt`, or of inputs from which inner values are computed. None: zeros, if
+            `wrt` are inputs.
+        what: the name of a baseline in messages.
+
+    Raises:
+        ValueError: no baseline for an inner value, an unknown name, or another shape.
+    """
+    function = point.function
+    if isinstance(baselines, Mapping):
+        given = dict(baselines)
+        inputs = {n: x for n, x in given.items() if n in point.feed and n not in point.values}
+        if other := [n for n in given if n not in inputs and n not in point.values]:
+            raise unknown(what, other[0], [*point.values, *point.feed])
+        computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
+        if inputs:
+            feed = {
+                n: _fit_baseline(point, n, inputs.get(n), x, what) for n, x in point.feed.items()
+            }
+            computed |= function.values(feed, point.with_rows)
+        given = computed | {n: b for n, b in given.items() if n in point.values}
+    elif baselines is None:
+        given = {n: 0 for n in point.values if n not in function.inner}
+    elif len(point.values) == 1 or np.ndim(baselines) == 0:
+        given = dict.fromkeys(point.values, baselines)
+    else:
+        raise ValueError(
+            f"`wrt` names {len(point.values)} values: pass {what}s as a dict of arrays by name"
+        )
+    if missing := [n for n in point.values if n not in given]:
+        raise ValueError(
+            f"no {what} for the inner value {missing[0]!r}: pass one for it, as "
+            f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
+            f"{{{next(iter(point.feed))!r}: array}}"
+        )
+    return {n: _fit_baseline(point, n, given[n], x, what) for n, x in point.values.items()}
+
+
+def _fit_baseline(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+    """Return `baseline` in the shape and dtype of `x`, or `x` if `baseline` is None."""
+    if baseline is None:
+        return x
+    array = point.function.rows_first(name, to_numpy(baseline))
+    if array.ndim and array.shape not in (x.shape, (1, *x.shape[1:])):
+        raise ValueError(
+            f"the {what} of {name!r} has the shape {list(array.shape)}: give a number, or an array "
+            f"of the shape {list(x.shape)}, or of one row of it"
+        )
+    if not np.can_cast(array.dtype, x.dtype, "same_kind"):
+        raise ValueError(f"the {what} of {name!r} holds {array.dtype}: pass {x.dtype}")
+    return np.broadcast_to(array, x.shape).astype(x.dtype)

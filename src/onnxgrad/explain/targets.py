@@ -15,7 +15,8 @@ Target: TypeAlias = int | tuple[int, ...] | Sequence[int] | Sequence[tuple[int, 
 
 
 def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np.ndarray:
-    """Return the index of the explained score in each row of the output, (rows, len(shape)).
+    """Return the index of the explained score in each row of the output, an array (rows, axes of a
+    row).
 
     Args:
         target: None if a row of the output has one element. An integer, or a tuple of integers for

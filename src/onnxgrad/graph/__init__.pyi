@@ -14,6 +14,9 @@ from onnxgrad.autodiff.partition import (
     Partition as Partition,
     SavedTensor as SavedTensor,
 )
+from onnxgrad.checks import (
+    set_limits as set_limits,
+)
 from onnxgrad.finetune.heads import (
     features as features,
 )
@@ -25,9 +28,6 @@ from onnxgrad.finetune.unroll import (
 )
 from onnxgrad.graph.emit import (
     Emit as Emit,
-)
-from onnxgrad.limits import (
-    set_limits as set_limits,
 )
 from onnxgrad.model.rename import (
     onnx_rename_names as onnx_rename_names,

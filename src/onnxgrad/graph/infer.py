@@ -16,11 +16,11 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnxgrad.checks import check_limit, current_limit
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.by_onnx import complete_shape
 from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.graph.walk import Walk
-from onnxgrad.limits import check_limit, limit
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import Dim, Dims, dims, is_stated, rank, shape_text, static
 from onnxgrad.reporting import warn_once
@@ -169,7 +169,7 @@ def _check_constants(nodes: Iterable[ir.Node]) -> None:
             if shape is None:
                 continue
             sizes[y] = prod(shape)
-            if sizes[y] > max(limit("constant_elements"), sum(sizes[x] for x in inputs)):
+            if sizes[y] > max(current_limit("constant_elements"), sum(sizes[x] for x in inputs)):
                 what = f"{node.op_type} (node {node.name!r}, output {y.name!r})"
                 check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
 

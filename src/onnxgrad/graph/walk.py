@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.checks import check_limit
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.by_onnx import (
     complete_shape,
@@ -20,7 +21,6 @@ from onnxgrad.graph.by_onnx import (
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import ANY, rewrite
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
-from onnxgrad.limits import check_limit
 from onnxgrad.operators import marks, operator_of
 from onnxgrad.operators.outputs import (
     INTEGERS,

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.checks import check_positive, check_share
+from onnxgrad.checks import check_fraction, check_positive
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
@@ -263,7 +263,7 @@ def distillation(
         (True, 4.0)
     """
     check_positive("temperature", temperature)
-    check_share("alpha", alpha)
+    check_fraction("alpha", alpha)
     proto = None
     if teacher is not None:
         proto = cut_to_float_output(teacher, teacher_output, "teacher_output")

@@ -16,7 +16,7 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import Choose, rename_in_graph, rename_values, unused_name
 from onnxgrad.model.traversal import GraphLike, names_in, value_names, walk_graphs
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.reporting import level_of, logger, reporting
+from onnxgrad.reporting import logger, logging_level, reporting
 
 _PREFIXES = {"input": "r", "initializer": "i", "result": "r", "node": "n"}
 
@@ -62,7 +62,7 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
         if graph is model.graph:
             rename_notes(model, new_names)
     if verbose:
-        with reporting(level_of(verbose)):
+        with reporting(logging_level(verbose)):
             for old, new in renamed:
                 logger.debug("%s is renamed to %s", old, new)
             logger.info("%d names changed", len(renamed))

@@ -19,7 +19,7 @@ from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read, require_unique_names
 from onnxgrad.model.traversal import keep_only, names_read_by, value_names
 from onnxgrad.model.weights import constant_refs, replace
-from onnxgrad.reporting import level_of, logger, reporting, warn_once
+from onnxgrad.reporting import logger, logging_level, reporting, warn_once
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
@@ -173,7 +173,7 @@ def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
 
 def _report_nodes(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
     """Log for each of `nodes` whether it is kept in `graph` or removed."""
-    with reporting(level_of(verbose)):
+    with reporting(logging_level(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
             fate = "kept" if node.graph is graph else "removed"

@@ -37,8 +37,8 @@ from onnx import (
     numpy_helper,
 )
 
+from onnxgrad.checks import check_limit
 from onnxgrad.errors import ModelError, printable
-from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.external import nbytes
 from onnxgrad.model.notes import CONSTANTS, LOSS

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.limits import limit
+from onnxgrad.checks import current_limit
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import (
     Answer,
@@ -77,7 +77,7 @@ def _shape_of_reshape(inputs: Sequence, attributes: Attributes) -> Dims | None:
     shape, target = known_shape(inputs[0]), constant(inputs[1])
     length = static(dims(inputs[1]))
     if target is None:
-        return None if length is None or length[0] > limit("rank") else (None,) * length[0]
+        return None if length is None or length[0] > current_limit("rank") else (None,) * length[0]
     return reshaped_dims(shape, target.tolist(), attributes)
 
 

@@ -1,8 +1,5 @@
 """Pictures, tables, texts and reports of models and trainings."""
 
-from onnxgrad.plot.dot import (
-    to_dot as to_dot,
-)
 from onnxgrad.plot.figure import (
     plot_history as plot_history,
     plot_onnxs as plot_onnxs,
@@ -23,6 +20,7 @@ from onnxgrad.plot.svg import (
 from onnxgrad.plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
+    to_dot as to_dot,
 )
 from onnxgrad.report.card import (
     write_card as write_card,

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.errors import printable_lines, unknown
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.placement import LINE, TITLE, Box, Placed, Point, place
+from onnxgrad.plot.placement import LINE, TITLE, Box, PlacedScene, Point, lay_out_model
 from onnxgrad.plot.scene import Item
 
 _PIXELS_PER_INCH = 96  # of the layout, as in SVG
@@ -75,7 +75,7 @@ def plot_onnxs(
             raise ValueError(
                 f"ax: pass one of matplotlib's axes for each of {len(onx)} models, not {len(axes)}"
             )
-    pictures = [place(model, None) for model in onx]
+    pictures = [lay_out_model(model, None) for model in onx]
     import matplotlib.pyplot as plt
 
     if new:
@@ -142,7 +142,7 @@ def plot_history(trainer: Any, ax: Any = None) -> Any:
 def _split_titles(
     title: str | Sequence[str] | None, count: int, new: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """Return the title of the figure, None if it has none, and a title for each model."""
+    """Return the title of the figure (None if it has none) and a title for each model."""
     if not title:
         return None, [""] * count
     if isinstance(title, str) and count > 1:
@@ -156,7 +156,7 @@ def _split_titles(
 
 
 def _new_figure(
-    pictures: Sequence[Placed], dpi: float, title: str | None
+    pictures: Sequence[PlacedScene], dpi: float, title: str | None
 ) -> tuple[Any, np.ndarray]:
     """Return a figure that is large enough for the pictures side by side, and its axes."""
     import matplotlib.pyplot as plt
@@ -176,7 +176,7 @@ def _new_figure(
 class _FigureDrawing:
     """Draws a model on matplotlib axes whose unit is a pixel of the layout."""
 
-    def __init__(self, placed: Placed, ax: Any) -> None:
+    def __init__(self, placed: PlacedScene, ax: Any) -> None:
         self.placed, self.ax = placed, ax
         scale = min(ax.bbox.width / placed.width, ax.bbox.height / placed.height)
         self.points = scale * 72 / ax.figure.dpi  # of a pixel of the picture

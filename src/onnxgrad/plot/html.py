@@ -10,10 +10,10 @@ from typing import Any
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
 from onnxgrad.plot import placement
-from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.layering import LayeredScene
 from onnxgrad.plot.placement import Box
 from onnxgrad.plot.scene import Cell, Scene
-from onnxgrad.plot.svg import MARKER, STYLE, folded_element, item_element
+from onnxgrad.plot.svg import MARKER, STYLE, folded_group_element, item_element
 
 _HEIGHT = 560  # pixels in a notebook
 
@@ -47,7 +47,7 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
 
 def _write_page(scene: Scene, fold: bool | None, title: str = "") -> str:
     """Return the text of the page: `view.html` with its style, title and data filled in."""
-    data = _page_data(Layered(scene), scene.folded_groups(fold))
+    data = _page_data(LayeredScene(scene), scene.folded_groups(fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")
     head, _, rest = page.partition("TITLE")
@@ -104,7 +104,7 @@ def show_picture(model: ModelLike | Partition, *, fold: bool | None = None) -> P
     return Picture(_write_page(scene, fold), len(scene.items))
 
 
-def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
+def _page_data(layered: LayeredScene, folded: set[int]) -> dict[str, Any]:
     """Return the data of `view.html`: boxes as SVG elements at (0, 0), which the page moves."""
     scene, hues = layered.scene, layered.scene.gradient_hues()
     items, groups = [], []
@@ -115,7 +115,7 @@ def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
         items.append({"svg": svg, "w": width, "h": height, **shown})
     for group in scene.groups:
         width, height = placement.folded_size(scene, group.id)
-        svg, rows = folded_element(group, Box(0, 0, width, height)), layered.groups[group.id]
+        svg, rows = folded_group_element(group, Box(0, 0, width, height)), layered.groups[group.id]
         cells = {
             "rows": [list(map(_cell_key, row)) for row in rows.rows],
             "links": [list(map(_cell_key, pair)) for pair in rows.links],
@@ -130,7 +130,7 @@ def _page_data(layered: Layered, folded: set[int]) -> dict[str, Any]:
         "groups": groups,
         "arrows": [
             [arrow.source, arrow.target, arrow.text, way]
-            for arrow, way in zip(scene.arrows, layered.ways, strict=True)
+            for arrow, way in zip(scene.arrows, layered.arrow_bends, strict=True)
         ],
         "folded": sorted(folded),
     }

@@ -1,10 +1,13 @@
-"""`summary`: a table of the layers of a model, with their parameters and multiply-adds."""
+"""`summary`: a table of the layers of a model, with their parameters and multiply-adds.
+
+A multiply-add is a product that is added to a sum.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from math import ceil, prod
 
 import onnx_ir as ir
@@ -14,15 +17,14 @@ from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_ops
 from onnxgrad.autodiff.primal.prepare import make_defaults_constants
 from onnxgrad.errors import join_first, printable, unknown
 from onnxgrad.graph.infer import infer
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import reads, subgraphs
 from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike
-from onnxgrad.operators import VIEWS
-from onnxgrad.operators.shapes import Dims, dims, static
-from onnxgrad.plot.multiply_adds import Work
-from onnxgrad.plot.parts import operator_counts
+from onnxgrad.operators import VIEWS, operator_of
+from onnxgrad.operators.shapes import Dims, UnknownShapeError, constant, dims, static
+from onnxgrad.plot.parts import operator_count_texts
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.aliases import module_of
 from onnxgrad.training.parameters.choice import trainable
@@ -34,6 +36,7 @@ _NUMBERS = {
     "mult-adds": "multiply_adds",
     "act. bytes": "activation_bytes",
 }
+_ONNX_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Summary(list[LayerRow]):
     def _table_cells(self) -> list[list[str]]:
         rows = []
         for layer in self:
-            operators = join_first(operator_counts(layer.operators), 3)
+            operators = join_first(operator_count_texts(layer.operators), 3)
             texts = (layer.name, operators, join_first([*map(_shape_text, layer.shapes)], 2))
             numbers = (getattr(layer, name) for name in _NUMBERS.values())
             rows.append([*map(printable, texts), *(f"{n:,}" if n else "-" for n in numbers)])
@@ -194,11 +197,11 @@ def summary(
             count[name] += 1
             name = f"{name}_{count[name]}" if count[name] > 1 else name
         layers[name].append(node)
-    return _LayerCounts(graph, trainable(proto, train, freeze)).count(layers, assumed)
+    return _LayerCounts(graph, trainable(proto, train, freeze)).count_layers(layers, assumed)
 
 
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
-    """Return the graph with inlined functions and inferred shapes, and the symbols' lengths."""
+    """Return (graph with inlined functions and inferred shapes, {symbolic dimension: length})."""
     bare = external.without_data(raise_opset(proto))
     model = to_ir(inline_functions(bare, lifted=True))
     external.with_data(model, proto)
@@ -257,11 +260,13 @@ class _LayerCounts:
             found = [self.weights[x] for x in reads(node) if x in self.weights]
             if found and node not in varying:
                 self.weights |= dict.fromkeys(node.outputs, set().union(*found))
-        self.work = Work(self.weights.keys())
+        self.work = MultiplyAddCounter(self.weights.keys())
         self.outputs = set(graph.outputs)
         self.unsized: dict[str, None] = {}
 
-    def count(self, layers: Mapping[str, list[ir.Node]], lengths: Mapping[str, int]) -> Summary:
+    def count_layers(
+        self, layers: Mapping[str, list[ir.Node]], lengths: Mapping[str, int]
+    ) -> Summary:
         seen: set[str] = set()
         rows = []
         for name, nodes in layers.items():
@@ -305,3 +310,64 @@ class _LayerCounts:
 
 def _shape_text(shape: Dims | None) -> str:
     return "?" if shape is None else f"[{', '.join('?' if d is None else str(d) for d in shape)}]"
+
+
+@dataclass
+class MultiplyAddCounter:
+    """Counts multiply-adds, and collects the nodes whose count is unknown."""
+
+    parameters: Collection[ir.Value]  # weights: an Add of a weight counts as a bias
+    uncounted: dict[str, None] = field(default_factory=dict)  # sentences, in order
+
+    def count_node(self, node: ir.Node) -> int:
+        """Return the count of multiply-adds of `node` and of its subgraphs.
+
+        A Scan counts once per iteration, a Loop of unknown length once, and an If as the branch
+        with more multiply-adds.
+        """
+        inner = [sum(map(self.count_node, graph)) for graph in subgraphs(node)]
+        try:
+            if inner:
+                return self._count_subgraphs(node, inner)
+            if (count := operator_of(node).work) is not None:
+                return count(node, _static_lengths)
+            if node.op_type == "Add" and any(x in self.parameters for x in node.inputs):
+                return prod(_static_lengths(node.outputs[0]))
+        except UnknownShapeError:
+            self._note_uncounted(node, "its shapes are not static")
+            return 0
+        if node.domain not in _ONNX_DOMAINS:
+            self._note_uncounted(node, f"an operator of {node.domain!r}")
+        return 0
+
+    def _count_subgraphs(self, node: ir.Node, inner: list[int]) -> int:
+        if node.op_type == "If" or not any(inner):
+            return max(inner)
+        trips = _iteration_count(node)
+        if trips is None:
+            self._note_uncounted(node, "counted once, as its length is not known")
+        return sum(inner) * (1 if trips is None else trips)
+
+    def _note_uncounted(self, node: ir.Node, reason: str) -> None:
+        self.uncounted[f"{node.op_type} (node {node.name!r}): {reason}"] = None
+
+
+def _iteration_count(node: ir.Node) -> int | None:
+    if node.op_type == "Loop":
+        limit = constant(node.inputs[0])
+        return None if limit is None else int(limit.item())
+    count = node.attributes.get_int("num_scan_inputs", 0)
+    axes = node.attributes.get_ints("scan_input_axes", ()) or [0] * count
+    for x, axis in zip(node.inputs[len(node.inputs) - count :], axes, strict=True):
+        shape = dims(x)
+        if shape is not None and isinstance(length := shape[axis], int):
+            return length
+    return None
+
+
+def _static_lengths(value: ir.Value | None) -> tuple[int, ...]:
+    """Return the static shape of a value; raise `UnknownShapeError` if it is None or not static."""
+    shape = static(dims(value))
+    if shape is None:
+        raise UnknownShapeError
+    return shape

@@ -14,7 +14,7 @@ from itertools import pairwise
 from onnxgrad.plot.scene import ROOT, Arrow, Cell, Scene
 
 _SWEEPS = 4
-_NEAR = 8  # rows: a longer arrow bends only so far from its ends, so that bends grow as arrows do
+_NEAR = 8  # rows at each end of a longer arrow that get bends: their count grows as the arrows'
 
 Edges = Mapping[Cell, list[tuple[Cell, int]]]  # {cell: (cell below, least number of rows between)}
 
@@ -34,7 +34,9 @@ class Rows:
     right: set[Cell] = field(default_factory=set)
 
     def neighbors(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
-        """Return, for each cell, the cells above that are linked to it, and the cells below."""
+        """Return two dicts: for each cell (item, group or bend), the linked cells above it, and
+        below it.
+        """
         above, below = defaultdict(list), defaultdict(list)
         for a, b in self.links:
             above[b].append(a)
@@ -48,25 +50,27 @@ class Rows:
         for sweep in range(2 * _SWEEPS):
             neighbors = below if sweep % 2 else above
             for row in reversed(self.rows) if sweep % 2 else self.rows:
-                means = {cell: neighbor_mean(cell, neighbors[cell], position) for cell in row}
+                means = {
+                    cell: mean_neighbor_position(cell, neighbors[cell], position) for cell in row
+                }
                 row.sort(key=lambda cell: (cell in self.right, means[cell]))
                 position.update((cell, i) for i, cell in enumerate(row))
 
 
-class Layered:
+class LayeredScene:
     """The rows of boxes of all groups of a scene, and the bends of each arrow.
 
     Attributes:
         scene: the scene.
         groups: `{id: rows}`.
-        ways: for each arrow, the bends on its way, in the groups around its ends; in no order, as
-            an arrow goes up or down all the way. A long one is straight in its middle.
+        arrow_bends: for each arrow, the bends on its way, in the groups around its ends; in no
+            order, as an arrow goes up or down all the way. A long arrow is straight in its middle.
     """
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.groups: dict[int, Rows] = {}
-        self.ways: list[list[int]] = [[] for _ in scene.arrows]
+        self.arrow_bends: list[list[int]] = [[] for _ in scene.arrows]
         self._bends = 0
         self._neighbors: dict[int, list[int]] = defaultdict(list)
         for arrow in scene.arrows:
@@ -100,7 +104,9 @@ class Layered:
     def _layer_group(
         self, group: int, cells: list[Cell], pairs: dict[tuple[Cell, Cell], list[int]]
     ) -> Rows:
-        """Return the rows of a group; `pairs` gives the arrows' indices by linked cells."""
+        """Return the `Rows` of a group; `pairs` maps pairs of linked cells (items or groups) to
+        indices of arrows.
+        """
         found = Rows(right={cell for cell in cells if group == ROOT and self._is_backward(cell)})
         drawn = [p for p in pairs if (p[0] in found.right) == (p[1] in found.right)]
         upward = self.scene.groups[group].kind == "backward"
@@ -128,12 +134,14 @@ class Layered:
         return found
 
     def _add_bends(self, passed: range, row: dict[Cell, int], arrows: list[int]) -> list[Cell]:
-        """Add a bend of `arrows` in each row that the arrows pass, or near both ends."""
+        """Add a bend to `arrows` in each row of `passed`; of many rows, only in those near both
+        ends.
+        """
         near = passed if len(passed) <= 2 * _NEAR else [*passed[:_NEAR], *passed[-_NEAR:]]
         bends = range(self._bends, self._bends + len(near))
         self._bends += len(near)
         for arrow in arrows:
-            self.ways[arrow] += bends
+            self.arrow_bends[arrow] += bends
         cells: list[Cell] = [("bend", n) for n in bends]
         row.update(zip(cells, near, strict=True))
         return cells
@@ -151,7 +159,8 @@ class Layered:
     def _row_constraints(
         self, drawn: list[tuple[Cell, Cell]], cells: list[Cell], right: set[Cell]
     ) -> list[tuple[Cell, Cell, int]]:
-        """Return triples (a, b, n) of cells: b must be at least n rows below a.
+        """Return triples (a, b, n): the cell (item or group) b must be at least n rows below the
+        cell a.
 
         The backward pass goes up, each node not above the one that it differentiates, and above
         the nodes that follow that one.
@@ -176,15 +185,20 @@ class Layered:
         return found
 
 
-def neighbor_mean(cell: Cell, neighbors: list[Cell], position: Mapping[Cell, float]) -> float:
-    """Return the mean position of a cell's neighbors; without neighbors, the cell's position."""
+def mean_neighbor_position(
+    cell: Cell, neighbors: list[Cell], position: Mapping[Cell, float]
+) -> float:
+    """Return the mean position of the cells linked to a cell; the cell's position if none
+    is linked.
+    """
     return sum(position[n] for n in neighbors) / len(neighbors) if neighbors else position[cell]
 
 
 def _common_group_of_ends(
     paths: list[tuple[int, ...]], arrow: Arrow
 ) -> tuple[int, tuple[Cell, Cell]]:
-    """Return the depth of the innermost group around an arrow, and the cells it links there.
+    """Return the depth of the innermost group around an arrow, and the two cells of this group at
+    its ends.
 
     `paths` are the groups around each end, from the root.
     """
@@ -201,7 +215,9 @@ def _common_group_of_ends(
 def _rows_by_longest_path(
     cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]
 ) -> dict[Cell, int]:
-    """Return the row of each cell; constraints that would close a cycle are dropped."""
+    """Return {cell (item or group): index of its row}; constraints that would close a cycle are
+    dropped.
+    """
     below: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
         below[a].append((b, n))
@@ -218,7 +234,9 @@ def _rows_by_longest_path(
 
 
 def _topological_order(cells: Iterable[Cell], below: Edges) -> tuple[list[Cell], Edges]:
-    """Return cells in topological order, and `below` without the edges that close cycles."""
+    """Return the `cells` (items and groups) in topological order, and `below` without edges that
+    close cycles.
+    """
     kept: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     done: dict[Cell, bool] = {}  # False: on the path
     order: list[Cell] = []

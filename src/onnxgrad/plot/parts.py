@@ -24,18 +24,18 @@ def operator_name(node: NodeProto) -> str:
     return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
 
 
-def metadata_of(node: NodeProto) -> dict[str, str]:
+def node_metadata(node: NodeProto) -> dict[str, str]:
     """Return the metadata of a node."""
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
 def module_path(node: NodeProto) -> str:
-    """Return the path of the module of a node, "" outside of modules."""
-    return module_of(node.name, metadata_of(node))
+    """Return the path of the module that a node belongs to, "" outside of modules."""
+    return module_of(node.name, node_metadata(node))
 
 
-def operator_counts(counts: Mapping[str, int]) -> list[str]:
-    """Return operators with their counts, such as "2 Relu", the most frequent first."""
+def operator_count_texts(counts: Mapping[str, int]) -> list[str]:
+    """Return a text such as "2 Relu" for each operator and its count, the most frequent first."""
     return [f"{n} {op}" if n > 1 else op for op, n in Counter(counts).most_common()]
 
 
@@ -45,7 +45,7 @@ def attribute_texts(node: NodeProto) -> list[str]:
     return [attribute_text(a) for a in node.attribute if a.type not in graphs]
 
 
-def graphs_of(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
+def named_subgraphs(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
     """Yield (name of the attribute, graph) for the subgraphs of a node."""
     for a in node.attribute:
         yield from ((a.name, g) for g in ([a.g] if a.type == AttributeProto.GRAPH else a.graphs))
@@ -58,7 +58,7 @@ def attribute_text(attribute: AttributeProto) -> str:
     if attribute.type == AttributeProto.TENSOR:
         if prod(attribute.t.dims) <= MOST_ELEMENTS:
             return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
-        return f"{attribute.name}={tensor_text(attribute.t.data_type, attribute.t.dims)}"
+        return f"{attribute.name}={tensor_type_text(attribute.t.data_type, attribute.t.dims)}"
     if attribute.type not in _PLAIN:
         kind = AttributeProto.AttributeType.Name(attribute.type)
         return f"{attribute.name}={kind.lower()}"
@@ -77,17 +77,19 @@ def _format_number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
-def type_text(
+def declared_type_text(
     value: ValueInfoProto, of_tensor: Callable[[int, list[int | str] | None], str]
 ) -> str:
-    """Return a value's declared type as text, by `of_tensor` for a tensor; "" if unknown."""
+    """Return a value's declared type as text, which `of_tensor` writes for tensors; "" if
+    unknown.
+    """
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return kind.removesuffix("_type") if kind else ""
-    return of_tensor(value.type.tensor_type.elem_type, stated_shape(value.type.tensor_type))
+    return of_tensor(value.type.tensor_type.elem_type, declared_shape(value.type.tensor_type))
 
 
-def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
+def declared_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
     """Return the declared shape of a tensor type; None if no shape is declared."""
     if not tensor.HasField("shape"):
         return None
@@ -96,12 +98,12 @@ def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
     ]
 
 
-def tensor_text(data_type: int, dims: Iterable[int | str] | None) -> str:
+def tensor_type_text(data_type: int, dims: Iterable[int | str] | None) -> str:
     """Return the text of a dtype and a shape, as `onnx_simple_text_plot` shows them."""
     return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
 
 
 def dtype_name(data_type: int) -> str:
-    """Return the numpy name of an element type."""
+    """Return the numpy name of an ONNX element type, such as "float32"."""
     name = ir.DataType(data_type).name.lower()
     return {"float": "float32", "double": "float64"}.get(name, name)

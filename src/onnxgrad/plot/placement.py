@@ -12,10 +12,10 @@ from itertools import pairwise
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.layering import Layered, neighbor_mean
+from onnxgrad.plot.layering import LayeredScene, mean_neighbor_position
 from onnxgrad.plot.scene import ROOT, Cell, Scene
 
-GAP, DOWN, PAD, HEAD = 14.0, 30.0, 12.0, 20.0  # pixels: between cells, rows; in frames; their title
+GAP, DOWN, PAD, HEAD = 14.0, 30.0, 12.0, 20.0  # pixels between boxes, rows; in frames, titles
 LINE, LETTER = 14.0, 6.2  # pixels of a line, and of a character of 11 px
 TITLE = 15.0  # pixels from the upper edge of a box or frame to the baseline of its title
 _ROUNDS = 4
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of an arrow in a picture, and the values that it stands for.
+    """The points of an arrow in a picture, and the values that the arrow stands for.
 
     Attributes:
         points: its start, then two control points and the end of each cubic Bezier curve.
@@ -48,17 +48,19 @@ class Curve:
     texts: list[str]
 
 
-class Placed:
-    """The boxes of items, groups and bends; the groups in `folded` are drawn as single boxes."""
+class PlacedScene:
+    """A picture's boxes of items, groups and bends; groups in `folded` are drawn as
+    single boxes.
+    """
 
-    def __init__(self, layered: Layered, folded: set[int]) -> None:
+    def __init__(self, layered: LayeredScene, folded: set[int]) -> None:
         self.layered, self.scene, self.folded = layered, layered.scene, folded
         self.boxes: dict[Cell, Box] = {}
         self.width, self.height = self._place_group(ROOT)
         self._move_cells(ROOT, 0.0, 0.0)
 
     def drawn_cells(self, group: int = ROOT) -> Iterator[tuple[Cell, Box]]:
-        """Yield (cell, box) for items and groups, each group before the cells in it."""
+        """Yield (cell, box) for each item and group; a group comes before its items."""
         for row in self.layered.groups[group].rows:
             for cell in row:
                 if cell[0] != "bend":
@@ -67,10 +69,10 @@ class Placed:
                     yield from self.drawn_cells(cell[1])
 
     def curves(self) -> list[Curve]:
-        """Return the arrows between boxes; arrows with equal points are merged."""
+        """Return the curves of the arrows between boxes; arrows with equal points are merged."""
         found: dict[tuple[Point, ...], Curve] = {}
         right = self.layered.groups[ROOT].right
-        for arrow, way in zip(self.scene.arrows, self.layered.ways, strict=True):
+        for arrow, way in zip(self.scene.arrows, self.layered.arrow_bends, strict=True):
             ends = (arrow.source, arrow.target)
             a, b = map(self._visible_box, ends)
             if a is b:
@@ -95,7 +97,9 @@ class Placed:
         return item_size(self.scene, i) if kind == "item" else folded_size(self.scene, i)
 
     def _place_group(self, group: int) -> tuple[float, float]:
-        """Place the cells of a group relative to the group's corner; return width and height."""
+        """Compute the boxes of the items and groups in a group, relative to its corner; return its
+        width and height.
+        """
         layers = self.layered.groups[group]
         sizes = {cell: self._cell_size(cell) for row in layers.rows for cell in row}
         above, below = layers.neighbors()
@@ -123,7 +127,9 @@ class Placed:
         return max(right_edge, least), y - DOWN + PAD if sizes else head
 
     def _move_cells(self, group: int, x: float, y: float) -> None:
-        """Move a group's cells, placed relative to its corner, so that its corner is (x, y)."""
+        """Move the boxes in a group, which are relative to the group's corner, so that the corner
+        is (x, y).
+        """
         for row in self.layered.groups[group].rows:
             for cell in row:
                 box = self.boxes[cell]
@@ -132,10 +138,12 @@ class Placed:
                     self._move_cells(cell[1], box.x, box.y)
 
 
-def place(model: ModelLike | Partition, fold: bool | None) -> Placed:
-    """Return the laid-out picture of a model, with modules folded as `to_svg` says."""
+def lay_out_model(model: ModelLike | Partition, fold: bool | None) -> PlacedScene:
+    """Return the laid-out picture of a model; `fold` says whether modules are single boxes, as in
+    `to_svg`.
+    """
     scene = Scene(model)
-    return Placed(Layered(scene), scene.folded_groups(fold))
+    return PlacedScene(LayeredScene(scene), scene.folded_groups(fold))
 
 
 def item_size(scene: Scene, item: int) -> tuple[float, float]:
@@ -156,7 +164,7 @@ def title_width(scene: Scene, group: int) -> float:
 
 
 def _center_rows(rows, sizes, above, below, center) -> None:
-    """Set the horizontal centers of cells in rows, near their neighbors, without overlap."""
+    """Set the horizontal centers of boxes in rows, near their linked boxes, without overlap."""
     for row in rows:
         x = 0.0
         for c in row:
@@ -165,12 +173,12 @@ def _center_rows(rows, sizes, above, below, center) -> None:
     for n in range(_ROUNDS):
         near = below if n % 2 else above
         for row in reversed(rows) if n % 2 else rows:
-            wished = [neighbor_mean(c, near[c], center) for c in row]
+            wished = [mean_neighbor_position(c, near[c], center) for c in row]
             gaps = [(sizes[a][0] + sizes[b][0]) / 2 + GAP for a, b in pairwise(row)]
-            center.update(zip(row, spread(wished, gaps), strict=True))
+            center.update(zip(row, spread_positions(wished, gaps), strict=True))
 
 
-def spread(wished: list[float], gaps: list[float]) -> list[float]:
+def spread_positions(wished: list[float], gaps: list[float]) -> list[float]:
     """Return positions nearest to `wished`, by least squares, that are at least `gaps` apart.
 
     Pools adjacent violators: Barlow et al. 1972, "Statistical inference under order restrictions".

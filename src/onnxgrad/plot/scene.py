@@ -76,7 +76,7 @@ class Group:
 
     @property
     def folded_title(self) -> str:
-        """The title of the group's box when it is folded, with the count of nodes."""
+        """The title of the group's single box, with the count of nodes in the group."""
         return f"▸ {self.title} ({self.nodes})"
 
 
@@ -134,12 +134,12 @@ class Scene:
         return self.groups[self.items[item].group].path
 
     def root_cell(self, item: int) -> Cell:
-        """Return the cell, an item or a group, of the outermost level that holds an item."""
+        """Return the group below the root that holds an item, or the item if it is in no group."""
         path = self.groups_around(item)
         return ("group", path[1]) if path[1:] else ("item", item)
 
     def folded_groups(self, fold: bool | None) -> set[int]:
-        """Return the ids of the modules that are drawn as one box.
+        """Return the ids of the modules that are drawn as one box; see `fold` of `to_svg`.
 
         For `fold=None`, modules of a large model are unfolded, the outermost first, as long as the
         picture stays readable.
@@ -177,7 +177,7 @@ class Scene:
         return item
 
     def _add_graph(self, graph: GraphProto, group: int, scope: _Scope) -> list[Item]:
-        """Add the items of a graph to a group, and return the graph's outputs."""
+        """Add the items of a graph to a group, and return the items of the graph's outputs."""
         constants = {t.name: _read_constant(t) for t in graph.initializer}
         for sparse in graph.sparse_initializer:
             text = _tensor_type(sparse.values.data_type, sparse.dims)
@@ -195,7 +195,9 @@ class Scene:
         outputs: list[tuple[str, str]],
         scope: _Scope,
     ) -> list[Item]:
-        """Add the items of a graph or function, and return the outputs."""
+        """Add the items of a graph's or function's inputs, nodes and outputs; return the items of
+        the outputs.
+        """
         scope.update(constants)
         for name, text in inputs:
             scope[name] = self._add_item("input", name, group, text, [name, text])
@@ -213,7 +215,7 @@ class Scene:
         return ends
 
     def _add_node(self, node: NodeProto, group: int) -> Item:
-        primal = parts.metadata_of(node).get(PRIMAL, "")
+        primal = parts.node_metadata(node).get(PRIMAL, "")
         if group == ROOT:
             module = self._primal_modules.get(primal, "") if primal else parts.module_path(node)
             group = self._module_group(module, bool(primal))
@@ -239,18 +241,20 @@ class Scene:
         return group
 
     def _connect_node(self, node: NodeProto, item: Item, scope: _Scope) -> None:
-        """Add arrows from the operands of a node, and the items of the node's subgraphs."""
+        """Add arrows to a node from its operands, and add the items of the node's subgraphs."""
         for x in filter(None, node.input):
             self._connect_value(x, item, scope)
         item.details += [printable(f"-> {self._name_with_type(y)}") for y in node.output if y]
-        for name, graph in parts.graphs_of(node):
+        for name, graph in parts.named_subgraphs(node):
             if graph.node or graph.output:
                 inner = self._add_group(item.group, f"{node.op_type}: {name}", "subgraph")
                 ends = self._add_graph(graph, inner, scope.new_child())
                 self.arrows += [Arrow(end.id, item.id, end.title) for end in ends]
 
     def _connect_value(self, name: str, reader: Item, scope: _Scope) -> None:
-        """Add an arrow from a value to a reader, or list a constant in the reader's box."""
+        """Add an arrow from a value's item to the item `reader`, or list a constant in the box of
+        `reader`.
+        """
         source = scope.get(name)
         if isinstance(source, Item):
             self.arrows.append(Arrow(source.id, reader.id, printable(self._name_with_type(name))))
@@ -271,7 +275,8 @@ class Scene:
         return f"{name} {self._types.get(name, '')}".strip()
 
     def _mark_passes(self, saved: set[str] | None, recomputed: set[str]) -> None:
-        """Mark nodes of the backward pass, and forward nodes whose results they read.
+        """Mark the nodes of the backward pass, and the forward nodes whose results the backward
+        pass reads.
 
         `saved` are the values that a `Partition` saves (None: all that the backward pass reads),
         `recomputed` the values that its backward model computes.
@@ -301,7 +306,9 @@ class Scene:
 
 
 def _record_constant(node: NodeProto, scope: _Scope) -> bool:
-    """Return whether readers of `node` show it as a constant, and then add it to `scope`."""
+    """Return whether `node` is a constant, or a copy of a constant; if so, add the constant to
+    `scope`.
+    """
     constant: Item | _DrawnConstant | None = None
     if not node.output or node.domain:
         return False
@@ -343,7 +350,9 @@ def _module_titles(graph: GraphProto) -> dict[str, list[str]]:
 
 
 def _value_types(proto: ModelProto) -> dict[str, str]:
-    """Return `{value: dtype and shape}`, inferred; for a broken model as the file declares."""
+    """Return {value: text of its dtype and shape}, inferred, or as a broken model's file declares
+    them.
+    """
     graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
     stated = {
         v.name: _declared_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)
@@ -370,7 +379,7 @@ def _tensor_type(data_type: int, shape: Iterable | None) -> str:
 
 
 def _declared_type(value: ValueInfoProto) -> str:
-    return parts.type_text(value, _tensor_type)
+    return parts.declared_type_text(value, _tensor_type)
 
 
 def _read_constant(tensor: TensorProto) -> _DrawnConstant:

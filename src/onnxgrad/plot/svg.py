@@ -6,7 +6,7 @@ from html import escape
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.placement import LINE, TITLE, Box, Curve, place
+from onnxgrad.plot.placement import LINE, TITLE, Box, Curve, lay_out_model
 from onnxgrad.plot.scene import Group, Item
 
 STYLE = """
@@ -66,7 +66,7 @@ def to_svg(model: ModelLike | Partition, *, fold: bool | None = None) -> str:
         >>> svg.startswith("<svg "), svg.count('class="box')
         (True, 3)
     """
-    placed = place(model, fold)
+    placed = lay_out_model(model, fold)
     scene, hues = placed.scene, placed.scene.gradient_hues()
     frames, boxes = [], []
     for (kind, i), box in placed.drawn_cells():
@@ -75,7 +75,7 @@ def to_svg(model: ModelLike | Partition, *, fold: bool | None = None) -> str:
             tooltip = f"<title>{_distinct_lines(item.details)}</title>"
             boxes.append(item_element(item, box, hues.get(i), tooltip))
         elif i in placed.folded:
-            boxes.append(folded_element(scene.groups[i], box))
+            boxes.append(folded_group_element(scene.groups[i], box))
         else:
             frames.append(_frame_element(scene.groups[i], box))
     arrows = map(_arrow_element, placed.curves())
@@ -105,7 +105,7 @@ def item_element(item: Item, box: Box, hue: int | None, tooltip: str = "") -> st
     return f'<g class="{names}">{"".join(texts)}{tooltip}</g>'
 
 
-def folded_element(group: Group, box: Box) -> str:
+def folded_group_element(group: Group, box: Box) -> str:
     """Return the SVG element of the box of a folded group."""
     title = _centered_text(box, 20, group.folded_title)
     return f'<g class="box folded">{_rectangle_element(box)}{title}</g>'

@@ -1,4 +1,4 @@
-"""A model as text: inputs, constants, and nodes, indented by their depth."""
+"""A model as text: its inputs, constants and indented nodes, or its graph in the DOT language."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.plot import parts
+from onnxgrad.plot.scene import ROOT, Scene
 
 _COLORS = [  # pattern of a line, and the color of its first group
     (re.compile(r" *(opset|function|return)\b"), "2"),  # dim
@@ -24,6 +25,13 @@ _COLORS = [  # pattern of a line, and the color of its first group
     (re.compile(r" *([\w.]+)\("), "1;36"),  # an operator, bold cyan
 ]
 _DEEPEST = 24  # steps to the right: deep networks stay readable
+_LONGEST_LINE = 60  # characters of a line in a box of `to_dot`
+_DOT_STYLES = {
+    "input": "shape=box color=red",
+    "output": "shape=box color=green",
+    "node": 'shape=box style="filled,rounded" color=orange',
+}
+_DOT_KEYWORDS = {"digraph", "edge", "graph", "node", "strict", "subgraph"}
 
 
 def onnx_simple_text_plot(
@@ -122,18 +130,18 @@ def _node_lines(nodes, indent: bool, margin: str) -> Iterator[str]:
         here = margin + "  " * min(steps, _DEEPEST) * indent
         arguments = ", ".join([*node.input, *parts.attribute_texts(node)])
         yield f"{here}{parts.operator_name(node)}({arguments}) -> {', '.join(node.output)}"
-        for name, graph in parts.graphs_of(node):
+        for name, graph in parts.named_subgraphs(node):
             yield f"{here}  {name}:"
             yield from _graph_lines(graph, indent, f"{here}    ")
 
 
 def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
-    """Yield a line for each run of nodes of one module, and for each node outside of modules."""
+    """Yield a line for consecutive nodes of one module, and for each node outside of modules."""
 
-    def module_start(node: NodeProto) -> str:
+    def module_prefix(node: NodeProto) -> str:
         return ".".join(parts.module_path(node).split(".")[:depth])
 
-    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module_start)]
+    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module_prefix)]
     readers: dict[str, set[int]] = defaultdict(set)  # runs that read each value
     for i, (_, nodes) in enumerate(runs):
         for node in all_nodes(nodes):
@@ -144,14 +152,14 @@ def _module_lines(graph: GraphProto, depth: int) -> Iterator[str]:
         if not path:
             yield from _node_lines(nodes, False, "")
             continue
-        operators = ", ".join(parts.operator_counts(Counter(node.op_type for node in nodes)))
+        operators = ", ".join(parts.operator_count_texts(Counter(node.op_type for node in nodes)))
         results = [y for node in nodes for y in node.output if y in returned or readers[y] - {i}]
         count = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
         yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
 
 
 def _color_line(line: str) -> str:
-    """Return a line with the first word that `_COLORS` knows in the color of its kind."""
+    """Return a line of text whose operator, or kind such as "input", is colored by ANSI codes."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
             a, b = match.span(1)
@@ -160,13 +168,94 @@ def _color_line(line: str) -> str:
 
 
 def _constant_line(tensor: TensorProto) -> str:
-    return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
+    return f"init: name={tensor.name!r} {parts.tensor_type_text(tensor.data_type, tensor.dims)}"
 
 
 def _value_lines(what: str, values: Iterable[ValueInfoProto]) -> Iterator[str]:
     for value in values:
         kind, tensor = value.type.WhichOneof("value"), value.type.tensor_type
-        text = parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))
+        text = parts.tensor_type_text(tensor.elem_type, parts.declared_shape(tensor))
         if kind not in (None, "tensor_type"):
             text = f"type={kind.removesuffix('_type')}"
         yield f"{what}: name={value.name!r} {text}"
+
+
+def to_dot(model: ModelLike) -> str:
+    """Return the graph of `model` in the DOT language, for Graphviz and other viewers.
+
+    Inputs are red, outputs green, nodes orange and rounded. A node shows its name, its attributes,
+    its constant operands and its results, with dtypes and shapes, and the elements of constants up
+    to 10. Modules, branches, loop bodies and local functions are clusters.
+
+    Args:
+        model: model, serialized model or path.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... ''')
+        >>> print("".join(line for line in og.plot.to_dot(model).splitlines(True) if "->" in line))
+          x -> Exp;
+          Exp -> y;
+        <BLANKLINE>
+    """
+    scene = Scene(model)
+    words = _unique_dot_ids(item.title for item in scene.items)
+    members: dict[int, list[str]] = defaultdict(list)
+    for item, word in zip(scene.items, words, strict=True):
+        style, label = _DOT_STYLES[item.kind], _dot_label(item.details)
+        members[item.group].append(f'{word} [{style} label="{label}" fontsize=10];')
+    values: dict[int, set[str]] = defaultdict(set)
+    for arrow in scene.arrows:
+        values[arrow.source].add(arrow.text)
+    lines = ["digraph {", "  orientation=portrait;", "  ranksep=0.25;", "  nodesep=0.05;"]
+    lines += _cluster_lines(scene, ROOT, members, "  ")
+    # at the end: an edge in a cluster would move the boxes at both its ends into that cluster
+    for arrow in scene.arrows:
+        several = len(values[arrow.source]) > 1  # results: which of them is it?
+        label = f' [label="{_dot_label([arrow.text])}" fontsize=8]' if several else ""
+        lines.append(f"  {words[arrow.source]} -> {words[arrow.target]}{label};")
+    return "\n".join([*lines, "}\n"])
+
+
+def _cluster_lines(
+    scene: Scene, group: int, members: dict[int, list[str]], margin: str
+) -> Iterator[str]:
+    """Yield the DOT lines of a group: its boxes, and a cluster for each group in it."""
+    yield from (margin + line for line in members[group])
+    for inner in scene.groups:
+        if inner.parent == group:
+            yield f"{margin}subgraph cluster_{inner.id} {{"
+            yield f'{margin}  label="{_dot_label([inner.title])}";'
+            yield from _cluster_lines(scene, inner.id, members, margin + "  ")
+            yield f"{margin}}}"
+
+
+def _dot_label(lines: Iterable[str]) -> str:
+    """Return lines as the text of a quoted DOT label: escaped, and long lines shortened.
+
+    Only edges have `->`, so that programs which read line by line find them.
+    """
+    lines = (line.replace("->", "→") for line in lines)
+    short = (s if len(s) <= _LONGEST_LINE else f"{s[: _LONGEST_LINE - 3]}..." for s in lines)
+    text = (line.replace("\\", r"\\").replace('"', r"\"").replace("&", "&amp;") for line in short)
+    return r"\n".join(text)
+
+
+def _unique_dot_ids(titles: Iterable[str]) -> list[str]:
+    """Return an unquoted DOT identifier for each title, all distinct."""
+    found: dict[str, int] = {}  # {identifier: how many began with it}
+    for title in titles:
+        word = re.sub(r"\W", "_", title, flags=re.ASCII)
+        if not word or word[0].isdigit() or word.lower() in _DOT_KEYWORDS:
+            word = f"_{word}"
+        identifier = word
+        while identifier in found:
+            found[word] += 1
+            identifier = f"{word}_{found[word]}"
+        found[identifier] = 0
+    return list(found)

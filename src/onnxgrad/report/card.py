@@ -16,10 +16,11 @@ from onnx import ModelProto
 from onnxgrad.errors import join_first, printable
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.files import check_writable, replacing
-from onnxgrad.report.environment import environment
+from onnxgrad.report.environment import machine_and_versions
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments
 from onnxgrad.training.diagnose import KeptWeights, end_reason
+from onnxgrad.training.trainer import Trainer
 
 CARD = "README.md"
 UNKNOWN, _UNKNOWN_SENTENCE = "unknown", "Unknown."
@@ -104,7 +105,7 @@ def write_card(
         f"## Data\n\n{data or _UNKNOWN_SENTENCE}\n\n{_fact_table(_data_facts(recorded_data))}",
         f"## Training\n\n{_fact_table(_training_facts(trainer))}",
         f"## Results\n\n{_result_table(trainer.state.history)}",
-        f"## Versions and machine\n\n{_fact_table(environment())}",
+        f"## Versions and machine\n\n{_fact_table(machine_and_versions())}",
     ]
     with replacing(target) as file:
         file.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
@@ -112,7 +113,7 @@ def write_card(
 
 
 def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Iterable[str]) -> str:
-    """Return the metadata in YAML, whose strings are written as in JSON."""
+    """Return the card's YAML metadata: license, library, tags and names of metrics."""
     lines = [f"license: {json.dumps(license or UNKNOWN)}", 'library_name: "onnx"', "tags:"]
     lines += [f"- {json.dumps(str(tag))}" for tag in dict.fromkeys(["onnx", "onnxgrad", *tags])]
     metrics = [n for n in history[-1] if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
@@ -121,8 +122,10 @@ def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Ite
     return "\n".join(["---", *lines, "---"])
 
 
-def _training_facts(trainer: Any) -> dict[str, Any]:
-    """Return the duration and the arguments of a training, and the names of some weights."""
+def _training_facts(trainer: Trainer) -> dict[str, Any]:
+    """Return {fact: value} on a training: its duration, arguments, and the names of some
+    weights.
+    """
     state, identity = trainer.state, trainer.state.identity or {}
     kept, names = KeptWeights.of(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
@@ -141,7 +144,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
 
 
 def _base_model_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict[str, Any]:
-    """Return the file, digest, graph and producer of the model before the training."""
+    """Return {fact: value} on the model before the training: file, digest, graph and producer."""
     file, digest = UNKNOWN, UNKNOWN
     if base is not None:
         with open(base, "rb") as opened:
@@ -157,7 +160,7 @@ def _base_model_facts(proto: ModelProto, base: str | os.PathLike | None) -> dict
 
 
 def _data_facts(description: Any) -> dict[str, Any]:
-    """Return the count of rows, the digest and the shapes of the training data."""
+    """Return {fact: value} on the training data: the count of rows, the digest and the shapes."""
     known = dict(description) if isinstance(description, Mapping) else {}
     facts = {"rows": known.pop("rows", UNKNOWN), "digest": known.pop("digest", UNKNOWN)}
     if isinstance(known.get("inputs"), Mapping):
@@ -168,7 +171,7 @@ def _data_facts(description: Any) -> dict[str, Any]:
 
 
 def _result_table(history: list[dict[str, Any]]) -> str:
-    """Return a table of the history's numbers, of the last evaluations if there are many."""
+    """Return a Markdown table of the numbers in the history's last entries."""
     names = dict.fromkeys(n for entry in history for n, v in entry.items() if isinstance(v, Real))
     columns = ["epoch", "step", *(n for n in names if n not in _NO_RESULT)]
     remarks = []

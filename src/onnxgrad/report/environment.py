@@ -6,40 +6,40 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-_PACKAGES = ("onnxgrad", "onnxruntime", "onnx", "onnx-ir", "numpy")
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # packages of which one is installed
-_INSTRUCTION_SETS = (  # as /proc/cpuinfo calls those for which onnxruntime has kernels
+_PACKAGES = "onnxgrad onnxruntime onnx onnx-ir numpy onnxruntime-gpu".split()
+_INSTRUCTION_SETS = (  # of onnxruntime's kernels, named as in /proc/cpuinfo
     *("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve"),
 )
 
 
-def environment() -> dict[str, str]:
-    """Return the versions of packages, the system, processor, cores and memory, as texts."""
+def machine_and_versions() -> dict[str, str]:
+    """Return {name: text} of package versions, the system, processor, cores and memory."""
     found = {"Python": platform.python_version()}
-    names = dict.fromkeys([*_PACKAGES, *_RUNTIMES])
-    found |= {name: version(name) for name in names if _is_installed(name)}
+    found |= {name: version(name) for name in _PACKAGES if _is_installed(name)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found["system"] = f"{platform.system()} {platform.release()} ({platform.machine()})"
     found["processor"] = _processor_field("model name") or platform.processor() or "unknown"
     found["cores"] = str(cores)
-    if (total := _installed_memory()) is not None:
+    with suppress(AttributeError, OSError, ValueError):  # the system does not tell
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found["memory"] = f"{total / 2**30:.1f} GiB"
     return found
 
 
 def instruction_sets() -> list[str]:
-    """Return the instruction sets of the processor that kernels use; [] if unknown."""
+    """Return the processor's instruction sets for which onnxruntime has kernels; [] if unknown."""
     known = _processor_field("flags", "Features").split()
     return [name for name in _INSTRUCTION_SETS if name in known]
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """Return, for each extra of onnxgrad, the packages that are not installed."""
+    """Return {extra of onnxgrad: its packages that are not installed}."""
     if not _is_installed("onnxgrad"):  # it runs from a folder of sources
         return {}
     package = distribution("onnxgrad")
@@ -52,10 +52,9 @@ def missing_packages() -> dict[str, list[str]]:
 
 
 def _is_installed(name: str) -> bool:
-    try:
+    with suppress(PackageNotFoundError):
         return bool(version(name))
-    except PackageNotFoundError:
-        return False
+    return False
 
 
 def peak_memory() -> int | None:
@@ -69,17 +68,12 @@ def peak_memory() -> int | None:
 
 
 def _processor_field(*names: str) -> str:
-    """Return the first of these fields in /proc/cpuinfo; "" if the file has none of them."""
+    """Return the value of the first field of `names` in /proc/cpuinfo; "" if it has none
+    of them.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
     fields = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in fields if name.strip() in names), "")
-
-
-def _installed_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -16,17 +16,18 @@ SERIES = 6  # colors of lines
 _INK, _GRID = "#010203", "#040506"  # stand for colors of the page, which light and dark mode set
 _LINES = [f"#0a0b{i:02d}" for i in range(SERIES)]
 _LOG = 100  # ratio of the largest to the smallest value from which an axis is logarithmic
-_STRETCH = 3  # how many times as long as for most values an axis may be for all
+_STRETCH = 3  # an axis for all values may be this many times as long as for most
 _MARKED = 10  # points of a line outside of the axis that are marked
-_ROOM = 0.08  # of an axis beyond most values
+_ROOM = 0.08  # share of an axis that is free beyond most values
 _WIDTH, _HEIGHT, _MARGIN = 100, 32, 2  # of small figures
 
+Lines = Sequence[Sequence[float]]  # the values of each line
 Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title, and the names of its lines, ordered by color."""
+    """A figure with its title, and the names of the lines drawn, ordered by color."""
 
     title: str
     svg: Markup
@@ -34,8 +35,8 @@ class Chart:
     note: str = ""
 
 
-def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
-    """Return the figure of lines over steps. Values that are not finite are left out.
+def line_chart(title: str, series: Sequence[Series], log: bool = True) -> Chart:
+    """Return the line chart of values over steps, without values that are not finite.
 
     With `log`, the axis of values is logarithmic if these are of several orders of magnitude. Where
     a few values, as in the first epoch, would flatten the line, the axis ends before them; marks
@@ -47,10 +48,10 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
     for color, (_, x, y) in zip(_LINES, kept, strict=False):
         axes.plot(x, y, color=color, linewidth=1.6, marker="." if len(x) <= 40 else None)
     note = ""
-    if every and min(every) == max(every):  # an axis around it, not around its rounding
+    if every and min(every) == max(every):  # else the axis would show rounding errors
         axes.set_ylim(every[0] - abs(every[0] or 1), every[0] + abs(every[0] or 1))
     elif every:
-        logarithmic, most = scale([y for _, _, y in kept], log)
+        logarithmic, most = axis_scale_and_range([y for _, _, y in kept], log)
         if logarithmic:
             axes.set_yscale("log")
         if most is not None:
@@ -59,15 +60,14 @@ def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
     return Chart(title, _svg_element(figure, title), names, note)
 
 
-def scale(lines: Sequence[Sequence[float]], log: bool) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether the axis of some lines is logarithmic, and the range of most values.
+def axis_scale_and_range(lines: Lines, log: bool) -> tuple[bool, tuple[float, float] | None]:
+    """Return whether an axis for the values of `lines` is logarithmic, and the range of most
+    values.
 
     The range is None if all values fit: an axis for all is less than `_STRETCH` times as long.
     """
-    every, most = (
-        [v for y in lines for v in y],
-        [v for y in lines for v in _values_without_extremes(y)],
-    )
+    every = [v for y in lines for v in y]
+    most = [v for y in lines for v in _values_without_extremes(y)]
     log = log and min(every) > 0 and max(every) / min(every) >= _LOG
     measure = math.log10 if log else float
     inner = measure(max(most)) - measure(min(most))
@@ -86,7 +86,9 @@ def _values_without_extremes(values: Sequence[float]) -> list[float]:
 def _limit_value_axis(
     axes: Any, lines: Sequence[Series], most: tuple[float, float], log: bool
 ) -> str:
-    """End the value axis a little beyond `most`, mark points outside, and return a remark."""
+    """End the value axis a little beyond the range `most`, mark points outside, and return a note
+    on them.
+    """
     low, high = map(math.log10, most) if log else most
     low, high = low - _ROOM * (high - low), high + _ROOM * (high - low)
     low, high = (10**low, 10**high) if log else (low, high)
@@ -109,8 +111,8 @@ def _limit_value_axis(
     )
 
 
-def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
-    """Return the figure of predictions over labels, with the line of equal values."""
+def scatter_chart(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
+    """Return the chart of predictions over labels, with the line of equal values."""
     figure, axes = _new_axes("label", "prediction")
     x, y = _finite_points([p[0] for p in pairs], [p[1] for p in pairs])
     if x:
@@ -121,8 +123,8 @@ def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
     return Chart(title, _svg_element(figure, title), [])
 
 
-def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
-    """Return the figure of a histogram with axes."""
+def histogram_chart(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
+    """Return the bar chart of a histogram."""
     figure, axes = _new_axes(xlabel, "count")
     if histogram["counts"]:
         edges = _bin_edges(histogram)
@@ -130,13 +132,13 @@ def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
     return Chart(title, _svg_element(figure, title), [])
 
 
-def spark(values: Sequence[float | None]) -> Markup:
-    """Return a small figure of a line without axes, cut at a few extreme values.
+def sparkline(values: Sequence[float | None]) -> Markup:
+    """Return a small line chart without axes, cut at a few extreme values.
 
     The y axis is from the smallest to the largest value; a constant is in the middle.
     """
     finite = [v for v in values if v is not None and math.isfinite(v)]
-    most = scale([finite], False)[1] if finite else None
+    most = axis_scale_and_range([finite], False)[1] if finite else None
     if most is not None:
         low, high = most
         values = [v if v is None or math.isnan(v) else min(max(v, low), high) for v in values]
@@ -148,8 +150,8 @@ def spark(values: Sequence[float | None]) -> Markup:
     return _small_figure({0: zip(xs, [_MARGIN + inner * share for share in shares], strict=True)})
 
 
-def before_and_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Markup:
-    """Return the figure of two histograms' densities, each with the area 1."""
+def histogram_pair(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Markup:
+    """Return a small chart of two histograms as densities, each with the area 1."""
     drawn = {i: h for i, h in enumerate((before, after)) if h and h["counts"]}
     if not drawn:
         return Markup("")
@@ -173,7 +175,7 @@ def _bin_edges(histogram: Mapping[str, Any]) -> np.ndarray:
 
 
 def _small_figure(lines: Mapping[int, Iterable[tuple[float, float]]]) -> Markup:
-    """Return a small figure of lines, `{index of the color: points}`."""
+    """Return the SVG element of a small chart with `lines`, `{index of the color: points}`."""
     frame = '<svg class="small" viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">'
     drawn = Markup(frame).format(_WIDTH, _HEIGHT)
     for color, points in lines.items():
@@ -206,7 +208,7 @@ def _new_axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
 
 
 def _svg_element(figure: Any, title: str) -> Markup:
-    """Return a figure as an element of HTML, with the colors of the page."""
+    """Return a matplotlib figure as an SVG element, in the colors of the page."""
     from matplotlib import rc_context
 
     out = io.StringIO()
@@ -222,6 +224,5 @@ def _svg_element(figure: Any, title: str) -> Markup:
     text = re.sub(r' (width|height)="[^"]*"', "", text, count=2)  # of the whole figure
     # nothing refers to these names, and figures share them
     text = re.sub(r' id="[a-z2.]+_\d+"', "", text)
-    return Markup(text).replace(
-        Markup("<svg "), Markup('<svg role="img" aria-label="{}" ').format(title), 1
-    )
+    labeled = Markup('<svg role="img" aria-label="{}" ').format(title)
+    return Markup(text).replace(Markup("<svg "), labeled, 1)

@@ -65,29 +65,29 @@ def write_report(
     loaded = load_run(path)
     check_writable(output, overwrite, [path] if path.is_file() else [])
     try:
-        text = page(loaded, path.name if path.name else str(path.resolve().name))
+        text = html_page(loaded, path.name if path.name else str(path.resolve().name))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+        raise ValueError(f"{path} is damaged, record it again: {type(e).__name__}: {e}") from e
     with replacing(output) as file:
         file.write_text(text, encoding="utf-8")
     return Path(output)
 
 
-def page(run: Mapping[str, Any], name: str) -> str:
-    """Return the page of a run that `load_run` read."""
+def html_page(run: Mapping[str, Any], name: str) -> str:
+    """Return the HTML page of the records of a training, which `load_run` has read."""
     run = {**dict.fromkeys(_KEYS.split()), **run}
-    norms, cards = sections.norms(run)
+    norms, cards = sections.norm_charts_and_weights(run)
     return _page_template().render(
         run=run,
         name=name,
-        tiles=sections.tiles(run),
-        charts=sections.charts(run),
+        tiles=sections.summary_tiles(run),
+        charts=sections.history_charts(run),
         norms=norms,
         cards=cards,
         hidden=len(run["weights"] or {}) - len(cards),
-        outputs=sections.outputs(run),
-        worst=sections.worst(run),
-        operators=sections.operators(run),
+        outputs=sections.output_sections(run),
+        worst=sections.rows_of_largest_loss(run),
+        operators=sections.operator_shares(run),
         absent={"examined": "", "operators": "", "samples": "", **(run.get("absent") or {})},
         record=_RECORD,
     )
@@ -95,7 +95,7 @@ def page(run: Mapping[str, Any], name: str) -> str:
 
 @cache
 def _page_template() -> Template:
-    """Return the template of the page, which escapes every text, as texts come from files."""
+    """Return the HTML template of the page, which escapes every text, as texts come from files."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("onnxgrad.report", "templates")
@@ -122,7 +122,7 @@ def _format_number(value: Any) -> str:
 
 
 def _format_score(value: Any) -> str:
-    """Return the text of a number as `_format_number` does; an integral float as 1.00."""
+    """Return a number as text with 4 digits; a whole float has two decimals, as 1.00."""
     text = _format_number(value)
     return f"{value:.2f}" if isinstance(value, float) and text.strip("-").isdigit() else text
 

@@ -22,7 +22,9 @@ from onnxgrad.metrics.average_precision import BoxConfusion, MeanAveragePrecisio
 from onnxgrad.metrics.base import PredictionInfo
 from onnxgrad.metrics.metric_batch import MetricBatch
 from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.output_metrics import prediction_info
+from onnxgrad.training.trainer import Trainer
 
 BINS = 40  # intervals of a histogram
 WORST = 20  # rows of largest loss that are shown
@@ -38,12 +40,14 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _ExaminedOutput:
-    """An output of the model, the loss that reads the output, and the axis of rows."""
+    """An output of the model, the loss that reads the output, and the index of the output's row
+    axis.
+    """
 
     info: LossInfo
     axis: int  # axis of rows in the output
 
-    def compare(
+    def to_metric_batch(
         self, prediction: np.ndarray, label: np.ndarray
     ) -> tuple[PredictionInfo, MetricBatch]:
         """Return the `PredictionInfo` and the `MetricBatch` of predictions and labels."""
@@ -59,7 +63,7 @@ class _ConfusionCounts(_ExaminedOutput):
     classes: int = 2
 
     def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        about, batch = self.compare(prediction, label)
+        about, batch = self.to_metric_batch(prediction, label)
         rows = batch.class_rows()
         self.classes = rows.scores.shape[1] if rows.scores.ndim == 2 else 2
         pairs = rows.true_classes * self.classes + rows.predicted_classes(about)
@@ -80,8 +84,8 @@ class _RegressionResiduals(_ExaminedOutput):
     wide: int = 0
 
     def add_rows(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        shown, wanted, counts = self.compare(prediction, label)[1].float_rows()
-        if counts is not None:  # elements that do not count are no labels
+        shown, wanted, counts = self.to_metric_batch(prediction, label)[1].float_rows()
+        if counts is not None:  # elements that the loss ignores have no label
             wanted = np.where(counts, wanted, np.nan)
         if shown.shape[1] > COLUMNS:
             self.wide = shown.shape[1]
@@ -127,10 +131,13 @@ class _BoxConfusions:
         return {"kind": "classes", "classes": len(matrix), "confusion": pairs, "boxes": True}
 
 
+_Examined = _ConfusionCounts | _RegressionResiduals | _BoxConfusions
+
+
 def examine_predictions(
-    trainer: Any, seconds: float, numbers: np.ndarray | None = None, first: int = 0
+    trainer: Trainer, seconds: float, numbers: np.ndarray | None = None, first: int = 0
 ) -> dict[str, Any]:
-    """Return confusions or residuals, and the rows with the largest loss, as JSON values.
+    """Return confusions or residuals, and the rows with the largest loss, as values for JSON.
 
     The rows are validation data or, without any, training data.
 
@@ -141,23 +148,25 @@ def examine_predictions(
         first: number of the first row.
     """
     call = trainer._call
+    assert call is not None
     if call.sharing is not None:
         raise ValueError(
-            "predictions can be examined only if one process trains the model: each of several has "
-            "only a part of the rows"
+            "the predictions are not in this record: several processes trained the model, and each "
+            "has only a part of the rows; train in one process to record them"
         )
     source, name = _data_to_report(call)
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
     one = evaluator.described
     of_boxes = [m for m in trainer.metrics if isinstance(m, MeanAveragePrecision)]
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, _Examined] = {}
     for label, info in one.labels.items():
         if of_boxes and not _has_classes(info):
             outputs[label] = _BoxConfusions(info, of_boxes[0])
             continue
+        axis = evaluator.row_axis(str(info.prediction), label)
         kind = _ConfusionCounts if _has_classes(info) else _RegressionResiduals
-        outputs[label] = kind(info, evaluator.row_axis(str(info.prediction), label))
+        outputs[label] = kind(info, axis)
     single = not one.states and evaluator.fields.fixed_rows in (None, 1)
     worst: list[Any] = []
     count = losses = 0
@@ -198,13 +207,15 @@ def examine_predictions(
     }
 
 
-def _data_to_report(call: Any) -> tuple[BatchSource, str]:
-    """Return the data to examine, with "validation", or "training" if in memory."""
+def _data_to_report(call: Fit) -> tuple[BatchSource, str]:
+    """Return (rows to examine, "validation" or "training"): validation data, or else training data
+    in memory.
+    """
     if call.validated is not None:
         return call.validated, "validation"
     if isinstance(call.source, ArraySource):
         return call.source, "training"
-    raise ValueError("there are no validation data, nor arrays to train on: pass either to fit")
+    raise ValueError("no validation data, nor arrays to train on: pass either of these to fit")
 
 
 def _row_number(row: int, numbers: np.ndarray | None) -> int:
@@ -212,7 +223,7 @@ def _row_number(row: int, numbers: np.ndarray | None) -> int:
 
 
 def describe_row(reader: Any, row: int) -> dict[str, str]:
-    """Return `file`, relative to the folder of the reader, and `picture`, a data URI.
+    """Return {"file": path, "picture": data URI} of a row that a file in the reader's folder holds.
 
     The result is empty for a reader without `files`, and lacks `picture` for other files than
     readable images.
@@ -225,12 +236,12 @@ def describe_row(reader: Any, row: int) -> dict[str, str]:
     shown = {"file": name.as_posix()}
     if is_image(file):
         with suppress(OSError, ValueError, ImportError):  # the name of the file is enough
-            shown["picture"] = picture(file)
+            shown["picture"] = image_data_uri(file)
     return shown
 
 
-def picture(file: str | os.PathLike) -> str:
-    """Return a small copy of an image as a data URI."""
+def image_data_uri(file: str | os.PathLike) -> str:
+    """Return a small copy of the image in `file` as a data URI."""
     image = open_image(file)
     image.thumbnail((EDGE, EDGE))
     kind = "png" if image.width * image.height <= _LOSSLESS else "jpeg"
@@ -246,21 +257,25 @@ def _has_classes(info: LossInfo) -> bool:
 def _aligned_predictions(
     info: LossInfo, predictions: Arrays, label: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return predictions and labels, shifted by a step where the loss predicts the next token."""
+    """Return (predictions, labels); for a next-token loss, without the last prediction and first
+    label.
+    """
     assert info.prediction is not None
     shown = predictions[info.prediction]
     return (shown[:, :-1], label[:, 1:]) if info.shift else (shown, label)
 
 
-def _row_values(output: Any, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
-    """Return the label and the prediction of a row: class indices, or some elements."""
+def _row_values(
+    output: _Examined, predictions: Arrays, label: np.ndarray, row: int
+) -> dict[str, Any]:
+    """Return {"label": ..., "prediction": ...} of one row: class indices, or the first elements."""
     prediction, wanted = _aligned_predictions(output.info, predictions, label)
     if len(prediction) != len(label):
         return {"label": None, "prediction": None}
     prediction, wanted = prediction[row : row + 1], wanted[row : row + 1]
-    if not _has_classes(output.info):
+    if isinstance(output, _BoxConfusions) or not _has_classes(output.info):
         return {"label": _first_elements(wanted), "prediction": _first_elements(prediction)}
-    about, batch = output.compare(prediction, wanted)
+    about, batch = output.to_metric_batch(prediction, wanted)
     rows = batch.class_rows()
     shown = {
         "label": _first_elements(rows.true_classes),
@@ -279,7 +294,7 @@ def _first_elements(array: np.ndarray) -> list[Any]:
 
 
 def histogram(array: np.ndarray) -> dict[str, Any]:
-    """Return a histogram from the smallest to the largest element, as JSON values.
+    """Return a histogram from the smallest to the largest element, as values for JSON.
 
     `low` and `high` are these elements, `counts` the number of elements in each of `BINS` equal
     intervals between them.
@@ -293,7 +308,7 @@ def histogram(array: np.ndarray) -> dict[str, Any]:
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:
-    """Return the name of the class with an index; the index if classes have no names."""
+    """Return the name of the class with an index; the index as text if classes have no names."""
     if classes and isinstance(index, int) and 0 <= index < len(classes):
         return str(classes[index])
     return str(index)

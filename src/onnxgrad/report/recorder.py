@@ -19,7 +19,7 @@ from onnxgrad.errors import first_line
 from onnxgrad.language.generation import generate
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
-from onnxgrad.report.environment import environment, peak_memory
+from onnxgrad.report.environment import machine_and_versions, peak_memory
 from onnxgrad.report.predictions import examine_predictions, histogram
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import operator_times
@@ -27,6 +27,8 @@ from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingContr
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments
 from onnxgrad.training.diagnose import KeptWeights, end_reason, sample_step
+from onnxgrad.training.state import TrainState
+from onnxgrad.training.trainer import Trainer
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 MOST_NORMS = 256  # records of norms, above which every second one is removed
@@ -35,7 +37,7 @@ _LINES = 400  # lines of the text of the model
 
 
 class Recorder(Callback):
-    """Records a training, for the page of `write_report` and `onnxgrad report`.
+    """A callback that records a training, for the page of `write_report` and `onnxgrad report`.
 
     `folder/run.json` gets the history, the loss by step, norms of gradients, weights and updates,
     histograms of the weights before and after, the model as text, versions and the machine. When
@@ -119,7 +121,7 @@ class Recorder(Callback):
         """Record weights, model, arguments and machine before the first step."""
         self.folder_written.mkdir(parents=True, exist_ok=True)
         target_of(self.path)
-        entry, machine = self.entry(state), environment()
+        entry, machine = self.entry(state), machine_and_versions()
         self._weights = dict(state.weights)
         self._since, self._sum, self._rows = state.step, 0.0, 0
         self._clock, self._before = time.perf_counter(), entry.get("seconds", 0.0)
@@ -143,11 +145,15 @@ class Recorder(Callback):
             entry["environments"].append({"step": state.step, "machine": machine})
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin the sums of losses and rows of an epoch at zero, as `trainer.progress` does."""
+        """Set the sums of losses and rows to zero, as `trainer.progress` does at the start of an
+        epoch.
+        """
         self._sum, self._rows = 0.0, 0
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record the mean loss since the last record, and every `every_steps` steps norms."""
+        """Record the mean loss since the last record; after every `every_steps` steps, record norms
+        too.
+        """
         loss, rows = trainer.progress.loss, trainer.progress.rows
         if rows > self._rows and math.isfinite(loss):
             mean = (loss * rows - self._sum) / (rows - self._rows)
@@ -163,7 +169,7 @@ class Recorder(Callback):
         self._write_record(state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record norms of weights, unless steps do, and write the record into the file."""
+        """Record norms of weights if `every_steps` is None, and write the record into the file."""
         if self.every_steps is None:
             self._record_norms(trainer, state)
         self._write_record(state)
@@ -198,8 +204,8 @@ class Recorder(Callback):
 
     # -- parts of the record ------------------------------------------------------------------
 
-    def _record_norms(self, trainer: Any, state: Any) -> None:
-        """Record norms of weights and updates at this step, at most once a step."""
+    def _record_norms(self, trainer: Trainer, state: TrainState) -> None:
+        """Record norms of weights, updates and gradients at this step, at most once a step."""
         entry = self.entry(state)
         entry["calls"] = calls = entry.get("calls", 0) + 1
         records = entry["norms"]
@@ -221,30 +227,27 @@ class Recorder(Callback):
             del records[-2::-2]  # every second record, without the last
             entry["stride"] *= 2
 
-    def _examine_rows(self, trainer: Any) -> Any:
+    def _examine_rows(self, trainer: Trainer) -> Any:
         return examine_predictions(trainer, self.seconds, self.row_numbers, self.first_row)
 
-    def _continue_prompts(self, trainer: Any) -> Any:
+    def _continue_prompts(self, trainer: Trainer) -> Any:
         """Return pairs of a prompt and the text with which the trained model continues it."""
         new = generate(trainer, self.prompts, tokenizer=self.tokenizer)
         return [[str(prompt), text] for prompt, text in zip(self.prompts, new, strict=True)]
 
-    def _profile_operators(self, trainer: Any) -> Any:
+    def _profile_operators(self, trainer: Trainer) -> Any:
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
-            raise ValueError("the recorder has profile=0, which measures no step")
+            raise ValueError("the recorder has profile=0: pass profile=3 to measure 3 steps")
         call = trainer._call
-        sample = sample_step(call)
-        if sample is None:
-            raise ValueError(
-                "no step can be profiled: none was run, or several processes share each step"
-            )
+        if call is None or (sample := sample_step(call)) is None:
+            raise ValueError("no step can be profiled: train at least one step, in one process")
         model, inputs, work, in_order = sample
         times = operator_times(model, inputs, call.job.device, work, in_order, self.profile)
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
 
-    def _write_record(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
+    def _write_record(self, state: TrainState, ended: Mapping[str, Any] | None = None) -> None:
         entry = self.entry(state)
         entry["seconds"] = self._before + time.perf_counter() - self._clock
         written = {**entry, "history": state.history, **(ended or {})}
@@ -254,17 +257,19 @@ class Recorder(Callback):
 
 
 def describe_weight(array: np.ndarray) -> dict[str, Any]:
-    """Return shape, dtype and size of a weight, as values for JSON."""
+    """Return {"shape", "dtype", "size"} of a weight, as values for JSON."""
     return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
 
 
 def two_norm(array: np.ndarray, subtracted: Any = 0) -> float:
-    """Return the 2-norm of the elements of a difference of arrays, in float64."""
+    """Return the 2-norm of `array - subtracted`, computed in float64."""
     return float(np.linalg.norm(np.subtract(array, subtracted, dtype=np.float64)))
 
 
 def _join_neighbors(steps: list[list[Any]]) -> None:
-    """Average neighboring points, weighted by rows, if a loss curve has too many."""
+    """Average pairs of neighboring points, weighted by rows, of a loss curve that has too many
+    points.
+    """
     if len(steps) <= _STEPS:
         return
     pairs = list(zip(steps[0::2], steps[1::2], strict=False))
@@ -276,7 +281,7 @@ def _join_neighbors(steps: list[list[Any]]) -> None:
 
 
 def _model_summary(proto: ModelProto) -> dict[str, Any]:
-    """Return counts of a model's nodes, producer and opsets, and the first lines of its text."""
+    """Return the name, producer, opsets, node counts and first lines of text of a model."""
     lines = onnx_simple_text_plot(proto).splitlines()
     return {
         "name": proto.graph.name,

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ def load_run(path: str | os.PathLike) -> Run:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise ValueError(f"{path} is damaged, and no JSON: {e}") from None
+        raise ValueError(f"{path} is damaged, as it is no JSON: record it again: {e}") from None
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
         return {"source": "history", "history": content}
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return {"source": "run", **content}
     raise ValueError(
-        f"{path} is neither a history, a list of records, nor a file of a Recorder with the format "
-        f"{FORMAT}"
+        f"{path} is neither a history (a list of records) nor a file of a Recorder ({FORMAT}): "
+        "pass the folder of a Recorder, a history or a checkpoint"
     )
 
 
@@ -82,23 +83,24 @@ def _load_folder(folder: Path) -> Run:
 
 
 def _run_of_norms_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run of a file of the callback `Norms`, which has no norms of updates."""
+    """Return the norms at a step, from a record of the callback `Norms`, which has no norms of
+    updates.
+    """
     gradient, weight = (record.get(f"{kind}_norms", {}) for kind in ("gradient", "weight"))
     return {"step": record["step"], "gradient": gradient, "weight": weight, "update": {}}
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a history in CSV, without empty cells."""
+    """Return a history read from a CSV file, without its empty cells."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if "step" not in (reader.fieldnames or ()):
-            raise ValueError(f"{path} is no history: it has no column 'step'")
+            raise ValueError(f"{path} has no column 'step': pass a history, as History writes it")
         rows = list(reader)
     return [{str(n): _parse_cell(v) for n, v in row.items() if v not in (None, "")} for row in rows]
 
 
 def _parse_cell(text: Any) -> Any:
-    try:
+    with suppress(TypeError, ValueError):
         return float(text)
-    except (TypeError, ValueError):
-        return text
+    return text

@@ -10,17 +10,18 @@ from typing import Any
 from onnxgrad.report import figures
 from onnxgrad.report.predictions import class_name
 
-DRAWN = 48  # weights
-CLASSES = 20  # of a matrix of confusions
-CONFUSIONS = 20  # pairs that are listed instead
+DRAWN = 48  # weights with a small chart of norms
+CLASSES = 20  # most classes for which the confusion matrix is shown
+CONFUSIONS = 20  # pairs of classes that are listed instead of a larger matrix
 _VALIDATION = "validation_"
+_VALIDATION_LOSS = f"{_VALIDATION}loss"
 _PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]+=*")
-_KNOWN = ("step", "epoch", "loss", "learning_rate", f"{_VALIDATION}loss")
+_KNOWN = ("step", "epoch", "loss", "learning_rate", _VALIDATION_LOSS)
 
 Run = Mapping[str, Any]
 
 
-def tiles(run: Run) -> list[tuple[str, Any, str]]:
+def summary_tiles(run: Run) -> list[tuple[str, Any, str]]:
     """Return (title, value, remark) for the most important numbers of a training.
 
     Losses and metrics belong to the kept weights, if the record says which weights were kept.
@@ -28,7 +29,7 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
     history, step = run.get("history") or [], (run.get("kept") or {}).get("step")
     kept: Mapping[str, Any] = next((r for r in history if r["step"] == step), {})
     shown: list[tuple[str, Any, str]] = []
-    losses = {"loss": "loss", f"{_VALIDATION}loss": "validation loss"}
+    losses = {"loss": "loss", _VALIDATION_LOSS: "validation loss"}
     for name in [*losses, *_metric_names(history)]:
         records = [r for r in history if _is_number(r.get(name))]
         if not records:
@@ -45,41 +46,41 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
     return shown
 
 
-def charts(run: Run) -> list[figures.Chart]:
+def history_charts(run: Run) -> list[figures.Chart]:
     """Return the charts of a training: the curves of the history, and the loss by step."""
     history, steps = run.get("history") or [], run.get("steps") or []
 
-    def curve(name: str, label: str = "") -> figures.Series:
+    def history_series(name: str, label: str = "") -> figures.Series:
         records = [r for r in history if _is_number(r.get(name))]
         return label or name, [r["step"] for r in records], [r[name] for r in records]
 
-    others = [
-        n
-        for n in _numeric_entry_names(history)
-        if not n.startswith(_VALIDATION) and n not in _KNOWN
-    ]
+    names = _numeric_entry_names(history)
+    others = [n for n in names if not n.startswith(_VALIDATION) and n not in _KNOWN]
+    losses = [history_series("loss", "training"), history_series(_VALIDATION_LOSS, "validation")]
     rated = [s for s in steps if s[3] is not None]
     rates = ("learning rate", [s[0] for s in rated], [s[3] for s in rated])
     curves: list[tuple[str, list[figures.Series]]] = [
-        ("loss", [curve("loss", "training"), curve(f"{_VALIDATION}loss", "validation")]),
+        ("loss", losses),
         ("loss by step", [("loss", [s[0] for s in steps], [s[2] for s in steps])]),
-        *((_entry_title(name), [curve(name)]) for name in _metric_names(history)),
-        ("learning rate", [rates if rated else curve("learning_rate", "learning rate")]),
-        *((_entry_title(name), [curve(name)]) for name in others),
+        *((_entry_title(name), [history_series(name)]) for name in _metric_names(history)),
+        ("learning rate", [rates if rated else history_series("learning_rate", "learning rate")]),
+        *((_entry_title(name), [history_series(name)]) for name in others),
     ]
     recorded = [(title, [one for one in series if len(one[1])]) for title, series in curves]
-    return [figures.curves(t, series, t != "learning rate") for t, series in recorded if series]
+    return [figures.line_chart(t, series, t != "learning rate") for t, series in recorded if series]
 
 
-def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
-    """Return the norms of all weights together, and a card for each of the largest weights."""
+def norm_charts_and_weights(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
+    """Return the charts of norms over all weights, and for each of the largest weights a dict of
+    its curves.
+    """
     records = run.get("norms") or []
     steps = [r["step"] for r in records]
     drawn = []
     for kind, title in (("gradient", "norm of all gradients"), ("update", "norm of the updates")):
         values = [math.hypot(*r[kind].values()) if r.get(kind) else math.nan for r in records]
         if any(map(math.isfinite, values)):
-            drawn.append(figures.curves(title, [(title, steps, values)]))
+            drawn.append(figures.line_chart(title, [(title, steps, values)]))
     weights = run.get("weights") or {}
     before, after = run.get("before") or {}, run.get("after") or {}
     largest = sorted(weights, key=lambda name: -weights[name]["size"])[:DRAWN]
@@ -92,21 +93,21 @@ def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
                 **weights[name],
                 "curves": {
                     kind: {
-                        "svg": figures.spark(values),
+                        "svg": figures.sparkline(values),
                         "first": next(filter(_is_number, values)),
                         "last": values[-1],
                     }
                     for kind, values in curves.items()
                     if any(map(_is_number, values))
                 },
-                "histogram": figures.before_and_after(before.get(name), after.get(name)),
+                "histogram": figures.histogram_pair(before.get(name), after.get(name)),
                 "ranges": [(h["low"], h["high"]) for h in (before.get(name), after.get(name)) if h],
             }
         )
     return drawn, cards
 
 
-def outputs(run: Run) -> list[dict[str, Any]]:
+def output_sections(run: Run) -> list[dict[str, Any]]:
     """Return the confusions or the residuals of each output of the model."""
     shown = []
     for output in (run.get("examined") or {}).get("outputs", ()):
@@ -116,16 +117,16 @@ def outputs(run: Run) -> list[dict[str, Any]]:
             drawn = []
             for i, column in enumerate(output["columns"]):
                 number = f" {i}" if len(output["columns"]) > 1 else ""
-                drawn.append(figures.scatter(f"predictions{number}", column["points"]))
-                title = f"residuals{number}"
-                drawn.append(figures.bars(title, column["residuals"], "prediction − label"))
+                drawn.append(figures.scatter_chart(f"predictions{number}", column["points"]))
+                residuals = f"residuals{number}", column["residuals"]
+                drawn.append(figures.histogram_chart(*residuals, "prediction − label"))
             output = {**output, "charts": drawn}
         shown.append(output)
     return shown
 
 
-def worst(run: Run) -> list[dict[str, Any]]:
-    """Return the rows of data with the largest loss, with the names of classes and files."""
+def rows_of_largest_loss(run: Run) -> list[dict[str, Any]]:
+    """Return the rows of data with the largest loss, with names of classes and of files."""
     classes, rows, keys = run.get("classes"), [], ("label", "prediction", "score")
     for row in (run.get("examined") or {}).get("worst", ()):
         values = []
@@ -141,8 +142,8 @@ def worst(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def operators(run: Run) -> list[dict[str, Any]]:
-    """Return the operators with their shares of the time of a step."""
+def operator_shares(run: Run) -> list[dict[str, Any]]:
+    """Return the operators of a step, each with its share of the step's time."""
     rows = (run.get("operators") or {}).get("rows", ())
     total = sum(row[2] for row in rows) or 1.0
     keys = ("operator", "nodes", "seconds", "nbytes")
@@ -150,12 +151,11 @@ def operators(run: Run) -> list[dict[str, Any]]:
 
 
 def _confusion_table(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return the matrix of confusions, or of many classes the most frequent confusions."""
+    """Return the confusion matrix; of more than `CLASSES` classes, the most frequent confusions."""
     count, pairs = output["classes"], output["confusion"]
     boxes = bool(output.get("boxes"))
     if boxes:  # whose last class is no box
-        names = [class_name(i, classes) for i in range(count - 1)]
-        classes = [*names, "no box"]
+        classes = [*(class_name(i, classes) for i in range(count - 1)), "no box"]
     total = sum(n for _, _, n in pairs)
     hits = sum(n for a, b, n in pairs if a == b)
     shown = {
@@ -189,11 +189,11 @@ def _join_values(values: Any, names: Sequence[str] | None) -> str:
 
 def _metric_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
     names = _numeric_entry_names(history)
-    return [n for n in names if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
+    return [n for n in names if n.startswith(_VALIDATION) and n != _VALIDATION_LOSS]
 
 
 def _numeric_entry_names(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the history's entries that are numbers."""
+    """Return the names of the numbers in the records of a history."""
     return list(dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from onnxgrad.checks import check_choice, check_count, check_number, check_positive, check_share
+from onnxgrad.checks import check_choice, check_count, check_fraction, check_number, check_positive
 from onnxgrad.schedules.base import (
     Schedule,
     checked_field,
@@ -92,7 +92,7 @@ class OneCycle(Schedule):
 
     peak: float = checked_field(check_number)
     steps: int | None = checked_field(steps_or_none, None)
-    pct_start: float = checked_field(check_share, 0.3)
+    pct_start: float = checked_field(check_fraction, 0.3)
     anneal_strategy: str = "cos"
     div_factor: float = checked_field(check_positive, 25.0)
     final_div_factor: float = checked_field(check_positive, 1e4)

@@ -7,7 +7,6 @@ try:
 except ImportError as e:
     raise not_installed("an estimator", "scikit-learn", "sklearn") from e
 
-from onnxgrad.sklearn.classifier import OnnxClassifier
-from onnxgrad.sklearn.regressor import OnnxRegressor
+from onnxgrad.sklearn.estimators import OnnxClassifier, OnnxRegressor
 
 __all__ = ["OnnxClassifier", "OnnxRegressor"]

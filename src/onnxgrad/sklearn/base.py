@@ -23,7 +23,7 @@ from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import read
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.sklearn.conversion import convert_estimator, holds_text, is_estimator, takes_tables
-from onnxgrad.sklearn.frozen_part import is_by_input, needs_frozen_part, text_inputs
+from onnxgrad.sklearn.frozen_part import is_input_dict, needs_frozen_part, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import build_mlp
 from onnxgrad.sklearn.network import Network, RowPredictor
@@ -130,15 +130,17 @@ class OnnxEstimator(BaseEstimator):
             )
         return self
 
-    def _train_one_epoch(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> Self:
-        """Train for one epoch, as `partial_fit` does; `more`: its `classes` in the first call."""
+    def _train_one_epoch(self, X: Any, y: Any, sample_weight: Any, **label_options: Any) -> Self:
+        """Train for one epoch, as `partial_fit` does; `label_options` are its `classes` in the
+        first call.
+        """
         self._validate_params()
         if self.early_stopping:
-            raise ValueError("partial_fit does not support early_stopping=True")
+            raise ValueError("partial_fit does not support early_stopping=True: set it to False")
         first = not self._has_network
         data = self._check_data(X, y, sample_weight, reset=first)
         if first:
-            self._start_training(*data, **more)
+            self._start_training(*data, **label_options)
         else:
             self._apply_changed_arguments()
         self._train_network(data, further=True)
@@ -155,7 +157,7 @@ class OnnxEstimator(BaseEstimator):
     ) -> None:
         """Train the network on checked (X, y, sample weights), with options of `Trainer.fit`."""
         X, y, weight = data
-        self._network.take_names([*getattr(self, "feature_names_in_", ())], self._target)
+        self._network.remember_column_names([*getattr(self, "feature_names_in_", ())], self._target)
         split = options.get("validation")
         batch_size = self._batch_size(len(y if split is None else split.trained))
         options |= {"batch_size": batch_size, "shuffle": self.shuffle}
@@ -183,15 +185,17 @@ class OnnxEstimator(BaseEstimator):
 
     @property
     def _has_network(self) -> bool:
-        """Whether the estimator has a `Network`, since training has begun."""
+        """Whether training has begun, so that the estimator has a `Network`."""
         return "_network" in vars(self)
 
     # -- the model ----------------------------------------------------------------------------
 
-    def _start_training(self, X: Any, y: Any, weight: Any, **more: Any) -> None:
-        """Build the `Network` before the first epoch; `more`: the `classes` of `partial_fit`."""
+    def _start_training(self, X: Any, y: Any, weight: Any, **label_options: Any) -> None:
+        """Build the `Network` before the first epoch; `label_options` are the `classes` of
+        `partial_fit`.
+        """
         self._rng = check_random_state(self.random_state)
-        units, classes = self._store_label_attributes(y, **more)
+        units, classes = self._store_label_attributes(y, **label_options)
         if self.model is None:
             features, hidden, dtype = X.shape[1], self.hidden_layer_sizes, X.dtype
             proto = build_mlp(features, hidden, units, self.activation, self._rng, dtype, classes)
@@ -203,8 +207,10 @@ class OnnxEstimator(BaseEstimator):
         head, raw = read_head(proto, name), self.model is not None and needs_frozen_part(proto, X)
         if self.model is not None and (head.shape is None or self._probes_model):
             part = slice(_PROBED_ROWS)
-            first = {name: a[part] for name, a in X.items()} if is_by_input(X) else X[part]
-            head.probe(RowPredictor(proto, head.tensors, self.device, raw)(first))
+            first = {name: a[part] for name, a in X.items()} if is_input_dict(X) else X[part]
+            head.infer_column_layout(
+                RowPredictor(proto, head.tensor_names, self.device, raw)(first)
+            )
         self._check_head(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
         self._network = Network(proto, head, self._trainer_arguments(head), raw)
@@ -264,7 +270,9 @@ class OnnxEstimator(BaseEstimator):
     def _check_data(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
-        """Return checked (X, y, sample weights); `reset`: store the columns of X."""
+        """Return checked (X, y, sample weights); with `reset`, set the attributes on the columns of
+        X.
+        """
         if reset:
             self._takes_tables, self._target = takes_tables(self.model), target_names(y) or []
         X = self._check_inputs(X, reset)
@@ -274,7 +282,7 @@ class OnnxEstimator(BaseEstimator):
             )
         finite = "allow-nan" if self._allows_nan_labels() else True
         y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=finite, input_name="y")
-        check_consistent_length(next(iter(X.values())) if is_by_input(X) else X, y)
+        check_consistent_length(next(iter(X.values())) if is_input_dict(X) else X, y)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = self._check_labels(y)
@@ -284,9 +292,9 @@ class OnnxEstimator(BaseEstimator):
         return X, y, sample_weight
 
     def _check_inputs(self, X: Any, reset: bool = False) -> Any:
-        """Return X, checked by scikit-learn unless X is a dict or a table of model inputs."""
+        """Return X, checked by scikit-learn unless it is a dict or a table of model inputs."""
         checks: dict[str, Any] = {"dtype": (np.float64, np.float32)}
-        if is_by_input(X) or (not reset and self._needs_no_check(X)):
+        if is_input_dict(X) or (not reset and self._passes_fast_check(X)):
             return X
         X = self._reorder_columns(X)
         if self._takes_tables and is_table(X):
@@ -298,7 +306,7 @@ class OnnxEstimator(BaseEstimator):
         return validate_data(self, X, reset=reset, **checks)
 
     def _reorder_columns(self, X: Any) -> Any:
-        """Return X; the columns of a table get the order in which the ONNX file names them."""
+        """Return X with the columns of a table in the order that the ONNX file's metadata store."""
         names = column_names(X)
         if names is None or self.model is None or is_estimator(self.model):
             return X
@@ -306,8 +314,10 @@ class OnnxEstimator(BaseEstimator):
         order = next(iter(known.columns.values()), names)
         return X[order] if sorted(order) == sorted(names) and order != names else X
 
-    def _needs_no_check(self, X: Any) -> bool:
-        """Return whether X is a finite array as in `fit`, so that slow checks can be left out."""
+    def _passes_fast_check(self, X: Any) -> bool:
+        """Return whether X is a finite array with the columns of `fit`, which slow checks would
+        accept.
+        """
         if type(X) is not np.ndarray or X.ndim < 2 or not len(X):
             return False
         is_perceptron = self.model is None
@@ -317,7 +327,9 @@ class OnnxEstimator(BaseEstimator):
         return numeric and known and bool(np.isfinite(X).all())
 
     def _compute_outputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return {tensor: values for X}: the tensor that the loss reads, and the label if any."""
+        """Return {tensor: values for X} of the tensor that the loss reads, and of the label output
+        if it exists.
+        """
         self._require_fitted()
         return self._network.run(self._check_inputs(X))
 
@@ -339,7 +351,8 @@ class OnnxEstimator(BaseEstimator):
         return False
 
     def _store_label_attributes(self, y: np.ndarray) -> tuple[int, Any]:
-        """Set attributes such as `classes_`; return (units, classes) for `build_mlp`.
+        """Set attributes such as `classes_`; return (outputs of the last layer, classes) for
+        `build_mlp`.
 
         The units are the outputs of the last layer.
         """
@@ -353,7 +366,9 @@ class OnnxEstimator(BaseEstimator):
         return "squared_error" if self.loss is None else self.loss, self.loss_options, "r2"
 
     def _encode_labels(self, y: np.ndarray) -> np.ndarray:
-        """Return y as the loss reads it: indices, one-hot rows, or numbers in target shape."""
+        """Return the labels y as the loss reads them: class indices, one-hot rows, or numbers like
+        the target.
+        """
         return self._network.head.reshape_as_target(y)
 
     def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
@@ -361,7 +376,7 @@ class OnnxEstimator(BaseEstimator):
         return weight
 
 
-def other_head(what: str, units: int) -> ValueError:
+def head_mismatch_error(what: str, units: int) -> ValueError:
     """Return the `ValueError` for labels that do not fit the outputs of a model."""
     return ValueError(
         f"the model has {what}: give it a new head first, "

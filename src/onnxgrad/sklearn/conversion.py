@@ -26,7 +26,9 @@ def is_estimator(model: Any) -> bool:
 
 
 def takes_tables(model: Any) -> bool:
-    """Return whether a model needs tables as X, for several inputs or columns chosen by name."""
+    """Return whether a model needs tables as X, as it has several inputs or chooses
+    columns by name.
+    """
     if isinstance(model, Pipeline):
         return any(is_estimator(step) and takes_tables(step) for _, step in model.steps)
     if model is None or is_estimator(model):
@@ -76,7 +78,9 @@ def convert_estimator(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelPr
 
 
 def _convert_without_zipmap(to_onnx: Any, model: Any, row: Any) -> ModelProto:
-    """Return the ONNX model of a scikit-learn estimator, whose probabilities are an array."""
+    """Return the ONNX model of a scikit-learn estimator, with probabilities as an array, not as
+    dicts.
+    """
     if is_classifier(model):
         with suppress(NameError):  # LinearSVC has no option `zipmap`
             return to_onnx(model, row, options={"zipmap": False})

@@ -28,7 +28,7 @@ from onnxgrad.training.parameters.equal_constants import separate_merged
 
 
 class FrozenPart:
-    """A model cut in two: the frozen part before the trained layers, and the trained rest.
+    """A model cut in two: a frozen part before the trained layers, and the rest, which trains.
 
     Args:
         proto: the whole model.
@@ -67,7 +67,7 @@ class FrozenPart:
             )
 
     def merge(self, trained: ModelProto) -> ModelProto:
-        """Return the whole model, with the constants of its trained part `trained`."""
+        """Return the whole model, whose trained constants come from the trained rest `trained`."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {
             ref.name: new[ref.name]
@@ -77,16 +77,18 @@ class FrozenPart:
         return replace(self.whole, changed)
 
 
-def is_by_input(X: Any) -> bool:
+def is_input_dict(X: Any) -> bool:
     """Return whether X is a dict {input: array}, and not a sparse matrix that is a Mapping."""
     return isinstance(X, Mapping) and not hasattr(X, "toarray")
 
 
 def needs_frozen_part(proto: ModelProto, X: Any) -> bool:
-    """Return whether a model reads text or imputes missing values, or X holds NaN."""
+    """Return whether the model reads text or imputes missing values, or X holds NaN: then its first
+    part is frozen.
+    """
     if text_inputs(proto) or any(node.op_type == "Imputer" for node in proto.graph.node):
         return True
-    for part in X.values() if is_by_input(X) else [X]:
+    for part in X.values() if is_input_dict(X) else [X]:
         columns = [part[name] for name in part.columns] if is_table(part) else [part]
         arrays = [np.asarray(column) for column in columns]
         if any(a.dtype.kind == "f" and bool(np.isnan(a).any()) for a in arrays):
@@ -100,8 +102,8 @@ def text_inputs(proto: ModelProto) -> list[str]:
     return [x.name for x in inputs if x.type.tensor_type.elem_type == TensorProto.STRING]
 
 
-def raw_array(field: Field, values: Any) -> np.ndarray:
-    """Return `values` in the dtype and shape of an input, allowing text and NaN."""
+def array_with_text_or_nan(field: Field, values: Any) -> np.ndarray:
+    """Return `values` in the dtype and shape of a model input, where text and NaN are allowed."""
     array = np.asarray(values)
     if field.dtype == object:
         array = np.array([str(v) for v in array.ravel().tolist()], object).reshape(array.shape)
@@ -126,7 +128,7 @@ def _infer_types_by_onnxruntime(proto: ModelProto, names: Sequence[str]) -> Mode
 
 
 def _tensors_before_trained_layers(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
-    """Return the tensors between the frozen layers and the trained layers, by name.
+    """Return the names of the tensors that frozen layers compute and trained layers read.
 
     They depend on data and not on trained weights; a node that has such weights, or depends on
     them, reads them.

@@ -20,20 +20,23 @@ _LABELS = (TensorProto.STRING, TensorProto.INT64, TensorProto.INT32)
 
 @dataclass
 class Head:
-    """The outputs of a model that a training reads: the target of the loss, and the label.
+    """The outputs that a training reads: the tensor of the loss, called target, and the output of
+    labels.
 
     Attributes:
         target: the float tensor that the loss reads.
-        label: the output of the predicted labels; None without one, or if its labels are unknown.
+        label: the output of the predicted labels; None if the model has no such output, or if the
+            output's labels are unknown.
         classes: the labels in the order of the columns, if the file has them.
         shape: shape of `target` without the axis of rows; None where it is not static.
         one_vs_rest: whether each column is the probability, or score, of one class against the
             other classes, as a Sigmoid computes it.
         flipped: whether the two columns are in the other order than `classes`, or the one column
             is the score of the first class.
-        decided: whether an activation computes the target, which tells a loss whether it holds
-            scores or probabilities.
-        shares: whether the columns were between 0 and 1 and had the sum 1 when the model was run.
+        has_activation: whether an activation computes the target, which tells a loss whether it
+            holds scores or probabilities.
+        sums_to_one: whether the columns were between 0 and 1 and had the sum 1 when the model was
+            run.
     """
 
     target: str
@@ -42,25 +45,27 @@ class Head:
     shape: tuple[int, ...] | None = None
     one_vs_rest: bool = False
     flipped: bool = False
-    decided: bool = False
-    shares: bool = False
+    has_activation: bool = False
+    sums_to_one: bool = False
 
     @property
-    def width(self) -> int:
-        """The column count of the target, the tensor that the loss reads; 1 for shape (N,)."""
+    def column_count(self) -> int:
+        """The column count of `target`, the tensor that the loss reads; 1 for the shape (N,)."""
         return self.shape[0] if self.shape else 1
 
     @property
-    def tensors(self) -> list[str]:
-        """The names of the tensor that the loss reads, and of the label output if any."""
+    def tensor_names(self) -> list[str]:
+        """The names of the tensor that the loss reads, and of the output of labels if the model has
+        it.
+        """
         return [self.target, *filter(None, [self.label])]
 
     def reshape_as_target(self, array: np.ndarray) -> np.ndarray:
-        """Return an array reshaped to (rows, *shape of a row of the target)."""
+        """Return an array reshaped to the shape of `target`, the tensor that the loss reads."""
         return array.reshape(len(array), *(self.shape or ()))
 
-    def probe(self, computed: Mapping[str, np.ndarray]) -> None:
-        """Set `shape`, `shares` and `flipped` from computed rows; check columns against labels.
+    def infer_column_layout(self, computed: Mapping[str, np.ndarray]) -> None:
+        """Set `shape`, `sums_to_one` and `flipped` from outputs that the model computed for rows.
 
         Args:
             computed: values of the tensors `target` and `label`, by name.
@@ -71,12 +76,15 @@ class Head:
         values = computed[self.target]
         self.shape = values.shape[1:]
         if values.ndim == 2 and values.shape[1] > 1:
-            self.shares = bool(
+            self.sums_to_one = bool(
                 (values >= 0).all() and np.allclose(values.sum(axis=1), 1, atol=1e-3)
             )
         if self.label is None or self.classes is None or values.ndim > 2:
             return
-        labels, columns = self.index(computed[self.label].ravel()), values.reshape(len(values), -1)
+        labels, columns = (
+            self.class_indices(computed[self.label].ravel()),
+            values.reshape(len(values), -1),
+        )
         if columns.shape[1] == 1:
             means = [columns[labels == k].mean() if (labels == k).any() else 0.0 for k in (0, 1)]
             self.flipped = bool(means[0] > means[1]) and len(np.unique(labels)) == 2
@@ -91,7 +99,7 @@ class Head:
             )
         self.flipped = agreeing < 0.5
 
-    def index(self, labels: np.ndarray) -> np.ndarray:
+    def class_indices(self, labels: np.ndarray) -> np.ndarray:
         """Return the class index of each label that the model's label output predicts."""
         assert self.classes is not None
         return ClassNames(self.classes.tolist()).encode_labels(labels)[0]
@@ -120,7 +128,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     )
     activation = _activation_name(known.computing(target))
     head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
-    head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
+    head.has_activation = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
     head.shape = _static_row_shape(proto, target)
     outputs = (y for y in proto.graph.output if not non_tensor(y))
     label = next((y for y in outputs if y.type.tensor_type.elem_type in _LABELS), None)
@@ -130,7 +138,7 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
         zipped = (n for n in proto.graph.node if n.op_type == "ZipMap" and target in n.input)
         labels = next((found for n in zipped if (found := labels_in_attributes(n))), None)
     if labels is None and head.shape and node is not None and node.op_type == "ArgMax":
-        labels = list(range(max(head.width, 2)))
+        labels = list(range(max(head.column_count, 2)))
     if labels is not None:
         head.classes, head.label = np.asarray(labels), label and label.name
     return head
@@ -156,7 +164,9 @@ def _column_before_complement(known: LabelNodes, name: str) -> str:
 
 
 def _activation_name(node: NodeProto | None) -> str:
-    """Return "LOGISTIC" for a sigmoid node, "SOFTMAX" for a softmax, else another text."""
+    """Return "LOGISTIC" for a sigmoid, "SOFTMAX" for a softmax, else the node's attribute
+    `post_transform`.
+    """
     if node is None:
         return ""
     if node.op_type in ("Softmax", "LogSoftmax"):
@@ -193,7 +203,7 @@ def _refuse_one_vs_one(node: NodeProto | None) -> None:
 
 
 def _static_row_shape(proto: ModelProto, target: str) -> tuple[int, ...] | None:
-    """Return the shape of the tensor `target` without its row axis; None if not static."""
+    """Return the static shape of a row of the tensor `target`; None if a length is unknown."""
     kind = select_model_inputs_outputs(proto, [target]).graph.output[0].type.tensor_type
     sizes = [d.dim_value for d in kind.shape.dim[1:]]
     return tuple(sizes) if kind.HasField("shape") and kind.shape.dim and all(sizes) else None

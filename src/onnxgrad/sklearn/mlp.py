@@ -74,7 +74,7 @@ def build_mlp(
 
 
 def _write_classifier_outputs(op: Any, x: ir.Value, classes: Sequence[Any]) -> dict[str, ir.Value]:
-    """Write the outputs `label` and `probabilities`, which files of skl2onnx have."""
+    """Write the outputs `label` and `probabilities`, named as in models that skl2onnx exports."""
     with op:
         if not len(classes):
             p = op.Sigmoid(x)

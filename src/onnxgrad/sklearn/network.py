@@ -17,7 +17,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.predictor import MANY_ROWS, Predictor
 from onnxgrad.runtime.session import count_multiply_adds, work_of_calls
-from onnxgrad.sklearn.frozen_part import FrozenPart, is_by_input, raw_array
+from onnxgrad.sklearn.frozen_part import FrozenPart, array_with_text_or_nan, is_input_dict
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.base import Callbacks
 from onnxgrad.training.trainer import Trainer
@@ -46,14 +46,14 @@ class Network:
         self.front = FrozenPart(proto, head.target, arguments) if raw else None
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
         self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
-        self.trainer._change_job(
-            shows_progress=False
-        )  # estimators print nothing unless they are `verbose`
+        self.trainer._change_job(shows_progress=False)  # printed only if `verbose`
         self._encoder: RowPredictor | None = None
         self._predictor: RowPredictor | None = None
 
     def train(self, further: bool, X: Any, y: Any, callbacks: Any, **options: Any) -> None:
-        """Train on X and encoded y, by `Trainer.partial_fit` if `further`, else by `fit`."""
+        """Train on X and encoded labels y, by `Trainer.partial_fit` if `further`, else by
+        `Trainer.fit`.
+        """
         if self.front is not None:
             if self._encoder is None:
                 device = self.arguments["device"]
@@ -73,7 +73,7 @@ class Network:
         self.trainer._names.write_metadata(model)
         return model
 
-    def take_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
+    def remember_column_names(self, columns: Sequence[str], target: Sequence[str]) -> None:
         """Remember the column names of inputs and labels, which the trained model stores."""
         names = self.trainer._names
         if columns:
@@ -82,10 +82,12 @@ class Network:
         names.target = list(target) or names.target
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
-        """Return {tensor: values for X}: what the loss reads, and the label output if any."""
+        """Return {tensor: values for X} of the tensor that the loss reads, and of the label output
+        if it exists.
+        """
         if self._predictor is None:
             raw, device = self.front is not None, self.arguments["device"]
-            self._predictor = RowPredictor(self.model, self.head.tensors, device, raw)
+            self._predictor = RowPredictor(self.model, self.head.tensor_names, device, raw)
         return self._predictor(X)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,7 +117,9 @@ class RowPredictor:
         self._device, self._work = device, count_multiply_adds(model.graph)
         self._predictors = dict[float, Predictor]()  # by their multiply-adds
         self._proto = proto
-        if work_of_calls(self._work, 1, 1):  # the only session: large weights are not kept twice
+        if work_of_calls(
+            self._work, 1, 1
+        ):  # one session runs all row counts, and holds the weights
             self._predictor_for(1)
             self._proto = ModelProto()
 
@@ -137,7 +141,9 @@ class RowPredictor:
         return dict(zip(self.outputs, found, strict=True))
 
     def _predictor_for(self, rows: int) -> Predictor:
-        """Return the predictor for calls of `rows` rows; it has one thread for few rows."""
+        """Return the predictor that runs `rows` rows, whose session has one thread if the rows are
+        few.
+        """
         effort = work_of_calls(self._work, rows, self.fixed_rows or MANY_ROWS)
         if effort not in self._predictors:
             arguments = self._proto, self.outputs, self._device, self.fixed_rows, effort
@@ -148,7 +154,7 @@ class RowPredictor:
         """Return {input: array} of X, which is a dict of arrays, a table, or one array."""
         names = [field.name for field in self.fields]
         columns: Mapping[str, Any] = X
-        if not is_by_input(X):
+        if not is_input_dict(X):
             if len(names) == 1:
                 columns = {names[0]: X}
             elif (in_table := column_names(X)) is None:
@@ -159,5 +165,5 @@ class RowPredictor:
             else:
                 groups = Names().columns_by_input(in_table, names)
                 columns = {name: X[group[0]] for name, group in groups.items()}
-        read = raw_array if self.raw else Field.check
+        read = array_with_text_or_nan if self.raw else Field.check
         return {field.name: read(field, columns[field.name]) for field in self.fields}

@@ -102,7 +102,7 @@ def _append_input(feeds: OrtValueVector, t: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _SessionPair:
-    """The sessions of the forward and the backward pass, which gives gradients of some inputs.
+    """The sessions of the forward pass, and of the backward pass for a given set of inputs.
 
     Attributes:
         forward: session of the forward pass.
@@ -136,7 +136,7 @@ class GraphFunction:
         self.inputs = [x.name for x in proto.graph.input]
         kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
         self.outputs = len(kinds)
-        self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
+        self.float_outputs = [i for i, t in enumerate(kinds) if t.is_floating_point()]
         self._work = count_multiply_adds(ir.from_proto(proto).graph)
         self._forward_sessions: dict[int, Session] = {}
         self._session_pairs: dict[tuple[tuple[bool, ...], int], _SessionPair] = {}
@@ -154,15 +154,17 @@ class GraphFunction:
     def forward_session(self, threads: int) -> Session:
         """Return the session of the forward pass alone, for calls without gradients."""
 
-        def build() -> Session:
+        def build_session() -> Session:
             model = ir.from_proto(self.proto)
             to_native(model.graph, Target(Device.of(self.device), threads))
             return Session(ir.to_proto(model), self.device, threads)
 
-        return _build_once(self._forward_sessions, threads, build)
+        return _build_once(self._forward_sessions, threads, build_session)
 
     def session_pair(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return forward and backward sessions; `needed` says which inputs need gradients."""
+        """Return sessions of the forward and backward pass; `needed` tells for each input if it
+        needs a gradient.
+        """
         return _build_once(
             self._session_pairs, (needed, threads), lambda: self._build_sessions(needed, threads)
         )
@@ -173,7 +175,7 @@ class GraphFunction:
         Its inputs are the inputs of this function, then the cotangents of the float outputs.
         """
 
-        def build() -> GraphFunction:
+        def build_gradient() -> GraphFunction:
             if (node := _first_random_node(self.proto)) is not None:
                 at = f"node {node.name!r}, output {node.outputs[0].name!r}"
                 raise RuntimeError(
@@ -183,11 +185,10 @@ class GraphFunction:
             proto = onnx_derivative(self.proto, [], names)
             return GraphFunction(proto, self.device, self.recompute)
 
-        return _build_once(self._gradient_functions, tuple(names), build)
+        return _build_once(self._gradient_functions, tuple(names), build_gradient)
 
     def _build_sessions(self, needed: tuple[bool, ...], threads: int) -> _SessionPair:
-        """Return new forward and backward sessions; see `session_pair`."""
-        """Return new forward and backward sessions; see `session_pair`."""
+        """Return new sessions of the forward and the backward pass; see `session_pair`."""
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.recompute) if names else None
@@ -210,7 +211,9 @@ class GraphFunction:
 
 
 def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
-    """Return `built[key]`, made by `build()` if missing, once even among several threads."""
+    """Return `built[key]`; if it is missing, store `build()` there, once even among
+    several threads.
+    """
     if key not in built:
         with _LOCK:
             if key not in built:
@@ -219,7 +222,7 @@ def _build_once(built: dict[Any, V], key: Any, build: Callable[[], V]) -> V:
 
 
 class _AutogradFunction(torch.autograd.Function):
-    """The autograd function of a call of a `GraphFunction`."""
+    """The `torch.autograd.Function` that runs the sessions of a `GraphFunction`."""
 
     @staticmethod
     def forward(ctx, graph: GraphFunction, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -237,7 +240,7 @@ class _AutogradFunction(torch.autograd.Function):
         result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
         if sessions.backward is None:
             return tuple(result)
-        cotangents = [grad_outputs[i] for i in graph.real]
+        cotangents = [grad_outputs[i] for i in graph.float_outputs]
         if torch.is_grad_enabled():  # for gradients of this gradient
             inputs = ctx.saved_tensors[: len(graph.inputs)]
             gradients = graph.gradient(sessions.names)((*inputs, *cotangents))
@@ -250,7 +253,7 @@ class _AutogradFunction(torch.autograd.Function):
 
 
 def _has_constant_gradients(proto: ModelProto, names: list[str]) -> bool:
-    """Return whether the gradients of the inputs `names` are independent of all cotangents."""
+    """Return whether the gradients w.r.t. the inputs `names` are independent of all cotangents."""
     model = prepare(proto)
     graph, op = model.graph, Emit(model.graph)
     cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}

@@ -229,7 +229,7 @@ class OnnxModule(nn.Module):
                 raise RuntimeError(
                     f"size mismatch for {printable(prefix + key)}: the weight has shape "
                     f"{tuple(weight.shape)}, its new value {tuple(new.shape)}; no weight was "
-                    "changed"
+                    "changed: load a state of this model"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -239,7 +239,7 @@ class OnnxModule(nn.Module):
     # -- one forward pass ---------------------------------------------------------------------
 
     def _read_weights(self) -> list[Tensor]:
-        """Return the parameters in the order of `weight_names`."""
+        """Return the parameters of the module in the order of `weight_names`."""
         weights = []
         try:
             for path, last in self._paths:  # this takes a third of the time of `attrgetter`
@@ -257,7 +257,9 @@ class OnnxModule(nn.Module):
         """Return the inputs of a call, by position and by name, in the order of `input_names`."""
         names = self.input_names
         if len(inputs) > len(names):
-            raise ValueError(f"the model takes {len(names)} inputs {names}, not {len(inputs)}")
+            raise ValueError(
+                f"the model takes {len(names)} inputs {names}, not {len(inputs)}: pass these"
+            )
         tensors = dict(zip(names, inputs, strict=False))
         for name, x in named.items():
             if name not in names:
@@ -298,7 +300,7 @@ class OnnxModule(nn.Module):
             names = dict(zip(self.weight_names.values(), map(str, dtypes), strict=True))
             raise ValueError(
                 "the weights must all have one float dtype, or the dtypes that they have in the "
-                f"model: {names}"
+                f"model, not {names}: convert the whole module with .to"
             )
         else:
             model = ir.from_proto(self._forward_model)
@@ -330,7 +332,9 @@ def _trainable_names(
 
 
 def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
-    """Return the model prepared for autograd: weights `names` are inputs, no string outputs."""
+    """Return the model prepared for autograd: the weights `names` are inputs, string outputs are
+    removed.
+    """
     model = prepare(proto)
     firsts = [shape[0] for x in model.graph.inputs if (shape := dims(x))]
     one = 1 in firsts and all(isinstance(d, int) for d in firsts)
@@ -354,7 +358,7 @@ def _prepared_model(proto: ModelProto, names: list[str]) -> ir.Model:
 
 
 def _copy_aliased_outputs(model: ir.Model) -> ModelProto:
-    """Return the model with copies as outputs, where inputs or constants were outputs.
+    """Return the model, where each output that is an input or a constant is replaced by a copy.
 
     Otherwise these outputs would share the memory of the inputs.
     """
@@ -366,12 +370,16 @@ def _copy_aliased_outputs(model: ir.Model) -> ModelProto:
 
 
 def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
-    """Return {weight: key in `state_dict`}: the name, with underscores where PyTorch needs them."""
+    """Return {weight: key in `state_dict`}, which is the name, with `_` added where PyTorch
+    requires it.
+    """
     used_keys, modules, keys = set[str](), set[str](), dict[str, str]()
     inner = nn.Module()
 
-    def forbidden_part(parts: list[str]) -> int | None:
-        """Return the index of the first part of a dotted key that PyTorch forbids, or None."""
+    def forbidden_part_index(parts: list[str]) -> int | None:
+        """Return the index of the first part of a dotted key that PyTorch forbids; None if it
+        allows all.
+        """
         for i, part in enumerate(parts):
             path = ".".join(parts[: i + 1])
             used = path in used_keys or (i == len(parts) - 1 and path in modules)
@@ -382,9 +390,9 @@ def state_keys(names: list[str], root: nn.Module) -> dict[str, str]:
     for change in (False, True):  # first the names that need no change
         for name in names:
             parts = name.split(".")
-            while change and name not in keys and (i := forbidden_part(parts)) is not None:
+            while change and name not in keys and (i := forbidden_part_index(parts)) is not None:
                 parts[i] += "_"
-            if name not in keys and forbidden_part(parts) is None:
+            if name not in keys and forbidden_part_index(parts) is None:
                 keys[name] = ".".join(parts)
                 used_keys.add(keys[name])
                 modules.update(".".join(parts[:i]) for i in range(1, len(parts)))

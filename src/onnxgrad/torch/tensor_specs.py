@@ -92,7 +92,9 @@ class GraphVariant:
         )
 
     def check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> None:
-        """Raise for the first tensor whose type, device, dtype or shape does not fit the graph."""
+        """Raise `TypeError` or `ValueError` for the first tensor that does not fit the specs and
+        the device.
+        """
         for specs, tensors in ((self.inputs, inputs), (self.weights, weights)):
             for spec, x in zip(specs, tensors, strict=True):
                 spec.check(x, self._device)

@@ -1,4 +1,8 @@
-"""`OrtGradientForwardBackwardOptimizer`: trains a model with a loss outside of its graph."""
+"""The two trainers of the older packages: with the loss in the model's graph, or outside of it.
+
+`OrtGradientOptimizer` trains a model whose own graph computes the loss, and
+`OrtGradientForwardBackwardOptimizer` a model whose predictions a loss object reads.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,23 @@ from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.checks import check_choice
 from onnxgrad.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.compat.function_graphs import function_onnx_graph
 from onnxgrad.compat.learning_losses import BaseLearningLoss
 from onnxgrad.compat.learning_penalties import BaseLearningPenalty
-from onnxgrad.compat.seed_trainer import Fitted, SeedTrainer, Selected, fitting_array, rows_of
+from onnxgrad.compat.seed_trainer import (
+    EstimatorFit,
+    FittedValue,
+    SeedTrainer,
+    SelectedArgument,
+    check_state_array,
+    source_in_row_order,
+)
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.infer import infer
@@ -28,20 +41,154 @@ from onnxgrad.losses.vocabulary import OwnGradients, gradient_scaler
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.opsets import WORKING_OPSET, newest_opset
 from onnxgrad.model.read import read
-from onnxgrad.model.write import write_models
+from onnxgrad.model.write import save, write_models
 from onnxgrad.operators.shapes import dims
 from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import copy_to_ortvalue, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.job import Job
-from onnxgrad.training.model_loss import count_rows
+from onnxgrad.training.model_loss import ComputedLoss, count_rows
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.build import build_epoch, build_step
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
-_KINDS = ("weight", "grad")
+
+@dataclass(eq=False, repr=False)
+class OrtGradientOptimizer(SeedTrainer):
+    """Trains the weights of a model whose graph computes the loss, on the ordinary onnxruntime.
+
+    One model computes the gradient of a batch and updates the weights, and one call of onnxruntime
+    runs many batches. The learning rate applies to the mean of the rows' gradients: the gradient of
+    a loss that is a sum over rows is divided by the number of rows of the batch.
+
+    Args:
+        model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
+        weights_to_train: names of float constants of the model, or patterns as "layer4.*", see
+            `trainable`. None: the weights that train by default; a warning names uncertain ones.
+        loss_output_name: the output that is the loss, of one element; it counts as a sum over rows
+            unless `add_loss_output` noted in the model that it is a mean.
+        max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
+        training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
+            optimizer of `onnxgrad` such as `adam(b1=0.8)`.
+        batch_size: rows of a batch; fewer rows of data are one batch.
+        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
+            momentum, and requires "SGDOptimizer".
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
+        warm_start: `fit` continues with the weights, slots and step number of the last `fit`; the
+            slots start empty for another optimizer, and if weights are added.
+        verbose: 1 reports every epoch through `logging`, to stderr if it is not configured.
+        validation_every: epochs between two validations, or below 1 a share of `max_iter`.
+        saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
+            weights, the loss and `<weight>_grad` as outputs; the training model that runs is
+            saved to the same path with ".training.onnx" appended.
+        sample_weight_name: name of the input of sample weights.
+        random_state: seed of the order of rows and of `weight_init`; None draws a new one.
+        weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
+            uniform) and "normal" (standard normal) initialize weights of rank 2 or more.
+
+    Attributes:
+        train_losses_: mean loss of a row, per epoch.
+        validation_losses_: mean loss of a validation row, per validation.
+        trained_coef_: `{name: array}`, the trained weights.
+        n_iter_: number of finished epochs.
+        n_steps_: step number of the optimizer: the batches since its slots were empty.
+        learning_rate_: the rate of the last epoch.
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (the loss, a
+            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
+            while it runs.
+        feature_names_in_: the names of the columns of X, if `fit` was called with a table.
+        train_session_: an `onnxruntime.InferenceSession` of the gradient model, as
+            `saved_gradient` saves it, for one batch.
+        input_names_, output_names_: the names of `train_session_`: data, label and weights; the
+            loss and the gradients.
+        train_function_: the forward and the backward pass of the model
+            (`OrtGradientForwardBackward`); its inputs are the inputs of the model, then the
+            trained weights.
+        cls_type_: the class of `train_function_`.
+
+    A callback of `fit` reads the current values of attributes. Sessions and passes are built when
+    they are first read.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> trainer = og.compat.OrtGradientOptimizer(
+        ...     og.add_loss_output(model), training_optimizer_name="momentum", learning_rate=0.02
+        ... )
+        >>> trainer.fit(X, y).get_state()["w"].ravel().round(2).tolist()
+        [2.0, 3.0]
+        >>> trained = trainer.get_trained_onnx(model)
+    """
+
+    saved_gradient: str | os.PathLike | None = None
+    sample_weight_name: str = "weight"
+    random_state: int | None = None
+    weight_init: str = "model"
+
+    trained_coef_ = FittedValue(lambda self: self.get_state())
+    train_session_ = FittedValue(lambda self: self._build_cached("session", self._gradient_session))
+    train_function_ = FittedValue(
+        lambda self: self._build_cached("function", self._forward_backward().new_instance)
+    )
+    input_names_ = FittedValue(lambda self: [x.name for x in self.train_session_.get_inputs()])
+    output_names_ = FittedValue(lambda self: [y.name for y in self.train_session_.get_outputs()])
+
+    def _training_loss(self, weighted: bool, weights: Sequence[str] | None = None) -> ComputedLoss:
+        return ComputedLoss(self.loss_output_name, self.sample_weight_name, reduction="sum")
+
+    def _save_gradient_model(self, call: EstimatorFit) -> None:
+        if self.saved_gradient is not None:
+            save(self._gradient_model(call.job.proto, call.state.trained), self.saved_gradient)
+            # the model of the runner has operators of onnxruntime
+            plain = build_epoch(call.recipe.step(call.recipe.objective(), in_place=False))
+            save(plain, f"{os.fspath(self.saved_gradient)}.training.onnx")
+
+    def _gradient_model(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+        """Return a model that computes the loss and its gradients w.r.t. `weights`."""
+        loss = DerivativeOptions.Loss
+        return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
+
+    def _gradient_session(self) -> ort.InferenceSession:
+        """Return a session that computes the loss and its gradients w.r.t. the trained weights."""
+        model = self._gradient_model(read(self.model_onnx), self._trained_weight_names())
+        return session(model, Device.of(self.device), work=0.0)
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return a copy of the trained weights, `{name: array}`, in the model's shapes and dtypes.
+
+        Raises:
+            NotFittedError: nothing was trained.
+        """
+        return {name: array.copy() for name, array in self._fitted_state().values.weights.items()}
+
+    def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
+        """Set weights, `{name: array}`, from which the next `fit` with `warm_start` starts.
+
+        Args:
+            state: values of weights, trained or not; other weights are unchanged.
+            check_trained: raise for weights that the last `fit` did not train.
+
+        Raises:
+            ValueError: a name that no float constant of the model has, or an array of another
+                shape; with `check_trained`, a weight that was not trained.
+            NotFittedError: `check_trained`, and there was no `fit`.
+        """
+        weights = self._weight_arrays(state, check_trained)
+        fitted = self._state_for_set_state()
+        old = fitted.values
+        fitted.values = replace(old, weights=old.weights | weights)
+        return self
+
+
+_STATE_KINDS = ("weight", "grad")
 
 
 @dataclass(eq=False, repr=False)
@@ -99,37 +246,37 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         True
     """
 
-    learning_loss: Any = Selected(BaseLearningLoss.select, "square_error")  # noqa: RUF009
+    learning_loss: Any = SelectedArgument(BaseLearningLoss.select, "square_error")  # noqa: RUF009
     enable_logging: bool = False
     weight_name: str | None = None
-    learning_penalty: Any = Selected(BaseLearningPenalty.select, None)  # noqa: RUF009
+    learning_penalty: Any = SelectedArgument(BaseLearningPenalty.select, None)  # noqa: RUF009
     exc: bool = True
     random_state: int | None = None
     weight_init: str = "model"
 
-    trained_coef_ = Fitted(lambda self: self.get_state())
-    train_session_ = Fitted(
+    trained_coef_ = FittedValue(lambda self: self.get_state())
+    train_session_ = FittedValue(
         lambda self: self._forward_backward(
             self._training_loss(False).outputs(read(self.model_onnx))
         )
     )
-    train_function_ = Fitted(
+    train_function_ = FittedValue(
         lambda self: self._build_cached("function", self.train_session_.new_instance)
     )
-    input_names_ = Fitted(
+    input_names_ = FittedValue(
         lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
     )
-    output_names_ = Fitted(
+    output_names_ = FittedValue(
         lambda self: [*map(self.train_session_.partition.gradients.get, self.input_names_)]
     )
-    loss_grad_onnx_ = Fitted(lambda self: self._graph_by_name("loss_grad_onnx_"))
-    loss_score_onnx_ = Fitted(lambda self: self._graph_by_name("loss_score_onnx_"))
-    axpy_onnx_ = Fitted(lambda self: self._graph_by_name("axpy_onnx_"))
-    axpyw_onnx_ = Fitted(lambda self: self._graph_by_name("axpyw_onnx_"))
-    penalty_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_onnx_"))
-    penalty_grad_onnx_ = Fitted(lambda self: self._graph_by_name("penalty_grad_onnx_"))
-    zero_onnx_ = Fitted(lambda self: self._graph_by_name("zero_onnx_"))
-    epoch_onnx_ = Fitted(lambda self: self._graph_by_name("epoch_onnx_"))
+    loss_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_grad_onnx_"))
+    loss_score_onnx_ = FittedValue(lambda self: self._graph_by_name("loss_score_onnx_"))
+    axpy_onnx_ = FittedValue(lambda self: self._graph_by_name("axpy_onnx_"))
+    axpyw_onnx_ = FittedValue(lambda self: self._graph_by_name("axpyw_onnx_"))
+    penalty_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_onnx_"))
+    penalty_grad_onnx_ = FittedValue(lambda self: self._graph_by_name("penalty_grad_onnx_"))
+    zero_onnx_ = FittedValue(lambda self: self._graph_by_name("zero_onnx_"))
+    epoch_onnx_ = FittedValue(lambda self: self._graph_by_name("epoch_onnx_"))
 
     def _training_loss(
         self, weighted: bool, weights: Sequence[str] | None = None
@@ -150,11 +297,11 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
         """Return the loss of every row times the row's sample weight, (rows,).
 
-        Arguments and errors are as for `fit`. Penalties are not included.
+        SharedArguments and errors are as for `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
         evaluator = self._trained_evaluator(RowLosses, data.weight_axes > 0)
-        (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
+        (losses,) = evaluator.predict({}, source_in_row_order(data, evaluator.fields)).values()
         return losses
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
@@ -176,21 +323,21 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         evaluator = self._trained_evaluator(Evaluator, False)
         fields = evaluator.fields.without_labels()
         fields.left_out = frozenset()  # labels are refused
-        source = rows_of(Dataset(X), fields)
+        source = source_in_row_order(Dataset(X), fields)
         (predictions,) = evaluator.predict({}, source).values()
         flat = self._state.flat and predictions.shape[1:] == (1,)
         return predictions[:, 0] if flat else predictions
 
     def _trained_evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
-        """Return an `Evaluator` of the trained model; `weighted`: it reads sample weights."""
+        """Return an `Evaluator` of the trained model, which reads sample weights if `weighted`."""
 
-        def build() -> Evaluator:
+        def build_evaluator() -> Evaluator:
             loss, device = self._training_loss(weighted), Device.of(self.device)
             job = Job(self.get_trained_onnx(), loss=loss, device=device)
             return kind(Recipe(job, weight_axes=int(weighted)))
 
         values = self._fitted_state().values
-        return self._build_cached(f"{kind.__name__}, {weighted}", build, values)
+        return self._build_cached(f"{kind.__name__}, {weighted}", build_evaluator, values)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -207,7 +354,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
         values, device = self._fitted_state().values, Device.of(self.device).check()
-        if check_choice("kind of state", kind, _KINDS) == "weight":
+        if check_choice("kind of state", kind, _STATE_KINDS) == "weight":
             return {name: copy_to_ortvalue(array, device) for name, array in values.weights.items()}
         return {
             name: {
@@ -217,7 +364,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         }
 
     def get_full_state(self, kind: Any = "weight") -> Any:
-        """Return `get_state`, preceded by the model's data inputs with the value None."""
+        """Return {name: value} of the model's data inputs, whose values are None, and then of
+        `get_state`.
+        """
         if not isinstance(kind, str):
             return [self.get_full_state(k) for k in kind]
         state = self.get_state(kind)
@@ -262,8 +411,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     def _arrays_of_state(
         self, kind: str, state: Mapping[str, Any], zero: bool, check_trained: bool
     ) -> dict[str, Any]:
-        """Return `state` without entries of None, as arrays in the shapes of weights or slots."""
-        check_choice("kind of state", kind, _KINDS)
+        """Return the values of `state` that are not None, as arrays in the shapes of weights or
+        slots.
+        """
+        check_choice("kind of state", kind, _STATE_KINDS)
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"the state must be a dict {{weight: value}}, not {type(state).__name__}"
@@ -286,7 +437,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
                 if strange := [slot for slot in slots if slot not in shapes]:
                     raise unknown(f"slot of {name!r}", strange[0], shapes)
                 checked[name] = {
-                    slot: fitting_array(name, to_numpy(value), shapes[slot], w.dtype)
+                    slot: check_state_array(name, to_numpy(value), shapes[slot], w.dtype)
                     for slot, value in slots.items()
                 }
         return checked
@@ -317,7 +468,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return write_models(self._training_graphs(), folder, prefix, suffix)
 
     def _training_graphs(self) -> dict[str, Any]:
-        """Return {name: graph} of what `save_onnx_graph` writes."""
+        """Return {name: ONNX graph} of the graphs that `save_onnx_graph` writes."""
         proto, names = self._model_to_train(vars(self).get("_state")), self._weight_names()
         losses, (rate, optimizer) = (
             self._training_loss(False, names),
@@ -335,9 +486,9 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         loss.build_onnx_function(opset, weight_name=objective.row_weight, dtype=dtype, shape=shape)
         return {
             "model_onnx": proto,
-            "learning_rate": _attribute_models(rate.build_onnx_function(opset, dtype=dtype)),
-            "learning_loss": _attribute_models(loss),
-            "learning_penalty": _attribute_models(
+            "learning_rate": _models_in_attributes(rate.build_onnx_function(opset, dtype=dtype)),
+            "learning_loss": _models_in_attributes(loss),
+            "learning_penalty": _models_in_attributes(
                 penalty.build_onnx_function(opset, dtype=dtype, names=step.weights)
             ),
             "zero_onnx_": function_onnx_graph("zero", opset, dtype),
@@ -351,12 +502,14 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         graphs = graphs | graphs["learning_rate"] | graphs["learning_loss"]
         graphs |= graphs["learning_penalty"]
         if name not in graphs:
-            raise AttributeError(f"{name}: the training of {self} uses no such graph")
+            raise AttributeError(f"this training has no graph {name}: it has {sorted(graphs)}")
         return graphs[name]
 
 
-def _attribute_models(piece: Any) -> dict[str, ModelProto]:
-    """Return {attribute: model} of the attributes of `piece` that are ONNX models."""
+def _models_in_attributes(piece: Any) -> dict[str, ModelProto]:
+    """Return {attribute: model} of the attributes of a loss, penalty or learning rate that are ONNX
+    models.
+    """
     return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}
 
 
@@ -391,7 +544,9 @@ class RowsAndPenalty:
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
     ) -> WrittenLoss:
-        """Write the summed loss and penalty; gradients start at the prediction and the penalty."""
+        """Write the summed loss and the summed penalty, and the loss's gradient w.r.t. the
+        prediction.
+        """
         ((name, prediction),) = predictions.items()
         prediction = widen_to_float32(op, prediction)
         label, weight = self.loss.label(op, prediction, "label"), None
@@ -429,10 +584,12 @@ class RowsAndPenalty:
 
 
 class RowLosses(Evaluator):
-    """An `Evaluator` whose predictions are the losses of the rows, (rows,), of `RowsAndPenalty`."""
+    """An `Evaluator` that returns the loss of each row, (rows,), in place of the model's
+    predictions.
+    """
 
     def objective(self) -> Objective:
-        """Return an objective whose prediction is the loss of each row."""
+        """Return an objective whose only prediction is the loss of each row."""
         one = super().objective()
         assert isinstance(self.recipe.loss, RowsAndPenalty)
         assert self.recipe.loss.losses is not None
