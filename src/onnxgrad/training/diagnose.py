@@ -30,8 +30,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.progress import number_text
-from onnxgrad.training.state import TrainState
+from onnxgrad.training.state import TrainState, number_text
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import RATE, Batch, Call
 from onnxgrad.training.step.weight_groups import numpy_dtype

@@ -33,8 +33,8 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
-from onnxgrad.training.progress import Totals
 from onnxgrad.training.recipe import Recipe, build_objective
+from onnxgrad.training.state import Totals
 from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import objective_of_stack
 

@@ -28,10 +28,10 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.identity import Identity, identity_of, require_equal
+from onnxgrad.training.job import training_notes
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import Compiled, Runner, micro_batches
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.gradients import INITIAL

@@ -17,10 +17,9 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
-from onnxgrad.training.progress import FitProgress, Totals, mean_over_members
 from onnxgrad.training.run.runner import Losses, Runner
 from onnxgrad.training.run.stages import Asked
-from onnxgrad.training.state import TrainState
+from onnxgrad.training.state import FitProgress, Totals, TrainState, mean_over_members
 from onnxgrad.training.step.gradients import SCALE, SKIPPED
 from onnxgrad.training.step.inputs import FIRST, Call, Slice
 

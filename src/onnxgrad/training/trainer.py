@@ -36,10 +36,9 @@ from onnxgrad.training.mixing import Mix
 from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
-from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.sharing import shared_call
-from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.state import FitProgress, TrainState, Values
 
 # types of arguments of a trainer, explained on the page of the API on training
 OutputLossLike: TypeAlias = str | Loss | Callable[..., Any]

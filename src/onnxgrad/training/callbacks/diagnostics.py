@@ -12,7 +12,7 @@ from onnxgrad.errors import first_line
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.state import split_by_member
 
 _PARTS = ("seconds_waiting", "seconds_computing")
 

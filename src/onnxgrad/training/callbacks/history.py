@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.state import split_by_member
 
 
 class History(Callback):

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
-from onnxgrad.training.progress import number_text
+from onnxgrad.training.state import number_text
 
 if TYPE_CHECKING:
     from rich.console import Console

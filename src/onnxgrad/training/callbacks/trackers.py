@@ -20,7 +20,7 @@ from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
 from onnxgrad.training.callbacks.early_stopping import better_if
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.state import split_by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
