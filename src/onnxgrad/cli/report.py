@@ -68,7 +68,7 @@ class Report:
     @cached_property
     def kept(self) -> KeptWeights:
         """The epoch and step from which the written weights are."""
-        return KeptWeights.of(self.job.trainer.state)
+        return KeptWeights.from_state(self.job.trainer.state)
 
     @cached_property
     def of_file(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _yaml_metadata(history: list[dict[str, Any]], license: str | None, tags: Ite
 def _training_facts(trainer: Any) -> dict[str, Any]:
     """Return the duration and the arguments of a training, and the names of some weights."""
     state, identity = trainer.state, trainer.state.identity or {}
-    kept, names = KeptWeights.of(state), list(trainer.trained)
+    kept, names = KeptWeights.from_state(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
     return {
         "epochs": state.epoch,

@@ -26,7 +26,7 @@ from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments
-from onnxgrad.training.diagnose import KeptWeights, end_reason, sample_step
+from onnxgrad.training.diagnose import KeptWeights, end_reason, runnable_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 MOST_NORMS = 256  # records of norms, above which every second one is removed
@@ -170,7 +170,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the predictions of the trained model, and write the record into the file."""
-        kept = KeptWeights.of(state)  # behind `EarlyStopping`, which restores weights
+        kept = KeptWeights.from_state(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": {n: histogram(w) for n, w in state.weights.items()},
@@ -234,7 +234,7 @@ class Recorder(Callback):
         if self.profile < 1:
             raise ValueError("the recorder has profile=0, which measures no step")
         call = trainer._call
-        sample = sample_step(call)
+        sample = runnable_step(call)
         if sample is None:
             raise ValueError(
                 "no step can be profiled: none was run, or several processes share each step"

@@ -60,7 +60,7 @@ def _load_folder(folder: Path) -> Run:
     """Return the records in the folder of a `Recorder` or of a `Checkpoint`."""
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
-    found = newest(folder, saving.read)
+    found = newest(folder, saving.read_state)
     if found is None:
         raise FileNotFoundError(
             f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "

@@ -1,4 +1,4 @@
-"""Whether two arguments are equal: in a cache, in a checkpoint of another process, in an estimator.
+"""Tell whether two arguments are equal: for caches, checkpoints and estimators.
 
 Arguments are compared by descriptions or fingerprints, since models, functions and arrays have no
 useful `==`.
@@ -43,11 +43,11 @@ def describe(value: Any, here: bool = False) -> Any:
         return _digest_of_file(Path(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    again = partial(describe, here=here)
+    describe_inner = partial(describe, here=here)
     if isinstance(value, Mapping):
-        return {str(key): again(v) for key, v in value.items()}
+        return {str(key): describe_inner(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [*map(again, value)]
+        return [*map(describe_inner, value)]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, ModelProto):
@@ -62,7 +62,7 @@ def describe(value: Any, here: bool = False) -> Any:
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
         return value if here else name
     if isinstance(value, partial):
-        return again([value.func, list(value.args), value.keywords])
+        return describe_inner([value.func, list(value.args), value.keywords])
     if isinstance(value, types.FunctionType):
         return _describe_function(value, here)
     return _describe_object(value, here)
@@ -98,8 +98,11 @@ def model_fingerprint(model: Any) -> Any:
         return object()
 
 
-def options_of(value: Any) -> Any:
-    """Return the name of the class of a callback or metric, of this package with its arguments."""
+def class_and_arguments(value: Any) -> Any:
+    """Return a description for JSON of a callback or metric: the name of its class.
+
+    Classes of this package are described with their arguments, as `{name: arguments}`.
+    """
     kind = type(value)
     if not kind.__module__.startswith("onnxgrad."):
         return kind.__qualname__
@@ -139,7 +142,7 @@ class BuildCache:
 
 
 def _flatten_containers(values: Mapping[str, Any]) -> list[Any]:
-    """Return one list of the values of a mapping, with the elements of lists and dicts in it."""
+    """Return the values of a mapping in one list, lists and dicts with their elements."""
     items: list[Any] = []
     for value in values.values():
         if isinstance(value, dict):
@@ -214,7 +217,10 @@ def digest_bytes(data: bytes) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    """Return the digest of a file, with the external data of a model; the path if it is none."""
+    """Return the digest of a file, for a model with its external data.
+
+    A path that names no file is returned unchanged, as text.
+    """
     if not path.is_file():
         return str(path)
     try:
@@ -236,12 +242,12 @@ def _digest_of_model(model: ModelProto) -> str:
 
 
 def _file_stamps(files: Any) -> tuple[Any, ...]:
-    """Return pairs of path and stamp of some files, sorted by path."""
+    """Return pairs of the path and the `_file_stamp` of each file, sorted by path."""
     return tuple((os.fspath(file), _file_stamp(Path(file))) for file in sorted(files))
 
 
 def _file_stamp(file: Path) -> tuple[int, ...]:
-    """Return the time of the last change, the size and the inode of a file."""
+    """Return the modification time in nanoseconds, the size and the inode of a file."""
     stat = file.stat()
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 

@@ -137,16 +137,18 @@ class Checkpoint(Callback):
         path, (arrays, numbers) = _checkpoint_path(self.folder, state.step), state.contents()
         training = json.dumps(numbers["identity"], sort_keys=True).encode()
         mark = {"training": digest_bytes(training)}
-        own = [p for p in checkpoints(self.folder) if saving.mark_of(p) == mark | {"name": p.name}]
+        own = [
+            p for p in checkpoints(self.folder) if saving.read_mark(p) == mark | {"name": p.name}
+        ]
         if path.exists() and path not in own:
             raise FileExistsError(f"{path} is no checkpoint of this training: rename it")
-        saving.write(path, arrays, numbers, mark | {"name": path.name})
+        saving.write_state(path, arrays, numbers, mark | {"name": path.name})
         self._when = time.monotonic()
         logger.info("checkpoint %s", path)
         best = self.entry(state).get("best_step")
         others = [p for p in own if p not in (path, _checkpoint_path(self.folder, best))]
         for old in others[: max(0, len(others) - self.keep + 1)]:
-            saving.remove(old)
+            saving.remove_state(old)
 
     def _check_later(self, path: Path, state: Any) -> None:
         """Rename a damaged checkpoint of a later step.
@@ -160,7 +162,7 @@ class Checkpoint(Callback):
                 "to come: rename it, or write to another folder"
             )
         try:
-            saving.read(path)
+            saving.read_state(path)
         except ValueError as e:
             aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
             path.rename(aside)
@@ -231,7 +233,7 @@ def _step_number(path: Path) -> int:
 
 def _is_copy(path: Path) -> bool:
     """Return whether the state in `path` was written under another name, or by another writer."""
-    mark = saving.mark_of(path)
+    mark = saving.read_mark(path)
     return mark is not None and mark.get("name") != path.name
 
 
