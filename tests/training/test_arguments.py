@@ -228,7 +228,7 @@ def test_the_content_of_a_loss_file_counts(tmp_path, scaled_loss):
     before = trainer.evaluate(X, Y)["loss"]
     scaled_loss(100.0)
     assert trainer.evaluate(X, Y)["loss"] == pytest.approx(100 * before, rel=1e-5)
-    with pytest.raises(ValueError, match=naming("loss: ", "Pass the same arguments")):
+    with pytest.raises(ValueError, match=naming("loss: ", "checkpoint")):
         fit_with(tmp_path / "state", **options, sample_weight=None, callbacks=[])
 
 

@@ -432,7 +432,7 @@ def test_file_warns_and_keeps_16_bits():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match=naming("precision='mixed'", "no floats of 16 bits")):
+    with pytest.raises(ValueError, match=naming("precision='mixed'", "16 bits")):
         og.Trainer(float32_copy(narrow_model()), "cross_entropy", precision="mixed")
     with pytest.raises(ValueError, match=naming("'half'", "'auto'")):
         og.Trainer(narrow_model(), "cross_entropy", precision="half")

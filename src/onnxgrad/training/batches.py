@@ -291,7 +291,7 @@ class ReaderSource(BatchSource):
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """The description of the data by the reader, and the arguments of the reader."""
+        """The reader's description of its data, with the arguments of the reader."""
         return self.reader.describe() | {"arguments": dict(self.arguments)}
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:

@@ -17,9 +17,9 @@ from onnxgrad.training.batches import BatchSource
 
 
 def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
-    """Return the names of the outputs whose classes are balanced.
+    """Return the names of the outputs for which `class_weight` is "balanced".
 
-    The list is empty if the classes of all outputs are balanced, and None if no classes are.
+    The list is empty if `class_weight` is "balanced" for all outputs. None: for no output.
 
     Args:
         weight: the argument `class_weight` of a trainer.

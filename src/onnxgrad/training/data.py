@@ -40,7 +40,7 @@ from onnxgrad.training.fields import Fields
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data that `fit` is called with.
+    """The data that `fit` is called with: features, labels and sample weights in any form.
 
     `X` is an array or a table, or a dict of arrays or tables; a reader, as `image_folder` returns
     one; a path of Parquet files or a dataset of pyarrow; a dataset of torch or Hugging Face; or an
@@ -195,7 +195,7 @@ class Dataset:
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
         if isinstance(reader, DiskArrays) and (row_axes.batch_axes or row_axes.moved_axes):
-            reader = None  # it cuts rows of the first axis only
+            reader = None  # `DiskArrays` cut rows along the first axis only
         if reader is not None:
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
@@ -255,7 +255,7 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             if columns is None or not _is_column_names(value):
                 return value
             rows = len(X[columns[0]]) if columns else 0
-            if len(value) == rows and {*value}.isdisjoint(columns):  # the texts are labels
+            if len(value) == rows and {*value}.isdisjoint(columns):  # texts are labels
                 return value
         names = columns_of[key] = _column_list(value, key) or []
         if columns is None:

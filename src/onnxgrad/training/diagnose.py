@@ -38,8 +38,8 @@ from onnxgrad.training.step.weight_groups import numpy_dtype
 Arrays = Mapping[str, np.ndarray]
 _NO_TERM = "no label counts: all are ignored, or have the weight zero"
 _NOT_THE_RATE = "This is no matter of the learning rate: with the weights of the file"
-_LARGE = 100.0  # numbers of this size and above are not standardized
-_ENDS = {  # by `state.stop_reason`
+_LARGE = 100.0  # data with numbers above this were not standardized
+_ENDS = {  # clauses that say why a training ended, by `state.stop_reason`
     "max_iter": "all epochs were trained",
     "callback": "a callback ended it",
     "not finite": "the loss or a weight became NaN or infinite",

@@ -93,7 +93,7 @@ def model_fingerprint(model: Any) -> Any:
     path = Path(model)
     try:
         stamp = _file_stamp(path)
-        return os.fspath(path), stamp, _file_stamps(_data_files(path, stamp))
+        return os.fspath(path), stamp, _file_stamps(_external_data_files(path, stamp))
     except Exception:  # missing or no model: reading the model raises the error
         return object()
 
@@ -205,7 +205,7 @@ def _describe_object(value: Any, here: bool) -> Any:
     elif is_dataclass(value):  # a user's subclass may have more attributes than fields
         own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
     elif here and not ours:
-        return object()  # it may have more state than its attributes
+        return object()  # an object of another package may have state beside its attributes
     elif not own or not repr(value).startswith("<"):
         return object() if here else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     return [kind if here else kind.__qualname__, describe(own, here)]
@@ -224,8 +224,10 @@ def _digest_of_file(path: Path) -> str:
     if not path.is_file():
         return str(path)
     try:
-        files = (path, *_data_files(path, _file_stamp(path))) if names_model(str(path)) else (path,)
-        return digest_bytes(b"".join(digest_bytes(file.read_bytes()).encode() for file in files))
+        is_model = names_model(str(path))
+        data_files = _external_data_files(path, _file_stamp(path)) if is_model else ()
+        digests = (digest_bytes(file.read_bytes()) for file in (path, *data_files))
+        return digest_bytes("".join(digests).encode())
     except (DecodeError, OSError):  # no model: reading the model raises the error
         return digest_bytes(path.read_bytes())
 
@@ -253,7 +255,7 @@ def _file_stamp(file: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
+def _external_data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`; `stamp` is its `_file_stamp`."""
     model = onnx.load_model_from_string(path.read_bytes())
     return tuple(path.parent / file for file in sorted(external.files_of(model)))

@@ -47,7 +47,7 @@ _FREED_ROWS = 8
 _THREADED_ROWS = 32  # the rows for whose work a session with several threads is built
 # the data of a batch; the sums of its losses, and then their counts; the predictions by output
 Results = tuple[dict[str, np.ndarray], list[np.ndarray], dict[str, np.ndarray]]
-MetricsByModel = list[list[OutputMetrics]]  # of the outputs of each model
+MetricsByModel = list[list[OutputMetrics]]  # for each model, one for each output
 
 
 class Evaluator:
@@ -141,7 +141,7 @@ class Evaluator:
             one = self.objective()
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
-            if predictions:  # the losses read them, rather than computing them in chunks
+            if predictions:  # losses then read whole predictions, computed once, not in chunks
                 losses = [v.meta.get(marks.PLAIN_SUM, v) for v in losses]
             graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
@@ -283,7 +283,10 @@ class Evaluator:
         The arrays of a stack have the axis of members first.
         """
         parts = [found for *_, found in self._batch_results("predictions", values, source)]
-        predictions, axis = {}, int(self.members is not None)  # axes of members
+        predictions, axis = (
+            {},
+            int(self.members is not None),
+        )  # 1 in a stack
         for name in self.member_objective.predictions:
             every = [y if y.ndim > axis else y[..., None] for y in (part[name] for part in parts)]
             rows = self.row_axis(name) + axis

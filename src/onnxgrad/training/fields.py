@@ -214,10 +214,7 @@ class Fields:
         if wrong := next((name for name in data if name not in self.fields), None):
             raise unknown("input", wrong, [*self.fields])
         if missing := [n for n in self.fields if n not in data and n != self.weight]:
-            raise ValueError(
-                f"there are data for {list(data)}, and none for the inputs {missing}: pass arrays "
-                "of these names, too"
-            )
+            raise ValueError(f"no data for the inputs {missing}: pass them beside {list(data)}")
         numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._reshape_weights(numbers[self.weight], numbers)

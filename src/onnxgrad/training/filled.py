@@ -130,7 +130,8 @@ def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
     with it; None where no shape tells the number.
     """
     found: list[list[Dim]] = [[*(dims(x) or ())]]
-    casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]  # see `widen`
+    # `widen` adds such casts
+    casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]
     for node in {use.node for value in (x, *casts) for use in value.uses()}:
         beside = node.inputs if node.op_type == "Concat" else ()
         shapes = (*map(dims, node.outputs), *map(dims, beside), *result_shapes(node))

@@ -21,7 +21,7 @@ from onnxgrad.schedules.compose import Warmup
 from onnxgrad.schedules.curves import InverseSqrt
 from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
-from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.callbacks.checkpoint import newest_checkpoint
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.class_weights import balanced_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset
@@ -113,7 +113,7 @@ class Fit:
         """Build all that the training needs, copy the state to the device, and return the loop."""
         job, shared = self.job, self.sharing
         if shared is not None:
-            shared.check_call(self, epochs, shuffle, resume is not None)
+            shared.check_equal_arguments(self, epochs, shuffle, resume is not None)
         self.balance_classes()
         compiled = job.built.get(
             "step", lambda: self.recipe.step_key, lambda: Compiled(self.recipe)
@@ -139,7 +139,7 @@ class Fit:
         self._check_frozen_members(state)
         first = state.epoch if self.further else 0
         if shared is not None:
-            shared.check_beginning(job, state, identity(), source, held_out)
+            shared.check_equal_beginnings(job, state, identity(), source, held_out)
             source = shared.own_source(source)
             self.callbacks = shared.own_callbacks(self.callbacks)
             if held_out is not None:
@@ -153,7 +153,7 @@ class Fit:
         if runner.step.rounding:
             text = straight_through_warning(runner.step.rounding)
             warnings.warn(text, stacklevel=frames_inside() + 1)
-        if self.further:  # nothing is refused from here on
+        if self.further:  # no error is raised from here on, so that the state may change
             state.begin_epoch(self.buffers)
         state.begin(runner, self.further)
         self.loop = Loop(self, first, first + epochs)
@@ -219,7 +219,7 @@ class Fit:
         """Return the source of training batches, and the source of validation batches or None."""
         source, job = self._batch_source(self.data, fields), self.job
         X, y, weight = self.data.first_batch
-        # before validation data, whose columns would otherwise name the inputs
+        # the first table names the columns: these must be the training data, not validation data
         if X is not None and self.data.stream is not None:
             try:
                 fields.data_by_input(X, y, weight)
@@ -321,7 +321,7 @@ class Fit:
             ValueError: the checkpoint is of another training.
         """
         old, balanced = self.state, self.recipe.balanced
-        found = None if resume is None else newest(resume, TrainState.load)
+        found = None if resume is None else newest_checkpoint(resume, TrainState.load)
         if found is not None:
             path, state = found
             require_same_training(state.identity, identity, path)

@@ -161,7 +161,7 @@ class Loop:
         source, step = call.source, runner.step
         if call.callbacks.all or call.validated is not None or not isinstance(source, ArraySource):
             return 1
-        if runner.member_shape or not runner.compute.joins_batches:  # the runner looks at each step
+        if runner.member_shape or not runner.compute.joins_batches:  # runners read each step
             return 1
         begun = state.position or state.pending
         if begun or step.has_loss_scale or FIRST.name in step.feeds or not call.rates.steady:
@@ -314,7 +314,7 @@ class Loop:
         self._count_steps(call, losses)
 
     def _run_runtime_call(self, call: Call) -> Losses | None:
-        """Return the losses of the steps of a call; None if a loss or weight is not finite.
+        """Run a call of the runtime, and return the losses of its steps; None if one is not finite.
 
         Raises:
             ValueError: onnxruntime fails, as a label does not fit its prediction.

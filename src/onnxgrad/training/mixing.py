@@ -26,7 +26,7 @@ from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 _DOUBLE = ir.DataType.DOUBLE
 # the stream of random numbers [seed, 3, draw]; other streams of a trainer are [seed, 1], [seed, 2]
 _STREAM = 3
-_MOST_CHANNELS = 4  # of an image with the channels last
+_MOST_CHANNELS = 4  # an axis of at most this length may be the axis of channels
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def mix_rows(
     uses = {x: list(x.uses()) for x in chosen}
     count = len(mix.random_numbers(np.random.default_rng(0)))
 
-    @lru_cache(maxsize=1)  # both inputs of a call are drawn together
+    @lru_cache(maxsize=1)  # permutation and numbers of a call are drawn at once
     def draw_for_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the row permutations and the random numbers of batches, one for each of `draws`.
 

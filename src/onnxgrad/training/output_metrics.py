@@ -153,7 +153,7 @@ def _copy_metric(metric: Metric) -> Metric:
 
 
 def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
-    """Return the facts of a prediction that metrics need.
+    """Return the `PredictionInfo` of an output, which tells metrics its classes and threshold.
 
     Args:
         info: the facts of the loss.

@@ -19,7 +19,7 @@ _SKIPPED = 10  # at most so many rates at each end are left out, where slopes ar
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The result of `lr_range_test`.
+    """The learning rates that `lr_range_test` tried, with the loss at each rate.
 
     Attributes:
         rates: the learning rates of the steps, float64 (steps,), in increasing order.

@@ -102,7 +102,7 @@ class Recipe:
         balances = balanced_outputs(job.class_weight, job.loss) is not None
         weights = state.balanced if balances else None
         labels: dict[str, tuple[int, ...]] | None = label_shapes(data, job.proto)
-        # of a causal loss only: `given_inputs` may read a batch, which may draw random numbers
+        # for a causal loss only: `given_inputs` may read a batch, which may draw random numbers
         known = (d.given_inputs for d in both)
         if is_causal(job.loss) and not any(names is None or LABEL in names for names in known):
             labels = None
@@ -118,7 +118,7 @@ class Recipe:
             weights: the names of the weights that are inputs of the graph.
             **changes: other fields of the job.
         """
-        # `self.loss` has these arguments already
+        # the object `self.loss` was built with these arguments
         unset = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))
         changes |= {"proto": proto, "trained": weights, "loss": self.loss, **unset}
         job = replace(self.job, **changes)
@@ -368,7 +368,7 @@ def build_objective(
         if isinstance(loss, ComputedLoss):
             written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
-            if isinstance(loss, LossOfOutputs):  # it may write its own gradient
+            if isinstance(loss, LossOfOutputs):  # such a loss may write its own gradient
                 loss = loss.differentiated(trained if training else (), mixed)
             written = loss.write(op, results, recipe.weight_axes > 0)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]

@@ -26,7 +26,7 @@ FORMAT = "onnxgrad.state.2"
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _STATE = "state.json"
 _MANIFEST = "files.json"  # written last: digests of the other files, and the mark of the writer
-_BFLOAT16 = "bfloat16"  # metadata: names of arrays whose dtype safetensors of numpy lacks
+_BFLOAT16 = "bfloat16"  # metadata key: the names of bfloat16 arrays, which are stored as uint16
 
 
 def flatten_slots(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:

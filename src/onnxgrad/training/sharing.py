@@ -92,7 +92,7 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check_call(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
+    def check_equal_arguments(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
         """Raise `ValueError` in all processes if the arguments of a `Fit` differ between them.
 
         The message names the arguments. Callbacks that write are called in the first process only:
@@ -118,7 +118,7 @@ class Sharing:
         }
         self._require_equal(describe(own))
 
-    def check_beginning(
+    def check_equal_beginnings(
         self,
         job: Job,
         state: TrainState,

@@ -149,7 +149,7 @@ class TrainerStack(TrainerBase):
             learning_rates=[*map(select_rate, rates, optimizers)],
             parallel=False,
         )
-        self._job.callbacks.check_members()
+        self._job.callbacks.check_for_stack()
         if weights is None:  # member k draws by the seed and k, whatever the number of members
             draw = _INITS[check_choice("init", init, tuple(_INITS))]
             seeds = [np.random.default_rng([self._job.seed, 2, k]) for k in range(count)]

@@ -371,7 +371,7 @@ class TrainState:
 
 
 _ARRAYS = ("weights", "slots", "buffers", "kept")
-_NUMBERS = (  # of `state.json`
+_NUMBERS = (  # the fields of the state that `state.json` holds
     *("epoch", "epochs", "position", "pending", "running", "history", "learning_rate"),
     *("undone", "stop_reason", "seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )

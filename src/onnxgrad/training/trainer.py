@@ -55,7 +55,7 @@ RateLike: TypeAlias = float | LearningRate
 ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
 
 _RUNNING = "_running_call"  # attribute of a trainer while a call of it trains
-_SHOWN_RECORDS = 10  # of the history, in a notebook
+_SHOWN_RECORDS = 10  # the records of the history that a notebook shows
 
 
 class TrainerBase:
