@@ -195,7 +195,7 @@ class Callbacks:
                 )
 
     def without_writers(self) -> Callbacks:
-        """Return the callbacks that write no files, for all processes but the first."""
+        """Return the callbacks that write nothing, for all processes but the first."""
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
