@@ -107,7 +107,7 @@ def sgd_trainer(proto, recompute: str, **more) -> og.Trainer:
 
 
 def step_graph(fitted: og.Trainer, data) -> ir.Graph:
-    recipe = Recipe.of(fitted._job, fitted.state, Dataset(*data))
+    recipe = Recipe.for_data(fitted._job, fitted.state, Dataset(*data))
     return recipe.step(recipe.objective(), norms=False).model.graph
 
 

@@ -124,7 +124,7 @@ def test_recomputation_changes_no_result(name, accumulate):
 
 def written_step(fitted: og.Trainer, X: np.ndarray, y: np.ndarray | None) -> onnx.ModelProto:
     """Return the model of a step."""
-    recipe = Recipe.of(fitted._job, fitted.state, Dataset(X, y))
+    recipe = Recipe.for_data(fitted._job, fitted.state, Dataset(X, y))
     return to_proto(recipe.step(recipe.objective(), norms=False).model)
 
 

@@ -592,13 +592,13 @@ def test_several_labels():
     made = Fields(objective)
     y = {"first": np.ones((4, 1)), "second": np.arange(4) % 3}
     assert (made.label, made.labels, made.features) == ("first", ["first", "second"], ["x"])
-    assert list(made.arrays(np.ones((4, 3)), y)) == ["x", "first", "second"]
+    assert list(made.checked_arrays(np.ones((4, 3)), y)) == ["x", "first", "second"]
     with pytest.raises(ValueError, match=r"labels outside 0..2 in 1 of 4 rows: 3"):
-        made.arrays(np.ones((4, 3)), y | {"second": np.arange(4)})
+        made.checked_arrays(np.ones((4, 3)), y | {"second": np.arange(4)})
     with pytest.raises(ValueError, match="Unknown label 'third'"):
-        made.arrays(np.ones((4, 3)), y | {"third": np.arange(4)})
+        made.checked_arrays(np.ones((4, 3)), y | {"third": np.arange(4)})
     with pytest.raises(ValueError, match=naming("labels", "dict")):
-        made.arrays(np.ones((4, 3)), np.ones((4, 1)))
+        made.checked_arrays(np.ones((4, 3)), np.ones((4, 1)))
 
 
 # -- files and tables ----------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_blocks_of_words(head, monkeypatch):
     """No node has the logits of all words, and no Scan carries the gradient of the matrix."""
     divide_logits(monkeypatch, "words")
     trainer = og.Trainer(causal_model(head, "float"), "causal_lm", train="*")
-    recipe = Recipe.of(trainer._job, trainer.state, as_dataset(IDS, LABELS))
+    recipe = Recipe.for_data(trainer._job, trainer.state, as_dataset(IDS, LABELS))
     graph = recipe.step(recipe.objective()).model.graph
     scans = [node for node in graph if node.op_type == "Scan"]
     bodies = [node.attributes["body"].as_graph() for node in scans]
@@ -151,7 +151,7 @@ def test_same_as_the_formula_in_a_file():
 def test_logits_are_not_written():
     """No node of the step, and none of an evaluation, has logits of all positions."""
     trainer = og.Trainer(causal_model("bias"), "causal_lm", train="*")
-    recipe = Recipe.of(trainer._job, trainer.state, as_dataset(IDS, LABELS))
+    recipe = Recipe.for_data(trainer._job, trainer.state, as_dataset(IDS, LABELS))
     step = recipe.step(recipe.objective())
     wide = [
         y.name
@@ -166,7 +166,7 @@ def test_logits_are_not_written():
 def test_rows_are_divided(logit_chunks):
     """Processes prove, by the plain formula, that the gradients of their rows add up."""
     trainer = og.Trainer(causal_model("softcap"), "causal_lm", train="*")
-    objective = Recipe.of(trainer._job, trainer.state, as_dataset(IDS, LABELS)).objective()
+    objective = Recipe.for_data(trainer._job, trainer.state, as_dataset(IDS, LABELS)).objective()
     names = ("input_ids", "label")
     assert is_sum_over_rows(objective, dict.fromkeys(names, 0), dict.fromkeys(names, IDS.shape))
 

@@ -95,7 +95,7 @@ def head_trainer(proto, *, axis=2, options=None, **more) -> og.Trainer:
 
 
 def has_scan(trainer, x, y):
-    recipe = Recipe.of(trainer._job, trainer.state, as_dataset(x, y))
+    recipe = Recipe.for_data(trainer._job, trainer.state, as_dataset(x, y))
     graph = recipe.step(recipe.objective()).model.graph
     return any(node.op_type == "Scan" for node in graph)
 

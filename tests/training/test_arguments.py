@@ -150,7 +150,7 @@ def test_another_precision_is_refused(tmp_path):
     options = {"model": small_classifier(kind="float16"), "X": X.astype(np.float16)}
     options["validation"] = HELD[0].astype(np.float16), HELD[1]
     fit_with(**options, precision="mixed", callbacks=[og.Checkpoint(tmp_path)])
-    with pytest.raises(ValueError, match="precision"):
+    with pytest.raises(ValueError, match=naming("precision: 'mixed'", "'float32' now")):
         fit_with(tmp_path, **options, precision="float32", callbacks=[])
 
 
@@ -228,7 +228,7 @@ def test_the_content_of_a_loss_file_counts(tmp_path, scaled_loss):
     before = trainer.evaluate(X, Y)["loss"]
     scaled_loss(100.0)
     assert trainer.evaluate(X, Y)["loss"] == pytest.approx(100 * before, rel=1e-5)
-    with pytest.raises(ValueError, match="loss"):
+    with pytest.raises(ValueError, match=naming("loss: ", "checkpoint")):
         fit_with(tmp_path / "state", **options, sample_weight=None, callbacks=[])
 
 
@@ -287,7 +287,7 @@ SHARED = {  # what a group computes, by an option that differs from the default
 
 def identity_of_group(batch_norm="frozen", **options):
     group = SimpleNamespace(rank=0, size=2)
-    return Sharing(group, og.parallel.DataParallel(**options)).identity(batch_norm)
+    return Sharing(group, og.parallel.DataParallel(**options)).compared_options(batch_norm)
 
 
 def test_options_of_processes_on_which_weights_depend_are_compared():

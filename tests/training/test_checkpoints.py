@@ -172,7 +172,7 @@ def test_a_state_that_the_user_saved_is_not_replaced(tmp_path):
 def test_the_best_checkpoint_is_kept_by_its_mark(tmp_path):
     fit_in_folder(tmp_path, 5, keep=1, monitor="loss", mode="max")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000004", "step-0000000020"]
-    assert saving.mark_of(step_folder(tmp_path, 4))["name"] == "step-0000000004"
+    assert saving.read_mark(step_folder(tmp_path, 4))["name"] == "step-0000000004"
 
 
 def test_what_a_loss_captured_is_compared(tmp_path):
@@ -261,7 +261,7 @@ def test_what_a_living_process_writes_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", begin_training)
     for step in (1, 2):
-        saving.write(tmp_path / "state", {"weights": {"w": np.ones(2)}}, {"step": step})
-    assert saving.read(tmp_path / "state")[1] == {"step": 2}
+        saving.write_state(tmp_path / "state", {"weights": {"w": np.ones(2)}}, {"step": step})
+    assert saving.read_state(tmp_path / "state")[1] == {"step": 2}
     assert len(moves) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -116,7 +116,7 @@ def test_what_a_copy_lacks():
     made = og.Trainer(normalized_model(), "mse").fit(X, Y)
     one = copy.deepcopy(made)
     for read in (lambda: one.progress, lambda: one.gradient_norms):
-        with pytest.raises(og.NotFittedError, match="fit"):
+        with pytest.raises(og.NotFittedError, match="call fit"):
             read()
     assert one.failed_step() is None
     data = np.zeros((20000, 3), np.float32)

@@ -346,7 +346,7 @@ def test_one_training_at_a_time_and_in_any_thread(whole):
     thread = threading.Thread(target=fit_rows, args=(trainer,))
     thread.start()
     assert entered.wait(PATIENCE)
-    with pytest.raises(RuntimeError, match="running"):
+    with pytest.raises(RuntimeError, match=naming("running", "its end")):
         fit_rows(trainer)
     go.set()
     thread.join(PATIENCE)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import onnxgrad as og
+from tests.support.errors import naming
 from tests.support.trainings import linear_model
 
 W = np.float32(
@@ -129,7 +130,7 @@ def test_arguments_are_checked():
         with pytest.raises(ValueError, match=name):
             og.schedules.lr_range_test(trainer_of_rates(), X, Y, **{name: value})
     stack = og.TrainerStack(linear_model(W), "cross_entropy", learning_rate=[0.1, 0.2])
-    with pytest.raises(ValueError, match="stack"):
+    with pytest.raises(ValueError, match=naming("Trainer", "TrainerStack")):
         og.schedules.lr_range_test(stack, X, Y)
 
 

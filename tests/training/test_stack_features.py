@@ -282,7 +282,7 @@ def test_frozen_members_stay_so_until_fit():
     after = stack.state.weights["w0"]
     assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False]
     assert stack.state.frozen == {0: 2, 1: 2, 2: 4}
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match=naming("all members", "frozen", "call fit")):
         stack.partial_fit(X, Y)
     stack.fit(X, Y, epochs=1, batch_size=30)
     assert stack.state.frozen == {0: 2, 1: 2}

@@ -319,7 +319,7 @@ def test_metrics_of_several_outputs():
     for metrics, words in (
         (["accuracy"], r"pass metrics=\{output"),
         ({"q": ["accuracy"]}, "'q'"),
-        ("accuracy", "metrics"),
+        ("accuracy", r"metrics=\['accuracy'\]"),
     ):
         with pytest.raises(ValueError, match=words):
             og.Trainer(model, loss, metrics=metrics).fit(X, labels, validation=0.2)
@@ -331,7 +331,7 @@ def test_a_validation_share_is_held_out():
     assert made.state.step == 17  # of 162 rows
     assert {"loss", "validation_loss", "validation_accuracy"} <= made.history[-1].keys()
     for share in (0.0, 1.0, 0.001):
-        with pytest.raises(ValueError, match="validation"):
+        with pytest.raises(ValueError, match=naming(f"validation={share}", "(X, y)")):
             perceptron_trainer().fit(X, y, validation=share)
 
 
@@ -393,13 +393,13 @@ def test_an_unfit_beginning_changes_nothing():
             made.fit(*xy, **more)
         assert made.state is state
     for options, words in (
-        ({"batch_norm": "on"}, "batch_norm"),
+        ({"batch_norm": "on"}, "batch_norm.*'on'.*'frozen'"),
         ({"accumulate": 0}, "accumulate"),
         ({"seed": -1}, "seed"),
         ({"metrics": ["acuracy"]}, "accuracy"),
         ({"learning_rate": -1}, "learning_rate"),
         ({"optimizer": "adamm"}, "adam"),
-        ({"callbacks": [og.EarlyStopping]}, "class"),
+        ({"callbacks": [og.EarlyStopping]}, r"EarlyStopping is a class.*EarlyStopping\(\)"),
         ({"dropout": {"nothing": 0.1}}, "nothing"),
         ({"batch_norm": "train"}, "BatchNormalization"),
         ({"loss": "cross_entropi"}, "cross_entropy"),

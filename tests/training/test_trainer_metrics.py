@@ -186,7 +186,7 @@ def test_balanced_classes_are_those_of_the_last_fit():
     trainer = identity_trainer(class_weight="balanced")
     assert trainer.predict(V).shape == (30, 2)
     for call in (trainer.evaluate, trainer.partial_fit):
-        with pytest.raises(ValueError, match="'balanced'"):
+        with pytest.raises(ValueError, match=naming("class_weight='balanced'", "call fit")):
             call(X, first)
     for fitted in (first, second):
         trainer.fit(X, fitted, validation=(V, labels))

@@ -143,7 +143,7 @@ class _ArtifactFiles:
         """Return the ONNX models of a trainer's artifacts; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
-        recipe = Recipe.of(trainer._job, trainer.state, Dataset(None, None, weight))
+        recipe = Recipe.for_data(trainer._job, trainer.state, Dataset(None, None, weight))
         with garbage_kept():
             models = build_models(recipe, additional, self.updates)
         if models.unreached:

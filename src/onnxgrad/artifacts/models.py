@@ -134,7 +134,7 @@ def _step_model(objective: Objective, step: Step, names: _StepValues) -> ModelPr
     """Return the ONNX model of a step: outputs are mean loss, new weights, slots and buffers."""
     graph = step.model.graph
     op, count = Emit(graph), len(step.carried)
-    loss = op.copy_of(objective.mean(op, list(graph.outputs)[count:]))
+    loss = op.copy_of(objective.write_mean_loss(op, list(graph.outputs)[count:]))
     new = dict(zip(step.carried, graph.outputs, strict=False))
     states = names.states
     graph.inputs[:] = [*states.values(), *step.data.values(), *names.scalars.values()]
@@ -163,7 +163,7 @@ def _evaluation_model(
     """Return the evaluation model (mean loss and predictions), and the names of the predictions."""
     job = recipe.job
     inference = recipe.for_model(inference_form(job.proto), [*job.trained, *buffers])
-    one = build_objective(inference, training=False, beside=additional)
+    one = build_objective(inference, training=False, additional=additional)
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],
@@ -176,7 +176,7 @@ def _evaluation_model(
             f"the output {LOSS!r} of the model is no loss, and the artifacts need its name: rename "
             "that output"
         )
-    outputs = {LOSS: op.copy_of(one.mean(op, one.reported))}
+    outputs = {LOSS: op.copy_of(one.write_mean_loss(op, one.reported))}
     outputs |= {name: op.copy_of(v) for name, v in one.predictions.items()}
     read = [w for w in one.weights if w.name not in step.unreached]
     graph.inputs[:] = [*read, *one.data]

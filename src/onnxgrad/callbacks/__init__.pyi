@@ -30,9 +30,7 @@ from onnxgrad.training.callbacks.trackers import (
     TensorBoard as TensorBoard,
     WeightsAndBiases as WeightsAndBiases,
 )
-from onnxgrad.training.progress import (
-    FitProgress as FitProgress,
-)
 from onnxgrad.training.state import (
+    FitProgress as FitProgress,
     TrainState as TrainState,
 )

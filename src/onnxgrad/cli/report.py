@@ -19,7 +19,7 @@ from onnxgrad.cli.console import ignoring_closed_output, say
 from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
-from onnxgrad.training.callbacks.early_stopping import better_if
+from onnxgrad.training.callbacks.early_stopping import better_direction
 from onnxgrad.training.diagnose import KeptWeights, end_reason
 from onnxgrad.training.parameters.choice import names_and_reasons, trainable
 from onnxgrad.training.parameters.table import Tensor
@@ -68,7 +68,7 @@ class Report:
     @cached_property
     def kept(self) -> KeptWeights:
         """The epoch and step from which the written weights are."""
-        return KeptWeights.of(self.job.trainer.state)
+        return KeptWeights.from_state(self.job.trainer.state)
 
     @cached_property
     def of_file(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Report:
             monitor = self.options.monitor or f"{_VALIDATION}loss"
             judged = [e for e in entries if monitor in e]
             monitor = monitor if judged else "loss"
-            best = min if better_if(monitor, trainer.metrics) == "min" else max
+            best = min if better_direction(monitor, trainer.metrics) == "min" else max
             found["first"] = entries[0]
             found["best"] = best(judged or entries, key=lambda entry: entry[monitor])
             found["last"] = entries[-1]

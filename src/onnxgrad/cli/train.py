@@ -39,7 +39,7 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line_message, replacing
 from onnxgrad.parallel.process_groups import join_launched_group
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
+from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest_checkpoint
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.history import History
@@ -153,7 +153,7 @@ def _check_files(options: TrainOptions, output: Output) -> None:
     check_card(options, inputs)
     if options.checkpoint is not None and os.path.isfile(options.checkpoint):
         raise ValueError(f"--checkpoint {options.checkpoint} is a file: name a folder")
-    begun = options.checkpoint and newest(options.checkpoint, lambda path: None)
+    begun = options.checkpoint and newest_checkpoint(options.checkpoint, lambda path: None)
     if begun and not options.resume:
         raise ValueError(
             f"--checkpoint {options.checkpoint} holds a training: pass --resume to continue it, "

@@ -49,7 +49,7 @@ from onnxgrad.runtime.values import copy_to_ortvalue, to_numpy
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluator import Evaluator
 from onnxgrad.training.job import Job
-from onnxgrad.training.model_loss import ComputedLoss, count_rows
+from onnxgrad.training.model_loss import ComputedLoss, write_row_count
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe, build_objective
 from onnxgrad.training.step.build import build_epoch, build_step
@@ -556,7 +556,7 @@ class RowsAndPenalty:
         rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
         sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
         sums[0].name = op.name(self.name)
-        count = op.Cast(count_rows(op, op.graph.inputs, label), to=rows.dtype)
+        count = op.Cast(write_row_count(op, op.graph.inputs, label), to=rows.dtype)
         used = {str(w.name): w for w in op.graph.inputs if w.uses()}
         penalties = [
             op.Cast(op.Reshape(term, []), to=rows.dtype)

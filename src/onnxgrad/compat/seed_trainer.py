@@ -42,11 +42,10 @@ from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes.inference_form import warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import default_weights, expand_patterns
-from onnxgrad.training.progress import FitProgress, number_text
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.runner import Compiled, Runner
 from onnxgrad.training.stack import draw_glorot
-from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.state import FitProgress, TrainState, Values, number_text
 from onnxgrad.training.step.update import weights_to_evaluate
 
 T = TypeVar("T")

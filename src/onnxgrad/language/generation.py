@@ -26,7 +26,7 @@ from onnxgrad.model.read import read
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.predictor import Predictor
-from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, grow_caches
+from onnxgrad.training.filled import BRANCH, MASK, POSITIONS, cache_sizes, remove_cache_windows
 from onnxgrad.training.trainer import Trainer
 
 
@@ -45,7 +45,7 @@ class CachedModel:
 
     def __init__(self, model: ModelProto, names: Mapping[str, str]) -> None:
         graph = to_ir(model)
-        if grow_caches(graph.graph):
+        if remove_cache_windows(graph.graph):
             model = to_proto(graph)
         infer(graph)
         inputs = {str(x.name): x for x in graph.graph.inputs}

@@ -127,7 +127,7 @@ def _training_facts(trainer: Trainer) -> dict[str, Any]:
     weights.
     """
     state, identity = trainer.state, trainer.state.identity or {}
-    kept, names = KeptWeights.of(state), list(trainer.trained)
+    kept, names = KeptWeights.from_state(state), list(trainer.trained)
     count = sum(int(np.prod(w.shape)) for w in state.weights.values())
     return {
         "epochs": state.epoch,

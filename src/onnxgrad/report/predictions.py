@@ -157,7 +157,7 @@ def examine_predictions(
     source, name = _data_to_report(call)
     evaluator = call.evaluator
     values = call.job.values_to_evaluate(trainer.state)
-    one = evaluator.described
+    one = evaluator.member_objective
     of_boxes = [m for m in trainer.metrics if isinstance(m, MeanAveragePrecision)]
     outputs: dict[str, _Examined] = {}
     for label, info in one.labels.items():
@@ -171,10 +171,10 @@ def examine_predictions(
     worst: list[Any] = []
     count = losses = 0
     reader = getattr(source, "reader", None)
-    order = source.numbers if isinstance(source, ArraySource) else source.order
+    order = source.numbers if isinstance(source, ArraySource) else source.unshuffled_order
     numbers = order if numbers is None else numbers
     deadline = time.monotonic() + seconds
-    for arrays, predictions in evaluator.examine(values, source):
+    for arrays, predictions in evaluator.predict_batches(values, source):
         for label, output in outputs.items():
             output.add_rows(*_aligned_predictions(output.info, predictions, arrays[label]))
         whole = evaluator.fields.row_axes.names_without_rows(arrays)

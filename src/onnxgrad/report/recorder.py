@@ -26,7 +26,7 @@ from onnxgrad.runtime.session import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, TrainingControl
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.trackers import logged_arguments
-from onnxgrad.training.diagnose import KeptWeights, end_reason, sample_step
+from onnxgrad.training.diagnose import KeptWeights, end_reason, runnable_step
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
 
@@ -176,7 +176,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Examine the predictions of the trained model, and write the record into the file."""
-        kept = KeptWeights.of(state)  # behind `EarlyStopping`, which restores weights
+        kept = KeptWeights.from_state(state)  # behind `EarlyStopping`, which restores weights
         ended: dict[str, Any] = {
             "seconds": self._before + time.perf_counter() - self._clock,
             "after": {n: histogram(w) for n, w in state.weights.items()},
@@ -240,8 +240,10 @@ class Recorder(Callback):
         if self.profile < 1:
             raise ValueError("the recorder has profile=0: pass profile=3 to measure 3 steps")
         call = trainer._call
-        if call is None or (sample := sample_step(call)) is None:
-            raise ValueError("no step can be profiled: train at least one step, in one process")
+        if call is None or (sample := runnable_step(call)) is None:
+            raise ValueError(
+                "no step can be profiled: none was run, or several processes share each step"
+            )
         model, inputs, work, in_order = sample
         times = operator_times(model, inputs, call.job.device, work, in_order, self.profile)
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]

@@ -13,7 +13,7 @@ from typing import Any
 from onnxgrad.report.predictions import histogram
 from onnxgrad.report.recorder import FILE, FORMAT, describe_weight
 from onnxgrad.training import saving
-from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.callbacks.checkpoint import newest_checkpoint
 
 Run = dict[str, Any]
 
@@ -25,7 +25,7 @@ def load_run(path: str | os.PathLike) -> Run:
 
     Args:
         path: the folder of a `Recorder` or its `run.json`; a history in CSV or JSON; the folder of
-            checkpoints or one of them, of which the newest is read.
+            checkpoints or one of them, of which the newest_checkpoint is read.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -61,7 +61,7 @@ def _load_folder(folder: Path) -> Run:
     """Return the records in the folder of a `Recorder` or of a `Checkpoint`."""
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
-    found = newest(folder, saving.read)
+    found = newest_checkpoint(folder, saving.read_state)
     if found is None:
         raise FileNotFoundError(
             f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "

@@ -24,7 +24,7 @@ from onnxgrad.model.files import replacing
 from onnxgrad.model.notes import CLASSES, read_note
 from onnxgrad.operators.shapes import rank
 from onnxgrad.tasks.base import safe_cell, softmax
-from onnxgrad.training.remembered import LOSS
+from onnxgrad.training.job import LOSS
 
 Columns = dict[str, np.ndarray]
 Write = Callable[[Columns], None]

@@ -236,7 +236,7 @@ class RowsTask(Task):
         rows, _ = self._read_rows(data)
         metrics, place = select_metrics(self.metrics), Device.of(device).check()
         job = replace(self._job, metrics=metrics, device=place)
-        recipe = Recipe.of(job, TrainState(), rows)
+        recipe = Recipe.for_data(job, TrainState(), rows)
         return evaluate(recipe, self._trained, rows, batch_size, "evaluating")
 
     def _label_objective(self, y: Any = None, classes: Labels | None = None) -> Objective:
@@ -246,7 +246,7 @@ class RowsTask(Task):
             y: the labels; None: they are not read yet.
             classes: by which texts in labels are numbers; None: as the model stores them.
         """
-        recipe = Recipe.of(self._job, TrainState(), Dataset(None, y))
+        recipe = Recipe.for_data(self._job, TrainState(), Dataset(None, y))
         objective = build_objective(recipe, training=False)
         if classes is not None:
             self._trained.classes = classes

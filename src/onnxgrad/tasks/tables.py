@@ -437,7 +437,7 @@ class Table(RowsTask):
     ) -> Dataset:
         """Return a table in memory as arrays by input, with labels and weights."""
         parts = {name: ColumnSelection(table, group) for name, group in (columns | labels).items()}
-        arrays, weight, weights = Fields(objective).arrays(parts), self.sample_weight, None
+        arrays, weight, weights = Fields(objective).checked_arrays(parts), self.sample_weight, None
         if weight is not None:
             weights = table.cells([weight], argument("sample_weight", weight)).sample_weights()
         y = {name: arrays.pop(name) for name in labels if objective.labels}

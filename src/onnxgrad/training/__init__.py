@@ -1,10 +1,10 @@
 """Training: from a model, data and arguments to trained weights.
 
-`trainer.py` and `stack.py` have a `Job` (`job.py`), the arguments checked by one table. A call of
-`fit` (`fit.py`) derives a `Recipe` from job and data (`recipe.py`, `data.py`, `fields.py`), an
-objective (`objective.py`, `model_loss.py`), a step (`step`), a runner (`run`) and the loop
-(`loop.py`), which changes the state (`state.py`). `evaluator.py` computes losses, metrics and
-predictions for any weights. `parameters` decides what trains, `modes` has the forms of
-BatchNormalization, Dropout and stored integers, `callbacks` the public callbacks. `diagnose.py`
-says why a training ended.
+`trainer.py` and `stack.py` have a `Job` (`job.py`): the arguments, which one table checks, and the
+notes for the metadata of the trained file. A call of `fit` (`fit.py`) derives a `Recipe` from job
+and data (`recipe.py`, `data.py`, `fields.py`), an objective (`objective.py`, `model_loss.py`), a
+step (`step`), a runner (`run`) and the loop (`loop.py`), which changes the state and reports the
+progress (`state.py`). `evaluator.py` computes losses, metrics and predictions for any weights.
+`parameters` decides what trains, `modes` has the forms of BatchNormalization, Dropout and stored
+integers, `callbacks` the public callbacks. `diagnose.py` says why a training ended.
 """

@@ -1,4 +1,4 @@
-"""Sources of batches: the epochs of arrays in memory, and of data that are read meanwhile."""
+"""Sources of batches: epochs of arrays in memory, and of data that a thread reads meanwhile."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, RowAxes
 from onnxgrad.training.step.inputs import WHOLE, Slice
 
-SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
-JOINED_BYTES = 1 << 21  # of the batches of several epochs, which stay in the cache
-PREFETCHED = 2  # slices that wait for the session
+SLICE_BYTES = 1 << 26  # the most bytes of a slice of several batches
+JOINED_BYTES = 1 << 21  # the most bytes of a slice of several epochs, which stays in the cache
+PREFETCHED = 2  # the count of slices that a thread reads before the session needs them
+
+# The count of batches that the next slice may have, by the index of its first batch in the epoch.
 
 Budget = Callable[[int], int]
 Slices = Generator[Slice, None, None]
 
 
 class BatchSource:
-    """The batches of each epoch, yielded in slices of several batches.
+    """The data of a training, which `epoch` yields as slices: stacks of one or more batches.
 
     Attributes:
         rows: rows of an epoch, None if they are unknown before the first has ended.
@@ -51,17 +53,20 @@ class BatchSource:
     cuts = True
 
     @property
-    def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+    def unshuffled_order(self) -> np.ndarray | None:
+        """The indices of the rows in the order in which an epoch without shuffling yields them.
+
+        None stands for the order 0, 1, 2, and so on.
+        """
         return None
 
-    def take(self, indices: np.ndarray) -> BatchSource:
-        """Return the source of some of the rows.
+    def select_rows(self, indices: np.ndarray) -> BatchSource:
+        """Return a source of the rows with these indices only.
 
         Raises:
-            ValueError: rows cannot be drawn from the data.
+            ValueError: the data can only be read from the beginning to the end.
         """
-        raise _no_share()
+        raise _no_share_error()
 
     @property
     def description(self) -> dict[str, Any]:
@@ -69,19 +74,21 @@ class BatchSource:
         raise NotImplementedError
 
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Yield the arrays of all rows, at once or in batches, to count labels in them."""
+        """Yield mappings of arrays by input, of all rows or of a batch each, to count labels."""
         for piece in self.epoch(None, 0, lambda batch: 1):
             yield piece.arrays
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
-        """Yield the slices of one epoch; closing the generator ends a thread that reads ahead.
+        """Yield slices, that is, stacks of batches, until the epoch ends.
+
+        Closing the generator ends a thread that reads ahead.
 
         Args:
             rng: decides the order of the rows, and is used before the first slice only; None: in
                 order.
             skip: number of batches to leave out at the beginning, which changes no other batch.
-            budget: called with the number of a batch in the epoch, returns how many batches the
-                slice that begins with it may have; may be called from a thread.
+            budget: called with the index of a batch in the epoch, returns how many batches the
+                slice that begins with this batch may have; may be called from a thread.
 
         Raises:
             ValueError: data that an input does not accept, or no batch.
@@ -111,30 +118,33 @@ class ArraySource(BatchSource):
         self.arrays, self.whole, self.row_axes = arrays, whole, row_axes
         self.rows: int = next(len(a) for n, a in arrays.items() if n not in whole)
         self.batch_size = min(int(batch_size), self.rows)
-        self.numbers: np.ndarray | None = None  # the numbers of the rows in the whole data
+        self.numbers: np.ndarray | None = None  # the indices of the rows in the data before a split
         self.batches: int = -(-self.rows // self.batch_size)
         per_row = sum(a.nbytes for n, a in arrays.items() if n not in whole) / self.rows
         without_rows = sum(arrays[name].nbytes for name in whole)
-        self._nbytes = max(1, per_row * self.batch_size + without_rows)  # of a batch
+        self._nbytes = max(1, per_row * self.batch_size + without_rows)  # the bytes of a batch
 
     def label_batches(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Yield the arrays."""
+        """Yield the arrays of all rows once."""
         yield self.arrays
 
     @property
-    def axes(self) -> Axes:
-        """The axis of the rows of each array in the model, None for one without rows."""
-        moved = self.row_axes.moved
+    def axes_of_rows(self) -> Axes:
+        """The axis of the rows in the model by input; None for an array without rows."""
+        moved = self.row_axes.moved_axes
         return {name: None if name in self.whole else moved.get(name, 0) for name in self.arrays}
 
     def batch_shapes(self, rows: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Return the shapes in which the model gets a batch, or so many rows."""
+        """Return the shapes in which the model gets a batch of `rows` rows, by input.
+
+        None stands for `batch_size` rows.
+        """
         rows = self.batch_size if rows is None else rows
         batch = self.row_axes.as_declared(take_rows(self.arrays, slice(rows), self.whole))
         return {name: array.shape for name, array in batch.items()}
 
-    def take(self, indices: np.ndarray) -> ArraySource:
-        """Return the source of some of the rows."""
+    def select_rows(self, indices: np.ndarray) -> ArraySource:
+        """Return a source of copies of the rows with these indices."""
         arrays = take_rows(self.arrays, indices, self.whole)
         taken = ArraySource(arrays, self.whole, self.row_axes, self.batch_size)
         taken.numbers = indices
@@ -142,12 +152,12 @@ class ArraySource(BatchSource):
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """Shapes, dtypes and a digest of rows."""
+        """The shapes, the dtypes and a digest of the arrays, and the count of rows."""
         arrays = self.row_axes.as_declared(self.arrays)
         return describe_arrays("arrays", arrays) | {"rows": self.rows}
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
-        """Yield the slices of one epoch."""
+        """Yield the slices of one epoch, cut from the arrays."""
         rows, size = self.rows, self.batch_size
         order = self._row_order(rng)
         start = skip * size
@@ -160,30 +170,31 @@ class ArraySource(BatchSource):
             in_place = rng is None and self.part == WHOLE  # slices are views
             yield self._slice_of_rows(order[taken], length, taken if in_place else None)
 
-    def epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
-        """Return the batches of several epochs, one for each of `rngs`, as one slice.
+    def join_epochs(self, rngs: Sequence[np.random.Generator | None]) -> Slice:
+        """Return one slice with the batches of several epochs, which `rngs` shuffle one by one.
 
-        All batches have the same length; `joins` is the largest number of epochs.
+        All batches have the same length. There are at most `most_joined_epochs` epochs.
         """
         return self._slice_of_rows(
             np.concatenate([self._row_order(rng) for rng in rngs]), self.batch_size
         )
 
     @property
-    def joins(self) -> int:
-        """The largest number of epochs in one slice; 0 if batches differ in length."""
+    def most_joined_epochs(self) -> int:
+        """The largest count of epochs in one slice; 0 if batches differ in length."""
         if self.rows % self.batch_size:
             return 0
         return int(JOINED_BYTES / (self._nbytes * self.batches))
 
     def _row_order(self, rng: np.random.Generator | None) -> np.ndarray:
-        """Return the numbers of the rows in the order of an epoch."""
+        """Return the indices of all rows, shuffled by `rng`; in increasing order without `rng`."""
         return np.arange(self.rows) if rng is None else rng.permutation(self.rows)
 
     def _slice_of_rows(self, order: np.ndarray, length: int, taken: slice | None = None) -> Slice:
-        """Return batches of `length` rows each, in this order.
+        """Return the rows with the indices `order` as a slice of batches of `length` rows each.
 
-        `taken` is the slice of all rows that these are, so that the arrays are views; None: copies.
+        `taken` is the range of these rows if they are consecutive, so that the arrays are views;
+        None: the arrays are copies.
         """
         batches = len(order) // length
         chosen = order.reshape(batches, length)[:, self.part.fed(length)].ravel()
@@ -200,7 +211,7 @@ class ArraySource(BatchSource):
 
 @dataclass(frozen=True)
 class Split:
-    """The numbers of the rows to train on, and of the rows that are held out."""
+    """The indices of the rows to train on, and of the rows held out for validation."""
 
     trained: np.ndarray
     held_out: np.ndarray
@@ -209,30 +220,35 @@ class Split:
 def hold_out(
     source: BatchSource, evaluated: BatchSource, share: float | Split, seed: int, unit: int = 1
 ) -> tuple[BatchSource, BatchSource]:
-    """Return the sources of the rows to train on, and of the rows that are held out.
+    """Return the source of the rows to train on, and the source of the validation rows.
 
-    `source` and `evaluated` have the same rows. Held out rows are drawn by `seed`, and their number
-    is a multiple of `unit`.
+    Args:
+        source: all rows, as training reads them.
+        evaluated: the same rows, as evaluations read them.
+        share: the share of the rows that is held out for validation, or the indices of both.
+        seed: draws the validation rows.
+        unit: the count of validation rows is a multiple of it.
 
     Raises:
-        ValueError: the share leaves a part empty, or rows cannot be drawn from the data.
+        ValueError: one of both sources has no rows, or rows cannot be drawn from the data.
     """
     if isinstance(share, Split):
-        return source.take(share.trained), evaluated.take(share.held_out)
+        return source.select_rows(share.trained), evaluated.select_rows(share.held_out)
     if source.rows is None:
-        raise _no_share()
+        raise _no_share_error()
     count = round(source.rows * share / unit) * unit
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(
-            f"{argument('validation', share)} of {source.rows} rows, in units of {unit}, leaves a "
-            "part empty: pass a share above 0 and below 1, or (X, y)"
+            f"{argument('validation', share)} of {source.rows} rows, in multiples of {unit} rows, "
+            "leaves no row to validate on or no row to train on: pass another share between 0 and "
+            "1, or (X, y)"
         )
     order = np.random.default_rng([seed, 1]).permutation(source.rows)
-    return source.take(np.sort(order[count:])), evaluated.take(np.sort(order[:count]))
+    return source.select_rows(np.sort(order[count:])), evaluated.select_rows(np.sort(order[:count]))
 
 
-def _no_share() -> ValueError:
-    """Return the error of data from which no share can be held out."""
+def _no_share_error() -> ValueError:
+    """Return the error for data that can only be read in order, so that no rows can be held out."""
     return ValueError(
         f"{argument('validation')}<share> needs arrays, tables or texts in memory: pass other "
         "validation data"
@@ -240,13 +256,13 @@ def _no_share() -> ValueError:
 
 
 class ReaderSource(BatchSource):
-    """Batches that a reader reads in a separate thread, checked one at a time.
+    """Batches that a `Reader` reads in a separate thread, where each batch is checked.
 
     Args:
         reader: reads the batches.
-        fields: the inputs that check them.
-        batch_size: rows of a batch, where the reader cuts them.
-        prefetch: slices that are read ahead; 0 reads without a thread.
+        fields: the inputs of the model, which check the batches.
+        batch_size: rows of a batch, where the reader cuts batches.
+        prefetch: the count of slices that are read ahead; 0 reads without a thread.
     """
 
     def __init__(
@@ -261,25 +277,25 @@ class ReaderSource(BatchSource):
         self.in_memory = isinstance(reader, Batches) and not reader.reuses
 
     @property
-    def order(self) -> np.ndarray | None:
-        """The numbers of the rows in the order of an epoch that is not shuffled; None: in order."""
+    def unshuffled_order(self) -> np.ndarray | None:
+        """The indices of the rows in the order that the reader yields them; None: 0, 1, 2, ..."""
         return self.reader.order
 
-    def take(self, indices: np.ndarray) -> BatchSource:
-        """Return the source of some of the rows, if the reader has them by number."""
+    def select_rows(self, indices: np.ndarray) -> BatchSource:
+        """Return a source of the rows with these indices, if the reader can read single rows."""
         part = self.reader.subset(indices)
         if part is None:
-            return super().take(indices)
+            return super().select_rows(indices)
         part.arguments = self.arguments
         return ReaderSource(part, self.fields, min(self.batch_size, len(indices)), self.prefetch)
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """The description of the data by the reader, and the arguments of the reader."""
+        """The reader's description of its data, with the arguments of the reader."""
         return self.reader.describe() | {"arguments": dict(self.arguments)}
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
-        """Yield the slices of one epoch."""
+        """Yield the slices of one epoch, as the reader yields its batches."""
         seed = None
         if rng is not None and self.reader.shuffles:
             seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
@@ -302,7 +318,7 @@ class ReaderSource(BatchSource):
             self.batches, self.rows = counts
 
     def _read_slices(self, seed: int | None, skip: int, budget: Budget) -> Slices:
-        """Yield slices of batches of equal shapes."""
+        """Yield slices; the batches that are stacked to one slice have equal shapes."""
         number, most, shapes = skip, 1, None
         held: list[tuple[dict[str, np.ndarray], bool]] = []
         rows, begin = 0, False
@@ -311,7 +327,7 @@ class ReaderSource(BatchSource):
                 begin = True
                 continue
             try:
-                arrays, count = self.fields.batch(item)
+                arrays, count = self.fields.checked_batch(item)
             except ValueError as e:
                 raise ValueError(f"batch {number}: {e}") from e
             if self.reader.reuses:
@@ -342,7 +358,10 @@ class ReaderSource(BatchSource):
             yield self._stack_batches(held, rows)
 
     def _read_batches(self, seed: int | None, skip: int) -> Iterator[Any]:
-        """Yield the batches of the reader; late labels are computed here, not in the thread."""
+        """Yield the batches of the reader, with labels that another model computes from each batch.
+
+        Such labels (`late_labels`) are computed in the calling thread, all others in the reader's.
+        """
         items = (item for item in self.reader.batches(self.batch_size, seed, skip))
         if (label := self.reader.late_labels) is None:
             yield from items
@@ -354,7 +373,10 @@ class ReaderSource(BatchSource):
     def _stack_batches(
         self, held: Sequence[tuple[dict[str, np.ndarray], bool]], rows: int
     ) -> Slice:
-        """Return batches of equal shapes as a slice; each says whether it begins a sequence."""
+        """Return a slice of `held`: pairs of a batch and whether a new sequence begins with it.
+
+        `rows` is the count of rows of each batch.
+        """
         batches, begins = zip(*held, strict=True)
         if len(batches) == 1:
             arrays = {name: a[None] for name, a in batches[0].items()}
@@ -365,10 +387,10 @@ class ReaderSource(BatchSource):
 
 
 def adapt_reader(reader: Reader, fields: Fields) -> Reader:
-    """Return a reader for the shapes and dtypes of inputs, and store the names of its classes.
+    """Return `reader` with the shapes and dtypes of the inputs; `fields` gets its class names.
 
     Raises:
-        DataError: the reader has other classes than the model, or numbers them in another order.
+        DataError: the reader has other classes than the model, or in another order.
     """
     names, labels = fields.names, getattr(reader, "labels", None)
     own, known = list(reader.class_names), list(map(str, names.classes))
@@ -377,8 +399,9 @@ def adapt_reader(reader: Reader, fields: Fields) -> Reader:
         check_class_count(own, labels, count)
     if own and known and own != known:
         raise DataError(
-            f"labels are numbered as the classes {first_class_names(own)}, and the model has "
-            f"{first_class_names(known)}: pass {argument('classes', known[:12])} to the reader"
+            f"the reader numbers labels as the classes {first_class_names(own)}, and the model has "
+            f"the classes {first_class_names(known)}: pass {argument('classes', known[:12])} to "
+            "the reader"
         )
     names.classes = names.classes or own
     fields.numbered = bool(own)

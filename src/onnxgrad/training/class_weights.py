@@ -1,4 +1,4 @@
-"""Weights of classes in a loss: given by names or numbers of classes, or balanced by labels."""
+"""Weights of classes in a loss: given by names or indices of classes, or balanced by labels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from onnxgrad.training.batches import BatchSource
 
 
 def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
-    """Return the names of the outputs whose classes are balanced.
+    """Return the names of the outputs for which `class_weight` is "balanced".
 
-    The list is empty if the classes of all outputs are balanced, and None if no classes are.
+    The list is empty if `class_weight` is "balanced" for all outputs. None: for no output.
 
     Args:
         weight: the argument `class_weight` of a trainer.
@@ -35,7 +35,7 @@ def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
         if outputs := [name for name in loss if takes_class_weight(loss[name])]:
             return outputs
         given = named("class_weight")
-        raise ValueError(f"{given} has no effect on these losses: leave out {given}")
+        raise ValueError(f"{given} has no effect, as no label is a class: leave out {given}")
     by_output = weight if isinstance(weight, Mapping) else {}
     outputs = [name for name, value in by_output.items() if isinstance(value, str)]
     for name in outputs:
@@ -44,7 +44,7 @@ def balanced_outputs(weight: Any, loss: Any) -> list[str] | None:
 
 
 def all_class_weights(weight: Any, loss: Any, balanced: dict[str, Any] | None) -> Any:
-    """Return `class_weight` of a trainer with numbers in place of "balanced".
+    """Return the argument `class_weight` of a trainer, with "balanced" replaced by weights.
 
     Args:
         weight: the argument `class_weight`.
@@ -68,7 +68,7 @@ def balanced_class_weights(
     scikit-learn's `class_weight="balanced"`. Labels that are ignored or NaN do not count.
 
     Args:
-        source: the batches to train on; unless they are arrays, all labels are read.
+        source: the batches to train on; all their labels are read.
         labels: the facts of the loss, by label input.
         outputs: the result of `balanced_outputs`.
 
@@ -87,8 +87,8 @@ def balanced_class_weights(
     }
     if not infos or len(infos) < len(outputs):
         raise ValueError(
-            f"{given} needs labels that are class indices, which the loss does not have: pass the "
-            f"weights of classes, or leave out {named('class_weight')}"
+            f"{given} needs a loss whose labels are class indices: pass such a loss, or leave out "
+            f"{named('class_weight')}"
         )
     counts: dict[str, Counter[int]] = {name: Counter() for name in infos}
     for piece in source.label_batches():

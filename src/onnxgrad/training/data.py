@@ -1,4 +1,4 @@
-"""The data that `fit` is called with, and the source of batches for them."""
+"""The data that `fit` is called with, and the sources of batches that read them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from onnxgrad.training.fields import Fields
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data that `fit` is called with.
+    """The data that `fit` is called with: features, labels and sample weights in any form.
 
     `X` is an array or a table, or a dict of arrays or tables; a reader, as `image_folder` returns
     one; a path of Parquet files or a dataset of pyarrow; a dataset of torch or Hugging Face; or an
@@ -66,7 +66,7 @@ class Dataset:
             return False
         listed = isinstance(X, (list, tuple))
         batches = bool(X) and is_batch(X[0]) if listed else isinstance(X, Iterable) or callable(X)
-        if not all(part is None or _is_named(part) for part in (self.y, self.sample_weight)):
+        if not all(part is None or _is_column_names(part) for part in (self.y, self.sample_weight)):
             if batches and self.y is None:
                 raise ValueError(
                     "an iterable of batches brings its sample weights: (X, y, sample_weight)"
@@ -114,7 +114,7 @@ class Dataset:
 
     @property
     def _on_disk(self) -> bool:
-        """Whether an array is a memmap, and all arrays have as many rows."""
+        """Whether an array of `X` is a memmap, and `X`, `y` and weights have equally many rows."""
         parts = [*self.X.values()] if isinstance(self.X, Mapping) else [self.X]
         if not any(isinstance(part, np.memmap) for part in parts):
             return False
@@ -131,48 +131,49 @@ class Dataset:
         return self.reader or Batches(self.X)
 
     @cached_property
-    def first(self) -> tuple[Any, Any, Any]:
-        """The features, labels and weights of all rows, or of the first batch that is read.
+    def first_batch(self) -> tuple[Any, Any, Any]:
+        """Features, labels and sample weights: of all rows, or of the first batch of a stream.
 
         They are None where reading the first batch would lose it. Labels and weights that are
         columns of a table or a dict stay in the features.
         """
-        return _three_parts(self.by_name if self.stream is None else self.stream.peek())
+        return _split_batch(self.resolved_columns if self.stream is None else self.stream.peek())
 
     @property
     def weight_axes(self) -> int:
-        """The largest number of axes of sample weights: 0 for none, 1, or 2 for two or more."""
+        """The largest count of axes of sample weights: 0 for none, 1, or 2 for two or more."""
         if self.batched:
             return 2
         if self.sample_weight is None:
             return 0
-        shape = array_shape(self.by_name[2]) or ()
+        shape = array_shape(self.resolved_columns[2]) or ()
         return 1 + (len(shape) > 2 or (len(shape) == 2 and shape[1] != 1))
 
     @cached_property
-    def given(self) -> frozenset[str] | None:
-        """The names of the inputs that the data have, `LABEL` among them if they have labels.
+    def given_inputs(self) -> frozenset[str] | None:
+        """The names of the model's inputs for which there are data; "label" stands for labels.
 
-        A single array of features has no name. None if they are not known before data are read.
+        A single array of features has no name. None if the names are not known before data are
+        read.
         """
         reader = self.reader or self.stream
-        first = self.by_name if reader is None else reader.first()
+        first = self.resolved_columns if reader is None else reader.first()
         if first is None:
             return None
-        X, y, _ = _three_parts(first)
-        names = frozenset([*names_in(X), *names_in(y)])
+        X, y, _ = _split_batch(first)
+        names = frozenset([*array_or_column_names(X), *array_or_column_names(y)])
         # where a reader pads rows, it writes the mask, which is not all ones
         padded = {"attention_mask"} if reader is not None and reader.pads else set()
         return names | padded | (set() if y is None else {LABEL})
 
     @property
     def columns(self) -> list[str] | None:
-        """The names of the columns of `X`; None unless they are all text."""
-        return column_names(self.by_name[0]) if self.reader is None else None
+        """The names of the columns of the table `X`; None if `X` is no table or has other names."""
+        return column_names(self.resolved_columns[0]) if self.reader is None else None
 
     @cached_property
-    def by_name(self) -> tuple[Any, Any, Any]:
-        """X, y and sample weights, with columns of X in place of their names.
+    def resolved_columns(self) -> tuple[Any, Any, Any]:
+        """`X`, `y` and sample weights; names of columns are replaced by these columns of `X`.
 
         Raises:
             ValueError: as `split_columns`.
@@ -180,12 +181,12 @@ class Dataset:
         return split_columns(self.X, self.y, self.sample_weight)
 
     def source(self, fields: Fields, batch_size: int, prefetch: int = PREFETCHED) -> BatchSource:
-        """Return the source of batches.
+        """Return the source that reads the data in batches and checks them by `fields`.
 
         Args:
-            fields: the inputs.
+            fields: the inputs of the model.
             batch_size: rows of a batch, at most; fewer rows are one batch.
-            prefetch: slices that a thread reads ahead, of data that are not in memory.
+            prefetch: the count of slices that a thread reads ahead, if data are not in memory.
 
         Raises:
             ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
@@ -193,48 +194,53 @@ class Dataset:
         reader, row_axes = self.reader or self.stream, fields.row_axes
         if fields.fixed_rows and fields.divides:
             batch_size = fields.fixed_rows
-        if isinstance(reader, DiskArrays) and (row_axes.batch_axes or row_axes.moved):
-            reader = None  # it cuts rows of the first axis only
+        if isinstance(reader, DiskArrays) and (row_axes.batch_axes or row_axes.moved_axes):
+            reader = None  # `DiskArrays` cut rows along the first axis only
         if reader is not None:
             if reader.count is None and reader.rows is not None:
                 batch_size = min(batch_size, reader.rows)
-                fields.check_rows(reader.rows)
-                fields.check_batch(batch_size)
+                fields.check_row_count(reader.rows)
+                fields.check_batch_size(batch_size)
             in_memory = self.reader is None and isinstance(self.X, (list, tuple))
             return ReaderSource(reader, fields, batch_size, 0 if in_memory else prefetch)
-        arrays = row_axes.rows_first(fields.arrays(*self.by_name))
+        arrays = row_axes.rows_first(fields.checked_arrays(*self.resolved_columns))
         source = ArraySource(arrays, row_axes.names_without_rows(arrays), row_axes, batch_size)
         if source.batch_size < source.rows:
-            row_axes.names_without_rows(
-                arrays, cut=True
-            )  # raises where rows may be on another axis
+            # raises an error where rows may be on another axis
+            row_axes.names_without_rows(arrays, cut=True)
         if fields.weight in source.arrays and not source.arrays[fields.weight].any():
-            raise ValueError(f"{named('sample_weight')} is 0 in all rows, so that none counts")
-        fields.check_batch(source.batch_size)
+            raise ValueError(f"{named('sample_weight')} is 0 in all rows: pass weights above 0")
+        fields.check_batch_size(source.batch_size)
         return source
 
 
 class NamedBatches(Batches):
-    """Batches that are tables or dicts, of which columns are labels and sample weights."""
+    """Batches that are tables or dicts; labels and sample weights are some of their columns."""
 
     def __init__(self, source: Any, y: Any, sample_weight: Any) -> None:
         super().__init__(source)
         self.roles = y, sample_weight
 
     def begin_pass(self) -> Iterator[Any]:
-        """Return an iterator of features, labels and sample weights; None stays None."""
+        """Return an iterator over the batches, as features, labels and sample weights.
+
+        None, which marks the begin of a sequence, is yielded as it comes.
+        """
         batches = super().begin_pass()
         return (b if b is None else split_columns(b, *self.roles) for b in batches)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the batches, and which columns are labels and weights."""
+        """Return a description for JSON: what identifies the batches, and the columns `y` and
+        weights.
+        """
         return super().describe() | dict(zip(("y", "sample_weight"), self.roles, strict=True))
 
 
 def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-    """Return X, y and sample weights, with columns of the table or dict X in place of their names.
+    """Return X, y and sample weights, where names of columns are replaced by these columns of X.
 
-    `y` may be a dict of names by output. The columns are taken out of X.
+    X is a table or a dict, and the result has X without these columns. `y` may be a dict of names
+    by output.
 
     Raises:
         ValueError: X is no table or dict, or has no such column.
@@ -242,18 +248,18 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     columns = list(X) if isinstance(X, Mapping) else column_names(X)
     columns_of: dict[str, list[str]] = {}
 
-    def named_part(key: str, value: Any) -> Any:
+    def replace_names(key: str, value: Any) -> Any:
         if isinstance(value, Mapping) and columns is not None:
-            return {name: named_part(f"{key}[{name!r}]", part) for name, part in value.items()}
+            return {name: replace_names(f"{key}[{name!r}]", part) for name, part in value.items()}
         if not isinstance(value, str):
-            if columns is None or not _is_named(value):
+            if columns is None or not _is_column_names(value):
                 return value
             rows = len(X[columns[0]]) if columns else 0
-            if len(value) == rows and {*value}.isdisjoint(columns):  # the texts are labels
+            if len(value) == rows and {*value}.isdisjoint(columns):  # texts are labels
                 return value
         names = columns_of[key] = _column_list(value, key) or []
         if columns is None:
-            raise ValueError(f"{key}={names} names columns, and X is no table with named columns")
+            raise ValueError(f"{key}={names} names columns: pass a table or dict with them as X")
         if wrong := next((name for name in names if name not in columns), None):
             raise unknown("column", wrong, columns)
         return (
@@ -262,15 +268,15 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
             else ColumnSelection(X, names)
         )
 
-    parts = named_part("y", y), named_part("sample_weight", sample_weight)
+    parts = replace_names("y", y), replace_names("sample_weight", sample_weight)
     if not columns_of:
         return X, y, sample_weight
     taken = [name for names in columns_of.values() for name in names]
     if twice := [name for name in taken if taken.count(name) > 1]:
         roles = [key for key, names in columns_of.items() if twice[0] in names]
         raise ValueError(
-            f"the column {twice[0]!r} is named twice, as {' and '.join(roles)}: "
-            f"{named('sample_weight')} and labels are different columns"
+            f"the column {twice[0]!r} is named twice, as {' and '.join(roles)}: name different "
+            f"columns for labels and {named('sample_weight')}"
         )
     rest = [name for name in columns or () if name not in taken]
     return {name: X[name] for name in rest} if isinstance(X, Mapping) else ColumnSelection(
@@ -278,8 +284,11 @@ def split_columns(X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     ), *parts
 
 
-def _three_parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return the features, labels and sample weights of a batch, None where it has none."""
+def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
+    """Return features, labels and sample weights of a batch (X,), (X, y) or (X, y, weight).
+
+    Labels or weights that the batch lacks are None.
+    """
     parts = [*batch] if isinstance(batch, (tuple, list)) else [batch]
     X, y, weight, *_ = [*parts, None, None, None]
     return X, y, weight
@@ -302,7 +311,7 @@ def array_shape(array: Any) -> tuple[int, ...] | None:
 
 
 def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
-    """Return the data; a tuple (X,), (X, y) or (X, y, sample_weight) is taken apart.
+    """Return the `Dataset` of the arguments; `X` may be a tuple (X, y) or (X, y, sample_weight).
 
     Raises:
         ValueError: a tuple that may be (X, y) or a tuple of batches.
@@ -313,7 +322,7 @@ def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
 
 
 def held_out_data(validation: Any) -> Dataset | float | Split | None:
-    """Return validation data, or the share of the rows that is held out.
+    """Return the argument `validation` as data, or as the share of rows to hold out of training.
 
     Raises:
         ValueError: a number that is no share, or a list that holds no batches.
@@ -325,40 +334,40 @@ def held_out_data(validation: Any) -> Dataset | float | Split | None:
         share = np.asarray(validation)
         if share.dtype.kind != "f" or not 0 < share < 1:
             raise ValueError(
-                f"{argument('validation', share.item())} is no share of the rows, which is above 0 "
-                "and below 1: pass one, or validation data, as (X, y)"
+                f"{argument('validation', share.item())} is no share of the rows: pass a number "
+                "above 0 and below 1, or validation data as (X, y)"
             )
         return float(share)
     if isinstance(validation, list) and 1 < len(validation) < 4:
         arrays = (isinstance(item, str) or getattr(item, "shape", ()) for item in validation)
         if not all(item is None or is_batch(item) for item in validation) and any(arrays):
             raise ValueError(
-                f"{argument('validation')}[...] is a list of batches, and its items are none: pass "
-                "X and y as a tuple, (X, y)"
+                f"{argument('validation')}[...] is a list, whose items must be batches, and these "
+                "are arrays: pass X and y as a tuple, (X, y)"
             )
     return as_dataset(validation)
 
 
-def names_in(X: Any) -> list[Any]:
-    """Return the names of the arrays of a dict, or of the columns of a table; none of an array."""
+def array_or_column_names(X: Any) -> list[Any]:
+    """Return the names of the arrays in a dict, or of the columns of a table; [] for an array."""
     return [*X] if isinstance(X, Mapping) else column_names(X) or []
 
 
-def _is_named(value: Any) -> bool:
-    """Return whether a value is a name of a column, or a list of names."""
+def _is_column_names(value: Any) -> bool:
+    """Return whether a value is the name of a column, or a list of names of columns."""
     names = [value] if isinstance(value, str) else value
     listed = isinstance(names, (list, tuple)) and len(names) > 0
     return listed and all(isinstance(name, str) for name in names)
 
 
 def _column_list(value: Any, key: str) -> list[str] | None:
-    """Return the names of columns in `value`, a name or a list of names.
+    """Return `value`, a name of a column or a list of names, as a list; None is returned as None.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: `value` is anything else; the message calls it `key`.
     """
     if value is None:
         return None
-    if not _is_named(value):
-        raise ValueError(f"{key} must name columns of the data, not be {type(value).__name__}")
+    if not _is_column_names(value):
+        raise ValueError(f"{key} must be names of columns of X, not a {type(value).__name__}")
     return [value] if isinstance(value, str) else list(value)

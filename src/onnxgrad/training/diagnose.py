@@ -1,7 +1,7 @@
-"""Why a training ended: rows and node of a number that is not finite, and labels that do not fit.
+"""Explain why a training ended: the rows and the node of NaN or infinity, or a label that is wrong.
 
-Functions that rebuild one step of a training are here, too: the step that gave NaN or infinity,
-and a sample of the steps.
+Two functions rebuild one step of a training: the step that gave NaN or infinity, and a step that
+can be run alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.callbacks.diagnostics import NanWatch
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.progress import number_text
-from onnxgrad.training.state import TrainState
+from onnxgrad.training.state import TrainState, number_text
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import RATE, Batch, Call
 from onnxgrad.training.step.weight_groups import numpy_dtype
@@ -39,8 +38,8 @@ from onnxgrad.training.step.weight_groups import numpy_dtype
 Arrays = Mapping[str, np.ndarray]
 _NO_TERM = "no label counts: all are ignored, or have the weight zero"
 _NOT_THE_RATE = "This is no matter of the learning rate: with the weights of the file"
-_LARGE = 100.0  # numbers of this size and above are not standardized
-_ENDS = {  # by `state.stop_reason`
+_LARGE = 100.0  # data with numbers above this were not standardized
+_ENDS = {  # clauses that say why a training ended, by `state.stop_reason`
     "max_iter": "all epochs were trained",
     "callback": "a callback ended it",
     "not finite": "the loss or a weight became NaN or infinite",
@@ -53,7 +52,7 @@ _ENDS = {  # by `state.stop_reason`
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Where in a training the weights of its state are from.
+    """The step and epoch of a training that led to the weights in its state.
 
     - `step`: the count of steps that led to the weights.
     - `epoch`: the number of the epoch of the last step, from 1; 0 without any step.
@@ -67,8 +66,8 @@ class KeptWeights:
     record: dict[str, Any]
 
     @classmethod
-    def of(cls, state: TrainState) -> KeptWeights:
-        """Return where the weights of the state of one model are from.
+    def from_state(cls, state: TrainState) -> KeptWeights:
+        """Return the step and epoch that led to the weights in the state of one model.
 
         This is the last step, or the step whose weights a callback restored.
         """
@@ -105,11 +104,11 @@ def warn_of_no_label(loss: Any, epoch: int) -> None:
 
 
 def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> ConvergenceError:
-    """Return the error of a `Loop` in which a number became NaN or infinite.
+    """Return the error to raise in a `Loop` after a loss or a weight became NaN or infinite.
 
     Args:
         loop: the loop, which runs.
-        what: the noun for the number, such as "the validation loss".
+        what: a noun for what is not finite, such as "the validation loss".
         epoch: the number of the epoch, from 1.
         kept: a clause that says which state is kept, unless a callback restores the best weights.
     """
@@ -133,7 +132,7 @@ def divergence_error(loop: Any, what: str, epoch: int, kept: str) -> Convergence
 
 
 def cause_in_fit(loop: Any) -> str:
-    """Return sentences that say why a number of a `Loop` was not finite, and a remedy."""
+    """Return sentences that say why a loss or a weight in a `Loop` is not finite, and a remedy."""
     call, evaluator, in_place = loop.call, loop.call.evaluator, loop.runner.in_place
     outputs = call.recipe.loss.outputs(call.job.proto)
     batches = [] if evaluator.failed is None else [evaluator.failed]
@@ -158,7 +157,7 @@ def cause_in_fit(loop: Any) -> str:
             values = call.job.values_to_evaluate(loop.state)
             if call.job.members is not None:  # no member has a finite loss: any member tells why
                 values = {name: array[0] for name, array in values.items()}
-            return _with_remedy(evaluator.cause(values), remedy)
+            return _with_remedy(evaluator.explain_not_finite(values), remedy)
         # where weights are large, memory may not hold another copy
         return remedy if in_place else cause_in_step(find_failed_step(call), remedy, data) or remedy
     except Exception as e:
@@ -311,7 +310,10 @@ def label_misfit(
 
 
 def _with_remedy(clause: str, remedy: str) -> str:
-    """Return a clause as a sentence, followed by `remedy` except where no label counts."""
+    """Return a clause as a sentence, followed by `remedy`.
+
+    The clause that no label counts has no remedy.
+    """
     return _as_sentence(clause) if clause == _NO_TERM else f"{_as_sentence(clause)}. {remedy}"
 
 
@@ -348,7 +350,7 @@ def find_failed_step(call: Any) -> FailedStep | None:
     process does not have all slots, if statistics are over all rows, or if that step is finite.
     """
     recipe, loop = call.recipe, call.loop
-    if loop.failed is None or _is_shared(call):
+    if loop.failed is None or _needs_other_processes(call):
         return None
     blocks = not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
@@ -366,8 +368,8 @@ def find_failed_step(call: Any) -> FailedStep | None:
     return None
 
 
-def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bool] | None:
-    """Return the model of the running step of a `Fit`, and inputs with which it can be run.
+def runnable_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bool] | None:
+    """Return the step of a `Fit` as a model that can be run alone, with the inputs of a full batch.
 
     The results are the model, its inputs, with the states and a full batch of the loop, and two
     arguments of `session`: the multiply-adds, and whether nodes run in order. The model is one
@@ -375,7 +377,7 @@ def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bo
     before the first step, and where processes share the step.
     """
     recipe, loop = call.recipe, call.loop
-    if loop is None or loop.sample is None or _is_shared(call):
+    if loop is None or loop.sample is None or _needs_other_processes(call):
         return None
     rows, device, blocks = loop.sample.piece.rows, recipe.job.device, not loop.runner.in_place
     step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
@@ -387,7 +389,7 @@ def sample_step(call: Any) -> tuple[ModelProto, dict[str, np.ndarray], float, bo
     return model, inputs, work, step.recomputes
 
 
-def _is_shared(call: Any) -> bool:
+def _needs_other_processes(call: Any) -> bool:
     """Return whether the step of a `Fit` cannot be rebuilt in this process alone.
 
     This is so if the process lacks slots, or if statistics are over the rows of all processes.
@@ -398,14 +400,18 @@ def _is_shared(call: Any) -> bool:
 def _states_and_feeds(
     step: Step, runner: Any, call: Call
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the states of a runner, and the data and feeds of a call, by input of `step`."""
+    """Return two dicts of arrays by input of `step`.
+
+    The first has the states of `runner` (weights, slots and buffers), the second the data and the
+    other inputs of a call of the runtime.
+    """
     states = map(to_numpy, runner.state_values(call.piece).values())
     names = [str(v.name) for v in step.carried]
     return dict(zip(names, states, strict=True)), step.fed(runner.next_call(call))
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:
-    """Return inputs of `step`: weights of a file, initial slots, and a learning rate of zero."""
+    """Return arrays by input of `step`: the weights of a file, initial slots, a rate of zero."""
     trained = {*step.weights}
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
     weights = {ref.name: ref.array() for ref in refs}

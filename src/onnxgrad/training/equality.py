@@ -1,4 +1,4 @@
-"""Whether two arguments are equal: in a cache, in a checkpoint of another process, in an estimator.
+"""Tell whether two arguments are equal: for caches, checkpoints and estimators.
 
 Arguments are compared by descriptions or fingerprints, since models, functions and arrays have no
 useful `==`.
@@ -43,11 +43,11 @@ def describe(value: Any, here: bool = False) -> Any:
         return _digest_of_file(Path(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    again = partial(describe, here=here)
+    describe_inner = partial(describe, here=here)
     if isinstance(value, Mapping):
-        return {str(key): again(v) for key, v in value.items()}
+        return {str(key): describe_inner(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [*map(again, value)]
+        return [*map(describe_inner, value)]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, ModelProto):
@@ -62,7 +62,7 @@ def describe(value: Any, here: bool = False) -> Any:
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
         return value if here else name
     if isinstance(value, partial):
-        return again([value.func, list(value.args), value.keywords])
+        return describe_inner([value.func, list(value.args), value.keywords])
     if isinstance(value, types.FunctionType):
         return _describe_function(value, here)
     return _describe_object(value, here)
@@ -93,13 +93,16 @@ def model_fingerprint(model: Any) -> Any:
     path = Path(model)
     try:
         stamp = _file_stamp(path)
-        return os.fspath(path), stamp, _file_stamps(_data_files(path, stamp))
+        return os.fspath(path), stamp, _file_stamps(_external_data_files(path, stamp))
     except Exception:  # missing or no model: reading the model raises the error
         return object()
 
 
-def options_of(value: Any) -> Any:
-    """Return the name of the class of a callback or metric, of this package with its arguments."""
+def class_and_arguments(value: Any) -> Any:
+    """Return a description for JSON of a callback or metric: the name of its class.
+
+    Classes of this package are described with their arguments, as `{name: arguments}`.
+    """
     kind = type(value)
     if not kind.__module__.startswith("onnxgrad."):
         return kind.__qualname__
@@ -139,7 +142,7 @@ class BuildCache:
 
 
 def _flatten_containers(values: Mapping[str, Any]) -> list[Any]:
-    """Return one list of the values of a mapping, with the elements of lists and dicts in it."""
+    """Return the values of a mapping in one list, lists and dicts with their elements."""
     items: list[Any] = []
     for value in values.values():
         if isinstance(value, dict):
@@ -202,7 +205,7 @@ def _describe_object(value: Any, here: bool) -> Any:
     elif is_dataclass(value):  # a user's subclass may have more attributes than fields
         own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
     elif here and not ours:
-        return object()  # it may have more state than its attributes
+        return object()  # an object of another package may have state beside its attributes
     elif not own or not repr(value).startswith("<"):
         return object() if here else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     return [kind if here else kind.__qualname__, describe(own, here)]
@@ -214,12 +217,17 @@ def digest_bytes(data: bytes) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    """Return the digest of a file, with the external data of a model; the path if it is none."""
+    """Return the digest of a file, for a model with its external data.
+
+    A path that names no file is returned unchanged, as text.
+    """
     if not path.is_file():
         return str(path)
     try:
-        files = (path, *_data_files(path, _file_stamp(path))) if names_model(str(path)) else (path,)
-        return digest_bytes(b"".join(digest_bytes(file.read_bytes()).encode() for file in files))
+        is_model = names_model(str(path))
+        data_files = _external_data_files(path, _file_stamp(path)) if is_model else ()
+        digests = (digest_bytes(file.read_bytes()) for file in (path, *data_files))
+        return digest_bytes("".join(digests).encode())
     except (DecodeError, OSError):  # no model: reading the model raises the error
         return digest_bytes(path.read_bytes())
 
@@ -236,18 +244,18 @@ def _digest_of_model(model: ModelProto) -> str:
 
 
 def _file_stamps(files: Any) -> tuple[Any, ...]:
-    """Return pairs of path and stamp of some files, sorted by path."""
+    """Return pairs of the path and the `_file_stamp` of each file, sorted by path."""
     return tuple((os.fspath(file), _file_stamp(Path(file))) for file in sorted(files))
 
 
 def _file_stamp(file: Path) -> tuple[int, ...]:
-    """Return the time of the last change, the size and the inode of a file."""
+    """Return the modification time in nanoseconds, the size and the inode of a file."""
     stat = file.stat()
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 @lru_cache(maxsize=64)
-def _data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
+def _external_data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
     """Return the files of external data of the model at `path`; `stamp` is its `_file_stamp`."""
     model = onnx.load_model_from_string(path.read_bytes())
     return tuple(path.parent / file for file in sorted(external.files_of(model)))

@@ -33,8 +33,8 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes.inference_form import inference_form
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.output_metrics import ByOutput, OutputMetrics, metrics_of_outputs
-from onnxgrad.training.progress import Totals
 from onnxgrad.training.recipe import Recipe, build_objective
+from onnxgrad.training.state import Totals
 from onnxgrad.training.step.inputs import Batch, Slice
 from onnxgrad.training.step.members import objective_of_stack
 
@@ -42,11 +42,12 @@ Arrays = Mapping[str, np.ndarray]
 # a model computes little for a row if it has at most so many multiply-adds, and the inputs and
 # predictions so many numbers: one call then takes as long as hundreds of rows
 _LITTLE_WORK, _FEW_NUMBERS = 1e5, 1 << 12
-_FREED_ROWS = 8  # of a call, where the file declares one row: such models are often large
-_THREADED_ROWS = 32  # for which a session with several threads has these
+# rows of a call of a model whose file declares one row: such models are often large
+_FREED_ROWS = 8
+_THREADED_ROWS = 32  # the rows for whose work a session with several threads is built
 # the data of a batch; the sums of its losses, and then their counts; the predictions by output
 Results = tuple[dict[str, np.ndarray], list[np.ndarray], dict[str, np.ndarray]]
-Judges = list[list[OutputMetrics]]  # of the outputs of each model
+MetricsByModel = list[list[OutputMetrics]]  # for each model, one for each output
 
 
 class Evaluator:
@@ -70,9 +71,10 @@ class Evaluator:
         self.failed: Batch | None = None
         self._predictors = dict[tuple[str, float], Predictor]()  # shared by copies
 
-    def with_names(self, names: Names) -> Self:
-        """Return a copy for one call, for tables whose columns have these names."""
-        self._computes_little, self._half_dtypes  # noqa: B018  # copies share the cached values
+    def copy_with_names(self, names: Names) -> Self:
+        """Return a copy of this evaluator for one call, whose tables have the columns `names`."""
+        # copies share the cached values
+        self._computes_little, self._output_half_dtypes  # noqa: B018
         new = object.__new__(type(self))  # faster than `copy.copy`
         new.__dict__.update(self.__dict__)
         new.fields, new.failed = self.fields.copy(), None
@@ -80,26 +82,29 @@ class Evaluator:
         return new
 
     def objective(self) -> Objective:
-        """Return the model with its loss; in a stack, of all members in one graph."""
+        """Return the graph of the model and its loss; for a stack, one graph of all its members."""
         one = build_objective(self.recipe, training=False)
         return one if self.members is None else objective_of_stack(one, self.members)
 
     @cached_property
-    def described(self) -> Objective:
-        """The objective of one model or member, which describes inputs, labels and outputs."""
+    def member_objective(self) -> Objective:
+        """The objective of one model (of one member of a stack).
+
+        It tells which inputs, labels and outputs there are.
+        """
         return build_objective(self.recipe, training=False)
 
     @cached_property
     def fields(self) -> Fields:
-        """The inputs that data are checked by."""
-        fields = Fields(self.described, self.job.batch_axes)
+        """The `Fields`, which check arrays of data against the inputs of the model."""
+        fields = Fields(self.member_objective, self.job.batch_axes)
         fields.divides = True
         return fields
 
     @property
-    def rows(self) -> int:
+    def default_rows(self) -> int:
         """The default number of rows of a call of the runtime."""
-        if freed := self.described.freed:
+        if freed := self.member_objective.freed:
             return freed if self.job.carry else max(_FREED_ROWS, freed)
         return self.fields.fixed_rows or (MANY_ROWS if self._computes_little else ROWS)
 
@@ -108,7 +113,7 @@ class Evaluator:
         """Whether the model computes so little for a row that calls of many rows are faster."""
         if self._work_per_row > _LITTLE_WORK or self.job.carry:
             return False
-        one, symbol, numbers = self.described, self.fields.row_axes.symbol, 0
+        one, symbol, numbers = self.member_objective, self.fields.row_axes.symbol, 0
         for value in (*one.data, *one.predictions.values()):
             shape = dims(value)
             known = None if shape is None else tuple(1 if d == symbol else d for d in shape)
@@ -119,11 +124,13 @@ class Evaluator:
 
     @cached_property
     def _work_per_row(self) -> float:
-        """The multiply-adds for a row, of all members of a stack."""
-        return count_multiply_adds(self.described.model.graph) * (self.members or 1)
+        """The count of multiply-adds for one row; in a stack, of all members together."""
+        return count_multiply_adds(self.member_objective.model.graph) * (self.members or 1)
 
     def _predictor_for(self, name: str, rows: int) -> Predictor:
-        """Return the predictor of "predictions", "losses", or "all" for batches of `rows` rows.
+        """Return the `Predictor` that computes `name` for batches of `rows` rows.
+
+        `name` is "predictions", "losses" or "all" for both.
 
         Weights and running statistics are inputs, so that it serves every step of a training.
         Predictions that nothing reads may be many more numbers than the losses need.
@@ -134,13 +141,13 @@ class Evaluator:
             one = self.objective()
             graph, losses = one.model.graph, [] if name == "predictions" else one.reported
             predictions = [] if name == "losses" else one.predictions.values()
-            if predictions:  # the losses read them, rather than computing them in chunks
+            if predictions:  # losses then read whole predictions, computed once, not in chunks
                 losses = [v.meta.get(marks.PLAIN_SUM, v) for v in losses]
             graph.outputs[:] = [*losses, *predictions, *one.states.values()]
             tidy(one.model)
             if not losses:  # no node reads the labels
                 graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-            to_native(graph, Target.for_step(self.job.device, multiply_adds, self.rows))
+            to_native(graph, Target.for_step(self.job.device, multiply_adds, self.default_rows))
             running = session(to_proto(one.model), self.job.device, multiply_adds)
             self._predictors[key] = Predictor(running, fixed_rows=0)
         return self._predictors[key]
@@ -158,21 +165,21 @@ class Evaluator:
         Each process of a `group` computes the predictions of a part of the rows, and sends them to
         the other processes.
         """
-        totals, judging, self.failed = self._new_totals(), self._new_metrics(metrics or {}), None
-        batches = self._batch_results("all" if any(judging) else "losses", values, source, True)
+        totals, by_model, self.failed = self._new_totals(), self._new_metrics(metrics or {}), None
+        batches = self._batch_results("all" if any(by_model) else "losses", values, source, True)
         for batch in batches if group is None else self._results_of_group(batches, group):
-            self._add_batch(totals, judging, batch)
-        scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
+            self._add_batch(totals, by_model, batch)
+        scores = [{n: v for each in own for n, v in each.results().items()} for own in by_model]
         if self.members is not None:
             scores = [{name: np.array([own[name] for own in scores]) for name in scores[0]}]
         return {"loss": totals.mean, **scores[0]}
 
     def _new_totals(self) -> Totals:
-        """Return the sums and counts of losses before the first batch: zeros."""
-        return Totals.of(tuple(self.described.written.factors), {}, self.members)
+        """Return the sums and counts of losses before the first batch, which are zero."""
+        return Totals.from_saved(tuple(self.member_objective.written.factors), {}, self.members)
 
     def _add_losses(self, totals: Totals, losses: list[np.ndarray], rows: int = 0) -> None:
-        """Add the losses of one batch to `totals`: their sums, and then their counts."""
+        """Add `losses`, the sums and then the counts of the losses of a batch, to `totals`."""
         shape, parts = () if self.members is None else (self.members,), len(losses) // 2
         numbers = [np.asarray(y, np.float64).reshape(-1) for y in losses]
         columns = [np.broadcast_to(y if shape else y[0], shape) for y in numbers]
@@ -187,63 +194,73 @@ class Evaluator:
         """
         if not any(metrics.values()):
             return
-        one, judging = self.described, self._new_metrics(metrics)
+        one, by_model = self.member_objective, self._new_metrics(metrics)
         if source.in_memory:
             with closing(self._batch_results("all", values, source)) as results:
-                self._add_batch(self._new_totals(), judging, next(results))
+                self._add_batch(self._new_totals(), by_model, next(results))
             return
-        for judge in judging[0]:
-            info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
+        for output_metrics in by_model[0]:
+            info = output_metrics.info
+            axis = 1 if info.axis is None else info.axis
             shape = dims(one.predictions[str(info.prediction)])
             if shape and (info.classes is None or isinstance(shape[axis], int)):
                 empty = np.empty([d if isinstance(d, int) else 0 for d in shape])
-                judge.begin(np.moveaxis(empty, judge.axis, 0))
+                output_metrics.begin(np.moveaxis(empty, output_metrics.axis, 0))
 
-    def _new_metrics(self, metrics: ByOutput) -> Judges:
-        """Return the metrics of the outputs of each model."""
-        arguments = self.described.labels, metrics, self.row_axis
+    def _new_metrics(self, metrics: ByOutput) -> MetricsByModel:
+        """Return new `OutputMetrics`: for each model of a stack, a list of one for each output."""
+        arguments = self.member_objective.labels, metrics, self.row_axis
         return [metrics_of_outputs(*arguments) for _ in range(self.members or 1)]
 
-    def _add_batch(self, totals: Totals, judging: Judges, batch: Results) -> None:
-        """Add the losses of a batch, and update the metrics of each model by it."""
+    def _add_batch(self, totals: Totals, by_model: MetricsByModel, batch: Results) -> None:
+        """Add the losses of a batch to `totals`, and update the metrics of each model."""
         arrays, losses, predictions = batch
         self._add_losses(totals, losses)
-        finite = np.isfinite(totals.sums).all(axis=0)  # whether the losses so far are
-        weight = arrays.get(self.described.row_weight or "")
+        finite = np.isfinite(totals.sums).all(axis=0)  # whether the losses so far are finite
+        weight = arrays.get(self.member_objective.row_weight or "")
         if weight is not None and (weight == 1).all():
             weight = None  # weights of one are left out, for metrics that take no weights
-        for k, (own, fine) in enumerate(zip(judging, np.ravel(finite).tolist(), strict=True)):
+        for k, (own, fine) in enumerate(zip(by_model, np.ravel(finite).tolist(), strict=True)):
             read = {n: y if self.members is None else y[k] for n, y in predictions.items()}
-            for judge in own:
-                judge.update(read, arrays, weight, fine)
+            for output_metrics in own:
+                output_metrics.update(read, arrays, weight, fine)
 
     def _results_of_group(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
-        """Yield the batches of all processes, with labels and sample weights as their data."""
-        one = self.described
+        """Yield the results of the batches of all processes of a group, gathered in each process.
+
+        Of the data of a batch, only labels and sample weights are sent, as metrics read these.
+        """
+        one = self.member_objective
         for arrays, *results in batches:
             named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
             yield from (b for b in group.gather((named, *results) if arrays else None) if b)
 
-    def cause(self, values: Arrays) -> str:
-        """Return a clause that says why the loss is not finite; `values` are of one model."""
+    def explain_not_finite(self, values: Arrays) -> str:
+        """Return a clause that says why the loss of the last evaluation is not finite.
+
+        `values` are the weights and running statistics of one model, by name.
+        """
         proto = self.job.proto
         outputs = self.recipe.loss.outputs(proto)
         file = constants.replace(proto, {name: values[name] for name in self.job.trained})
 
-        def losses() -> ModelProto:
+        def build_losses_model() -> ModelProto:
             new = build_objective(self.recipe, training=False)
             new.model.graph.outputs[:] = new.reported
             tidy(new.model)
             return to_proto(new.model)
 
-        return cause_in_evaluation(file, outputs, losses, values, self.failed)
+        return cause_in_evaluation(file, outputs, build_losses_model, values, self.failed)
 
     @escaping()
-    def examine(
+    def predict_batches(
         self, values: Arrays, source: BatchSource
     ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
-        """Yield the data and the predictions of every batch, by name, with the rows first."""
-        one = self.described
+        """Yield the data by input and the predictions by output of every batch.
+
+        All arrays have their rows on the first axis.
+        """
+        one = self.member_objective
         labels = {str(info.prediction): label for label, info in one.labels.items()}
         axes = {name: self.row_axis(name, labels.get(name)) for name in one.predictions}
         for arrays, _, found in self._batch_results("all", values, source):
@@ -251,7 +268,7 @@ class Evaluator:
 
     @escaping()
     def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
-        """Return the loss of a single row of a batch; NaN if none of its terms counts."""
+        """Return the loss of the row `row` of a batch; NaN if all its labels are ignored."""
         predictor, axes = self._predictor_for("all", 1), self.fields.row_axes
         fed = axes.as_declared(axes.take_rows(arrays, slice(row, row + 1)))
         totals = self._new_totals()
@@ -261,40 +278,46 @@ class Evaluator:
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
-        """Return the predictions for the data of a source, by output; (members, ...) of a stack."""
+        """Return the predictions for the data of a source, by output.
+
+        The arrays of a stack have the axis of members first.
+        """
         parts = [found for *_, found in self._batch_results("predictions", values, source)]
-        predictions, axis = {}, int(self.members is not None)  # axes of members
-        for name in self.described.predictions:
+        predictions, axis = (
+            {},
+            int(self.members is not None),
+        )  # 1 in a stack
+        for name in self.member_objective.predictions:
             every = [y if y.ndim > axis else y[..., None] for y in (part[name] for part in parts)]
             rows = self.row_axis(name) + axis
             whole = join_rows(name, every, rows)
-            if source.order is not None:
-                whole = whole.take(np.argsort(source.order), rows)
-            dtype = self._half_dtypes.get(name, whole.dtype)
+            if source.unshuffled_order is not None:
+                whole = whole.take(np.argsort(source.unshuffled_order), rows)
+            dtype = self._output_half_dtypes.get(name, whole.dtype)
             predictions[name] = whole.astype(dtype, copy=False)
         return predictions
 
     @cached_property
-    def _half_dtypes(self) -> dict[str, np.dtype]:
-        """The dtypes of the outputs that the file declares to have 16 bits, by name."""
+    def _output_half_dtypes(self) -> dict[str, np.dtype]:
+        """The dtypes of the outputs that the file declares as float16 or bfloat16, by name."""
         stated = {y.name: y.type.tensor_type.elem_type for y in self.job.proto.graph.output}
         return {n: ir.DataType(dtype).numpy() for n, dtype in stated.items() if dtype in HALVES}
 
     def row_axis(self, output: str, label: str | None = None) -> int:
         """Return the row axis of an output; if it declares none, the row axis of its label."""
         axes = self.fields.row_axes
-        shape = dims(self.described.predictions[output]) or ()
+        shape = dims(self.member_objective.predictions[output]) or ()
         if axes.symbol in shape:
             return shape.index(axes.symbol)
-        return 0 if label is None else axes.moved.get(label, 0)
+        return 0 if label is None else axes.moved_axes.get(label, 0)
 
     def _batch_results(
         self, name: str, values: Arrays, source: BatchSource, notes: bool = False
     ) -> Generator[Results, None, None]:
-        """Yield the data of every batch, with the rows first, its losses, and its predictions.
+        """Yield the data of every batch, the sums and counts of its losses, and its predictions.
 
-        States are carried from batch to batch. The data are empty if the rows of the batch do not
-        count.
+        Data have their rows on the first axis. States are carried from batch to batch. The data are
+        empty if the rows of the batch do not count.
 
         Args:
             name: "predictions", "losses" or "all": the outputs to compute.
@@ -303,8 +326,9 @@ class Evaluator:
             notes: whether to set `failed`.
         """
         carried, predictor = dict[str, np.ndarray](), None
-        parts = 0 if name == "predictions" else 2 * len(self.described.written.sums)
-        states, axis = list(self.described.states), [] if self.members is None else [self.members]
+        parts = 0 if name == "predictions" else 2 * len(self.member_objective.written.sums)
+        states = list(self.member_objective.states)
+        axis = [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched_batches(source)):
             arrays = piece.one_batch()
             data = piece.row_axes.as_declared(arrays)
@@ -325,23 +349,29 @@ class Evaluator:
             if notes and self.failed is None and not all(np.isfinite(y).all() for y in losses):
                 (self.failed,) = piece.each(number)
             carried = dict(zip(states, results[end:], strict=True))
-            found = dict(zip(self.described.predictions, results[parts:end], strict=False))
+            found = dict(zip(self.member_objective.predictions, results[parts:end], strict=False))
             yield arrays if piece.counted else {}, losses, found
 
     @property
     def has_computed_labels(self) -> bool:
-        """Whether the model computes a length of a label, or the number of its classes."""
-        one = self.described
+        """Whether the shape of a label, or its count of classes, is known only by running the
+        model.
+
+        Then no check of the data before the run finds a label that does not fit.
+        """
+        one = self.member_objective
         labels = [(one.labels[x.name], dims(x)) for x in one.data if x.name in one.labels]
         return any(isinstance(of.classes, str) or s is None or None in s[1:] for of, s in labels)
 
     def label_misfit(self, fed: Arrays) -> str | None:
-        """Return a message on the label that does not fit its prediction; None if all labels fit.
+        """Return a message that names a label whose shape or class does not fit its prediction.
+
+        None if all labels fit.
 
         Args:
             fed: the weights and the data of a batch whose loss could not be computed.
         """
-        one, axis = self.described, int(self.members is not None)
+        one, axis = self.member_objective, int(self.members is not None)
         try:
             outputs = self._predictor_for("predictions", 1).compute(fed)
         except Exception:  # the model itself fails for these data
@@ -350,7 +380,7 @@ class Evaluator:
         return label_misfit(one.data, one.labels, self.fields, shapes, fed)
 
     def _watched_batches(self, source: BatchSource) -> Iterator[Slice]:
-        """Yield the batches one by one; `shown` is the title of a progress bar on a terminal."""
+        """Yield slices of one batch each, and show a progress bar if `shown` is a title for it."""
         slices = source.epoch(None, 0, lambda batch: 1)
         if self.shown is None:
             yield from slices
@@ -366,12 +396,18 @@ class Evaluator:
                 bar.advance(task, piece.rows)
 
 
-def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
-    """Raise `ValueError` for balanced class weights before `fit`, or rows not on the first axis."""
+def check_class_and_sample_weights(
+    recipe: Recipe, data: Dataset, objective: Objective, fields: Fields
+) -> None:
+    """Raise `ValueError` if `class_weight` or `sample_weight` cannot be applied.
+
+    Balanced class weights are not known before `fit`, and one sample weight for each row needs
+    outputs whose rows are on the first axis.
+    """
     needed = balanced_outputs(recipe.job.class_weight, recipe.job.loss) is not None
     if needed and recipe.balanced is None:
         raise ValueError(
-            f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
+            f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call fit "
             "first, or pass the weights of the classes"
         )
     if data.sample_weight is None or recipe.weight_axes != 1:
@@ -384,14 +420,15 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
         if symbol in shape[1:] and label[0] != symbol:
             raise ValueError(
                 f"{named('sample_weight')}: the rows of the output {name!r}, {shape}, are not on "
-                "its first axis: pass a weight for each label, in its shape, or batch_axes"
+                "its first axis: pass weights in the shape of the labels, or name the axis of rows "
+                "with batch_axes={input: axis}"
             )
 
 
-def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) -> Evaluator:
-    """Return the evaluator of a model, for any weights.
+def cached_evaluator(recipe: Recipe, names: Names, buffers: Collection[str] = ()) -> Evaluator:
+    """Return an evaluator of the model in its inference form, which the job of the recipe caches.
 
-    The job keeps one while the recipe stays the same, of which a copy with `names` is returned.
+    It evaluates any weights. The result is a copy that knows `names`.
 
     Args:
         recipe: the recipe of a trainer's step.
@@ -401,14 +438,14 @@ def evaluator_of(recipe: Recipe, names: Names, buffers: Collection[str] = ()) ->
     job, state = recipe.job, recipe.state
     changing = frozenset({*state.weights, *state.buffers, *buffers})
 
-    def build() -> Evaluator:
+    def build_evaluator() -> Evaluator:
         proto = inference_form(job.proto)
         read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
         return Evaluator(recipe.for_model(proto, read))
 
     key = "labeled" if recipe.labels else "unlabeled"
-    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.step_key, changing), build)
-    return kept.with_names(names)
+    kept = job.built.get(f"evaluator, {key}", lambda: (recipe.step_key, changing), build_evaluator)
+    return kept.copy_with_names(names)
 
 
 def evaluate(
@@ -425,25 +462,28 @@ def evaluate(
             static batch cannot be freed, a call has the rows that the file declares.
         shown: the title of a progress bar; None for none.
     """
-    job, evaluator = recipe.job, evaluator_of(recipe, names.copy())
+    job, evaluator = recipe.job, cached_evaluator(recipe, names.copy())
     evaluator.shown, values = shown, job.values_to_evaluate(recipe.state)
-    check_weights(recipe, data, evaluator.described, evaluator.fields)
-    source = data.source(evaluator.fields, batch_size or evaluator.rows)
+    check_class_and_sample_weights(recipe, data, evaluator.member_objective, evaluator.fields)
+    source = data.source(evaluator.fields, batch_size or evaluator.default_rows)
     results = evaluator.evaluate(values, source, job.metrics)
     if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
         text = f"the loss is {results['loss']}"
         if job.members is not None:
             values = {name: array[bad[0]] for name, array in values.items()}
             text = f"the loss of the members {bad} is not finite"
-        warnings.warn(f"{text}: {evaluator.cause(values)}", stacklevel=3)
+        warnings.warn(f"{text}: {evaluator.explain_not_finite(values)}", stacklevel=3)
     return results
 
 
 def predict(
     recipe: Recipe, names: Names, data: Dataset, batch_size: int | None, shown: str | None
 ) -> dict[str, np.ndarray]:
-    """Return the predictions for data, by output; see `evaluate` for the arguments."""
-    evaluator = evaluator_of(recipe, names.copy())
+    """Return the predictions of a trainer's model for data, by output.
+
+    The arguments are those of `evaluate`.
+    """
+    evaluator = cached_evaluator(recipe, names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
-    source = data.source(fields, batch_size or evaluator.rows)
+    source = data.source(fields, batch_size or evaluator.default_rows)
     return evaluator.predict(recipe.job.values_to_evaluate(recipe.state), source)

@@ -1,4 +1,4 @@
-"""The inputs that data are for: features, labels, sample weights; they check arrays of data."""
+"""The inputs of a model for features, labels and sample weights, which check arrays of data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
 
 class Fields:
-    """The inputs that data are for, of a model with a loss: features, labels, sample weights.
+    """The inputs for features, labels and sample weights of a model with its loss.
+
+    They check the arrays that a user passes.
 
     Args:
         objective: the model and its loss.
@@ -30,12 +32,12 @@ class Fields:
             the default is read from the symbols of the declared shapes.
 
     Attributes:
-        names: the names of the columns, of an earlier training, or else of the first table.
-        left_out: names of labels that data for predictions may have; they are not read.
+        names: the names of the columns in an earlier training, or else in the first table.
+        left_out: names of labels and weights that data for predictions may have; they are not read.
         accumulates: whether a step adds up the gradients of several fixed batches.
         numbered: whether the reader numbers labels, so that they are no names of classes.
         divides: whether larger batches are divided into fixed batches.
-        parts_of: returns into how many parts, which are normalized alone, a batch is divided.
+        parts_of: (rows of a batch) -> the count of parts of a batch that are normalized separately.
 
     Raises:
         ValueError: `batch_axes` names another input, or an axis that the input does not have.
@@ -57,7 +59,7 @@ class Fields:
             labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
         shapes = {str(x.name): dims(x) for x in inputs}
-        self.classified = {n for n, info in labels.items() if _has_classes(info, shapes.get(n))}
+        self.classified = {n for n, info in labels.items() if _is_class_label(info, shapes.get(n))}
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
         self.label: str | None = self.labels[0] if labels else None
         self.features = [name for name in rest if name not in labels]
@@ -85,15 +87,17 @@ class Fields:
             and (axis := self.row_axes.declared_axis(label))
         ):
             self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
-        self.fixed_rows = self.row_axes.fixed
+        self.fixed_rows = self.row_axes.fixed_rows
 
     @property
     def _weight_axes(self) -> int:
-        """The number of axes of the input of sample weights; 0 if there is none."""
+        """The count of axes of the input of sample weights; 0 without such an input."""
         return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
 
-    def _spread_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
-        """Return sample weights in the number of axes of their input: one each of row or label.
+    def _reshape_weights(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
+        """Return sample weights, one for each row or label, with as many axes as their input has.
+
+        `data` are the arrays by input, from which the shape of the labels is read.
 
         Raises:
             ValueError: weights that are neither one for each row nor one for each label.
@@ -102,8 +106,9 @@ class Fields:
         if axes < 2 or self.weight is None:
             if weight.ndim > 2 or (weight.ndim == 2 and weight.shape[1] != 1):
                 raise ValueError(
-                    f"{self.weight!r} must have shape (rows,), not {weight.shape}: the terms of "
-                    "this loss are those of rows, of several outputs or of another model"
+                    f"{self.weight!r} must have shape (rows,), not {weight.shape}: pass one weight "
+                    "for each row, as this loss has one term for each row, several outputs, or "
+                    "comes from another model"
                 )
             return weight
         if weight.ndim < axes and weight.size == len(weight):
@@ -116,19 +121,19 @@ class Fields:
             of_label and any(n not in (1, m) for n, m in zip(weight.shape, label, strict=True))
         ):
             raise ValueError(
-                f"sample weights are one for each row, or in the shape of the labels {label}, not "
-                f"of shape {weight.shape}"
+                f"sample weights have the shape {weight.shape}: pass one weight for each row, or "
+                f"weights in the shape of the labels, {label}"
             )
         return weight
 
     def copy(self) -> Fields:
-        """Return a copy, of which attributes can be replaced: faster than `copy.copy`."""
+        """Return a shallow copy; this method is faster than `copy.copy`."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
 
     def without_labels(self) -> Fields:
-        """Return the inputs without labels and sample weights.
+        """Return the `Fields` of the features only, for predictions.
 
         Data may have both, which are not read: in a batch (X, y), or as columns of a table.
         """
@@ -138,17 +143,19 @@ class Fields:
         new.fields = {name: self.fields[name] for name in self.features}
         return new
 
-    def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
-        """Return checked arrays by input, with the rows on the axes that the model declares.
+    def checked_arrays(
+        self, X: Any, y: Any = None, sample_weight: Any = None
+    ) -> dict[str, np.ndarray]:
+        """Return the data as checked arrays by input, in the axes that the model declares.
 
         Raises:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._check_arrays(self.by_input(X, y, sample_weight))[0]
+        return self._check_arrays(self.data_by_input(X, y, sample_weight))[0]
 
-    def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
-        """Return the data of each input, before `arrays` checks them.
+    def data_by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
+        """Return the unchecked data of each input: features, labels and sample weights by name.
 
         Raises:
             ValueError: an unknown input, label or column, or labels or weights without an input.
@@ -160,14 +167,15 @@ class Fields:
             if self.weight is None:
                 built = named("add_loss_output(..., weight_name='weight')")
                 raise ValueError(
-                    f"the loss takes no sample weights: build it with {built}, or name one loss "
-                    "for each row, the tensor before its reduction, as output= of a loss model"
+                    f"the loss takes no sample weights: leave out {named('sample_weight')}, build "
+                    f"the loss with {built}, or pass a loss model whose output= is the tensor of "
+                    "one loss for each row, before the reduction"
                 )
             data[self.weight] = sample_weight
         return self._order_columns(data)
 
     def _values_by_input(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict of data by input; a label may be named by its output."""
+        """Return `data` by input; labels may come under the name of their prediction's output."""
         outputs = {output: name for output, name in self.label_of.items() if name not in data}
         return {
             name if name in self.fields else outputs.get(name, name): value
@@ -175,7 +183,10 @@ class Fields:
         }
 
     def _labels_by_input(self, y: Any) -> dict[str, Any]:
-        """Return the data of each label: `y`, a dict, or a table with columns of their names."""
+        """Return the data of each label input.
+
+        `y` are the labels of the only label input, or a dict or a table with the labels by name.
+        """
         if not self.labels:
             raise ValueError(f"the model has no label input: pass {argument('y', None)}")
         names = column_names(y)
@@ -193,40 +204,40 @@ class Fields:
     def _check_arrays(
         self, data: Mapping[str, Any], whole: bool = False
     ) -> tuple[dict[str, np.ndarray], int]:
-        """Return the checked arrays of the inputs, and the number of rows.
+        """Return the checked arrays by input, and their count of rows.
 
         Args:
             data: the data, by input.
-            whole: whether they are a batch that goes into the model uncut, so that only axes of
-                the declared row symbol are rows.
+            whole: whether `data` are a batch that goes into the model as it is, so that only axes
+                that are declared with the symbol of the rows are rows.
         """
         if wrong := next((name for name in data if name not in self.fields), None):
             raise unknown("input", wrong, [*self.fields])
         if missing := [n for n in self.fields if n not in data and n != self.weight]:
-            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
+            raise ValueError(f"no data for the inputs {missing}: pass them beside {list(data)}")
         numbers = {name: self._numbers_of_input(name, value) for name, value in data.items()}
         if self.weight in numbers:
-            numbers[self.weight] = self._spread_weights(numbers[self.weight], numbers)
+            numbers[self.weight] = self._reshape_weights(numbers[self.weight], numbers)
         if whole:
             axes = {n: self.row_axes.declared_axis(n) for n in self.fields}
         else:
-            axes = self.row_axes.axes_of({n: a.shape for n, a in numbers.items()})
+            axes = self.row_axes.find_row_axes({n: a.shape for n, a in numbers.items()})
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
-        rows = self._count_uncut(arrays, axes) if whole else count_rows(arrays, axes)
+        rows = self._count_rows_of_whole_batch(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight is not None and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
-            ones, axis = self._spread_weights(np.ones(rows), {}), axes[self.weight]
+            ones, axis = self._reshape_weights(np.ones(rows), {}), axes[self.weight]
             arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
         if not whole:
-            self.check_rows(rows)
+            self.check_row_count(rows)
         arrays = {name: arrays[name] for name in self.fields}
-        self._check_axes(arrays)
+        self._check_shared_dims(arrays)
         for name, field in self.fields.items():
             field.check_indices(arrays, axes[name], field.cells(data.get(name)))
         return arrays, rows
 
-    def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Raise if axes of one symbolic dimension differ in length."""
+    def _check_shared_dims(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise `ValueError` if axes that the model declares with one symbol differ in length."""
         lengths: dict[str, tuple[int, str]] = {}
         for name, array in arrays.items():
             for axis, d in enumerate(self.fields[name].shape or ()):
@@ -246,9 +257,9 @@ class Fields:
                     )
 
     def _order_columns(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data of each input, with the columns of tables in the order of training.
+        """Return `data` with the columns of each table in the order that they had in training.
 
-        The names of the columns of the first tables are stored.
+        Without an earlier training, `names` gets the names of the columns.
 
         Raises:
             DataError: a table has other columns.
@@ -322,16 +333,16 @@ class Fields:
             for n, columns in by_input.items()
         }
 
-    def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
-        """Return the checked arrays of one batch of an iterable, and its number of rows.
+    def checked_batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
+        """Return the checked arrays of one batch of an iterable by input, and its count of rows.
 
         Arrays with rows have them on the first axis. A batch is (X, y), (X, y, weight), or a dict,
-        which goes into the model uncut: dtypes and declared shapes are checked, and whether
+        which goes into the model as it is: dtypes and declared shapes are checked, and whether
         dimensions of one symbol agree. The number of rows of a dict is the length of the row axis
         of the label, or of the first axis of the label, or 1.
 
         Raises:
-            ValueError: as `arrays`.
+            ValueError: as `checked_arrays`.
         """
         if whole := isinstance(item, Mapping):
             data = self._order_columns(
@@ -343,45 +354,52 @@ class Fields:
                 raise ValueError(
                     f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
                 )
-            data = self.by_input(*parts[: 1 if self.left_out else 3])
+            data = self.data_by_input(*parts[: 1 if self.left_out else 3])
         arrays, rows = self._check_arrays(data, whole)
         if not whole or self.one_value is not None:
-            self.check_batch(rows)
+            self.check_batch_size(rows)
         return self.row_axes.rows_first(arrays), rows
 
     def _numbers_of_input(self, name: str, data: Any) -> np.ndarray:
-        """Return the data of an input as numbers; labels may be names of classes."""
+        """Return the data of the input `name` as an array of numbers.
+
+        Names of classes become indices of classes.
+        """
         own = self.fields[name]
         if name in self.classified and not self.numbered:
             ignored = own.ignored, bool(own.ignores_nan)
             data = labels_to_class_indices(data, self.names.classes, name, *ignored)
         return own.numbers(data)
 
-    def _count_uncut(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-        """Return the number of rows of a batch that goes into the model uncut."""
+    def _count_rows_of_whole_batch(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+        """Return the count of rows of a batch that goes into the model as it is, by its label.
+
+        Without a label, it is the length of the row axis of the inputs, or 1 if these differ.
+        """
         for name in self.labels:
             if not arrays[name].size:
-                raise ValueError(f"{name!r} is empty: a batch needs a label")
+                raise ValueError(f"{name!r} has no labels in a batch: leave out empty batches")
         if self.label is None:
             counts = {arrays[n].shape[a] for n, a in axes.items() if a is not None and n in arrays}
             return counts.pop() if len(counts) == 1 else 1
         shape, axis = arrays[self.label].shape, axes[self.label] or 0
         return shape[axis] if shape else 1
 
-    def check_rows(self, rows: int) -> None:
-        """Raise if the model has a fixed batch, and `rows` is no multiple of its rows."""
+    def check_row_count(self, rows: int) -> None:
+        """Raise `ValueError` unless `rows` is a multiple of the rows of the model's fixed batch."""
         if self.fixed_rows and rows % self.fixed_rows:
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
                 f"not {rows} rows, or export it with a symbolic batch"
             )
 
-    def check_batch(self, rows: int) -> None:
-        """Raise if a batch of `rows` rows does not fit the fixed batch of the model, or is small.
+    def check_batch_size(self, rows: int) -> None:
+        """Raise `ValueError` if the model cannot train on a batch of `rows` rows.
 
-        The statistics of a batch, or of each part of a divided batch, need more than one value.
+        The rows must fit the fixed batch of the model, and statistics of a batch, or of each part
+        of a divided batch, need more than one row.
         """
-        self.check_rows(rows)
+        self.check_row_count(rows)
         if self.one_value is not None and rows < 2 * (parts := self.parts_of(rows)):
             cut = f", which is computed in {parts} parts" * (parts > 1)
             raise ValueError(
@@ -397,8 +415,8 @@ class Fields:
             )
 
 
-def _has_classes(info: LossInfo, shape: Dims | None) -> bool:
-    """Return whether each label is a class, which may be given by name.
+def _is_class_label(info: LossInfo, shape: Dims | None) -> bool:
+    """Return whether a label is one class of a row, so that users may pass the name of the class.
 
     A score that is compared with a threshold tells two classes apart. Where a row has several such
     scores, as of tags, the columns of the labels have the names, and labels are numbers.

@@ -1,7 +1,7 @@
 """Inputs of language models that follow from the tokens: empty caches, masks and positions.
 
 Nodes of the objective compute them, as transformers does, unless the data have them: a cache holds
-no rows, a mask is one for every token, and positions count the tokens of a row that the mask keeps.
+no keys, a mask is one for every token, and positions count the tokens of a row that the mask keeps.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def computable_inputs(proto: ModelProto, language: bool = False) -> frozenset[st
     return frozenset(grow | {n for n in beside if n == BRANCH or len(axes[n]) == 2})
 
 
-def is_cache(name: str) -> bool:
-    """Return whether `name`, an input of `computable_inputs`, is a cache."""
+def is_key_value_cache(name: str) -> bool:
+    """Return whether the input `name`, one of `computable_inputs`, holds cached keys or values."""
     return name not in (MASK, POSITIONS, BRANCH)
 
 
 def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
-    """Replace the inputs `names`, of `computable_inputs`, by nodes that compute them, in place.
+    """Replace the inputs `names`, some of `computable_inputs`, by nodes that compute them, in
+    place.
 
     The types and shapes of the graph must be inferred before. A cache that a node reads stays an
     input if no shape tells its size.
@@ -60,8 +61,8 @@ def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
     tokens = next((inputs[name] for name in _TOKENS if name in inputs), None)
     if tokens is None or (rank(tokens) or 0) < 2:
         return
-    if any(map(is_cache, names)):
-        grow_caches(graph)
+    if any(map(is_key_value_cache, names)):
+        remove_cache_windows(graph)
     op = Emit(graph)
     with op.at(next(iter(graph), None)):
         for name in names & inputs.keys():
@@ -72,15 +73,16 @@ def compute_inputs(model: ir.Model, names: Collection[str]) -> None:
             if not x.uses() and not x.is_graph_output():
                 graph.inputs.remove(x)
     mask = inputs.get(MASK)
-    if mask in graph.inputs and rank(mask) == 2 and any(map(is_cache, names)):  # without a past
+    # without a past, the mask covers the tokens of this call only
+    if mask in graph.inputs and rank(mask) == 2 and any(map(is_key_value_cache, names)):
         mask.shape = ir.Shape((dims(tokens) or ())[:2])  # type: ignore[union-attr]
 
 
-def grow_caches(graph: ir.Graph) -> bool:
-    """Let attention in a window keep all rows in its cache, in place; return whether nodes changed.
+def remove_cache_windows(graph: ir.Graph) -> bool:
+    """Let the caches of sliding-window attention keep the keys of all tokens, in place.
 
-    The attention reads the same rows. A cache of the last rows only would have a fixed length, and
-    could not be empty.
+    Return whether a node changed. The attention reads the same keys. A cache of the last keys only
+    would have a fixed length, and could not be empty.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type == "GroupQueryAttention"]
     removed = [node.attributes.pop("sliding_window_cache", None) for node in nodes]
@@ -98,7 +100,7 @@ def _compute_input(
     rows, length = op.dim(tokens, 0), op.dim(tokens, 1)
     if x.name == BRANCH:
         return op.const(np.zeros(1, bool))
-    if is_cache(str(x.name)):
+    if is_key_value_cache(str(x.name)):
         heads, size = cache_sizes(x)
         if heads is None or size is None:
             return None
@@ -128,7 +130,8 @@ def cache_sizes(x: ir.Value) -> tuple[int | None, int | None]:
     with it; None where no shape tells the number.
     """
     found: list[list[Dim]] = [[*(dims(x) or ())]]
-    casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]  # see `widen`
+    # `widen` adds such casts
+    casts = [use.node.outputs[0] for use in x.uses() if use.node.op_type == "Cast"]
     for node in {use.node for value in (x, *casts) for use in value.uses()}:
         beside = node.inputs if node.op_type == "Concat" else ()
         shapes = (*map(dims, node.outputs), *map(dims, beside), *result_shapes(node))

@@ -21,17 +21,17 @@ from onnxgrad.schedules.compose import Warmup
 from onnxgrad.schedules.curves import InverseSqrt
 from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
-from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.callbacks.checkpoint import newest_checkpoint
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.class_weights import balanced_class_weights, balanced_outputs
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluator import Evaluator, check_weights, evaluator_of
+from onnxgrad.training.evaluator import Evaluator, cached_evaluator, check_class_and_sample_weights
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.identity import Identity, identity_of, require_equal
+from onnxgrad.training.identity import Identity, identity_of, require_same_training
+from onnxgrad.training.job import training_notes
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.recipe import Recipe
-from onnxgrad.training.remembered import training_notes
 from onnxgrad.training.run.runner import Compiled, Runner, micro_batches
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step.gradients import INITIAL
@@ -39,7 +39,7 @@ from onnxgrad.training.step.inputs import Batch
 
 
 class Fit:
-    """One call of `fit` or `partial_fit`; it lets go of the data when it ends.
+    """One call of `fit` or `partial_fit`, which keeps no reference to the data after its end.
 
     Args:
         trainer: the trainer that callbacks get.
@@ -95,39 +95,39 @@ class Fit:
         if outputs is None or self.further:
             return
         plain = replace(self.recipe, balanced=None)
-        described = evaluator_of(plain, self.names)
-        source = self._batch_source(self.data, described.fields)
+        evaluator = cached_evaluator(plain, self.names)
+        source = self._batch_source(self.data, evaluator.fields)
         if self.held_out is not None and not isinstance(self.held_out, Dataset):
-            unit = described.fields.fixed_rows or 1
+            unit = evaluator.fields.fixed_rows or 1
             source, _ = hold_out(source, source, self.held_out, self.job.seed, unit)
-        weights = balanced_class_weights(source, described.described.labels, outputs)
+        weights = balanced_class_weights(source, evaluator.member_objective.labels, outputs)
         self.recipe = replace(self.recipe, balanced=weights)
         vars(self).pop("evaluator", None)  # an evaluator of the recipe before has other weights
 
     @cached_property
     def evaluator(self) -> Evaluator:
         """The evaluator of the model in its inference form."""
-        return evaluator_of(self.recipe, self.names, self.buffers)
+        return cached_evaluator(self.recipe, self.names, self.buffers)
 
     def begin(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None = None) -> Loop:
         """Build all that the training needs, copy the state to the device, and return the loop."""
         job, shared = self.job, self.sharing
         if shared is not None:
-            shared.check_call(self, epochs, shuffle, resume is not None)
+            shared.check_equal_arguments(self, epochs, shuffle, resume is not None)
         self.balance_classes()
         compiled = job.built.get(
             "step", lambda: self.recipe.step_key, lambda: Compiled(self.recipe)
         )
         objective = compiled.objective
         axis = [] if job.members is None else [job.members]
-        starts = objective.initial_buffers | (INITIAL if objective.scales else {})
+        starts = objective.initial_buffers | (INITIAL if objective.scales_loss else {})
         self.buffers = {
             n: np.array(np.broadcast_to(a, (*axis, *a.shape))) for n, a in starts.items()
         }
         self.labels, fields = objective.labels, self._training_fields(objective)
         source, held_out = self._training_and_validation_sources(fields, shuffle)
         self._check_batches(source, fields)
-        if held_out is not None and job.every_metric:
+        if held_out is not None and job.all_metrics:
             values = self.buffers | job.values_to_evaluate(self.state)
             self.evaluator.check_metrics(values, held_out, job.metrics)
         identity = partial(identity_of, job, source, held_out, shuffle, shared)
@@ -136,10 +136,10 @@ class Fit:
             begun = partial(self._begin_or_resume, identity(), resume)
             state = begun() if shared is None or resume is None else shared.load_in_first(begun)
         self.recipe.state = state  # so that memory of the weights before can be freed
-        self._check_frozen(state)
+        self._check_frozen_members(state)
         first = state.epoch if self.further else 0
         if shared is not None:
-            shared.check_beginning(job, state, identity(), source, held_out)
+            shared.check_equal_beginnings(job, state, identity(), source, held_out)
             source = shared.own_source(source)
             self.callbacks = shared.own_callbacks(self.callbacks)
             if held_out is not None:
@@ -153,20 +153,24 @@ class Fit:
         if runner.step.rounding:
             text = straight_through_warning(runner.step.rounding)
             warnings.warn(text, stacklevel=frames_inside() + 1)
-        if self.further:  # nothing is refused from here on
+        if self.further:  # no error is raised from here on, so that the state may change
             state.begin_epoch(self.buffers)
         state.begin(runner, self.further)
         self.loop = Loop(self, first, first + epochs)
         return self.loop
 
-    def _check_frozen(self, state: TrainState) -> None:
-        """Warn of frozen members of a stack, which do not train; raise if all are frozen."""
+    def _check_frozen_members(self, state: TrainState) -> None:
+        """Warn of frozen members of a stack, which do not train.
+
+        Raises:
+            ValueError: all members are frozen.
+        """
         stops = any(isinstance(c, EarlyStopping) for c in self.job.callbacks.callbacks)
         if not state.frozen or (stops and not self.further):  # `EarlyStopping` tells of them
             return
         remedy = f"call fit, without {argument('resume')}, to begin another training"
         if len(state.frozen) == self.job.members:
-            raise ValueError(f"all members are frozen: {remedy}")
+            raise ValueError(f"all members of the stack are frozen: {remedy}")
         text = f"the members {sorted(state.frozen)} are frozen and do not train: {remedy}"
         warnings.warn(text, stacklevel=frames_inside() + 1)
 
@@ -191,13 +195,16 @@ class Fit:
         return {f"validation_{name}": value for name, value in results.items()}
 
     def _training_fields(self, objective: Objective) -> Fields:
-        """Return the `Fields` that check the data to train on, and add notes for the file."""
+        """Return the `Fields` that check the data to train on.
+
+        `names` gets the notes that the trained file will have in its metadata.
+        """
         job, fields = self.job, Fields(objective, self.job.batch_axes)
         fields.accumulates = not job.carry
         features = (fields.fields[name] for name in fields.features)
         self.names.notes = training_notes(job, self.names.notes, self.data.reader, features)
-        check_weights(self.recipe, self.data, objective, fields)
-        fields.parts_of = partial(self._count_parts, statistics=True)
+        check_class_and_sample_weights(self.recipe, self.data, objective, fields)
+        fields.parts_of = partial(self._count_batch_parts, statistics=True)
         return fields
 
     def _build_runner(self, compiled: Compiled, source: BatchSource, fields: Fields) -> Runner:
@@ -209,13 +216,13 @@ class Fit:
     def _training_and_validation_sources(
         self, fields: Fields, shuffle: bool
     ) -> tuple[BatchSource, BatchSource | None]:
-        """Return the sources of the batches to train on and of validation batches, or None."""
+        """Return the source of training batches, and the source of validation batches or None."""
         source, job = self._batch_source(self.data, fields), self.job
-        X, y, weight = self.data.first
-        # before validation data, whose columns would otherwise name the inputs
+        X, y, weight = self.data.first_batch
+        # the first table names the columns: these must be the training data, not validation data
         if X is not None and self.data.stream is not None:
             try:
-                fields.by_input(X, y, weight)
+                fields.data_by_input(X, y, weight)
             except ValueError as e:
                 raise ValueError(f"batch 0: {e}") from e
         if job.carry and shuffle and source.shuffles:
@@ -237,7 +244,7 @@ class Fit:
         )
         both = hold_out(source, every, self.held_out, job.seed, fields.fixed_rows or 1)
         for part in both:
-            fields.check_rows(part.rows or 0)
+            fields.check_row_count(part.rows or 0)
         return both
 
     def _check_batches(self, source: BatchSource, fields: Fields) -> None:
@@ -246,7 +253,7 @@ class Fit:
         `mix` needs two rows in each part of a batch, and statistics of a batch more than one value.
         """
         rows = min(source.batch_size, source.rows or source.batch_size)
-        if self.job.mix is not None and rows < 2 * self._count_parts(rows):
+        if self.job.mix is not None and rows < 2 * self._count_batch_parts(rows):
             processes = 1 if self.sharing is None else self.sharing.part.size
             raise ValueError(
                 f"mix has nothing to mix: batches of {source.batch_size} rows are cut into single "
@@ -258,13 +265,16 @@ class Fit:
         if source.cuts and source.rows is not None:
             sizes = {min(source.batch_size, source.rows), source.rows % source.batch_size} - {0}
             for rows in sorted(sizes):
-                fields.check_batch(rows)
+                fields.check_batch_size(rows)
         elif source.in_memory:
             for _ in source.epoch(None, 0, lambda batch: 1):
                 pass  # reading a batch checks it
 
-    def _count_parts(self, rows: int, statistics: bool = False) -> int:
-        """Return the count of parts in which a batch of `rows` rows is computed."""
+    def _count_batch_parts(self, rows: int, statistics: bool = False) -> int:
+        """Return the count of parts into which processes and micro-batches cut a batch.
+
+        With `statistics`, a part has the rows over which BatchNormalization computes statistics.
+        """
         shared = self.sharing
         processes = (
             1 if shared is None or (statistics and shared.statistics_part) else shared.part.size
@@ -276,16 +286,17 @@ class Fit:
         """Return the source of the batches of `data`, of `batch_size` or the usual size."""
         fields.names, size = self.names, self.batch_size
         if not size:  # the fixed batch of the file, unless that is one row without a state
-            own = fields.fixed_rows or self.evaluator.described.freed
+            own = fields.fixed_rows or self.evaluator.member_objective.freed
             takes_any = own in (0, 1) and not (own and self.job.carry)
             size = self.job.usual_batch_size if takes_any else own
         return data.source(fields, size)
 
     def _training_rates(self, batches: int | None, epochs: int) -> Rates:
-        """Return the learning rates of the steps, in a stack of all members.
+        """Return the learning rate of each step, in a stack for each member.
 
         Raises:
-            ValueError: a rate depends on validation data, and there is none; or would jump.
+            ValueError: a rate depends on validation data, and there are none; or a resumed training
+                would continue at another rate.
         """
         job, state, rates = self.job, self.state, list[Rates]()
         steps = None if batches is None else batches * epochs
@@ -297,7 +308,7 @@ class Fit:
                     remedy = "partial_fit evaluates no validation data, call fit"
                 raise ValueError(f"the learning rate depends on {monitored}: {remedy}")
             if batches is not None:
-                _check_length(rate, state, batches, epochs)
+                _check_schedule_length(rate, state, batches, epochs)
             rates.append(rate.rates_of_training(state, steps, None if job.members is None else k))
         state.epochs = None if self.further else epochs
         return rates[0] if job.members is None else MemberRates(rates, state)
@@ -310,10 +321,10 @@ class Fit:
             ValueError: the checkpoint is of another training.
         """
         old, balanced = self.state, self.recipe.balanced
-        found = None if resume is None else newest(resume, TrainState.load)
+        found = None if resume is None else newest_checkpoint(resume, TrainState.load)
         if found is not None:
             path, state = found
-            require_equal(state.identity, identity, path)
+            require_same_training(state.identity, identity, path)
             if has_random_sampler(self.data.X):
                 warnings.warn(
                     "the DataLoader draws the order of rows, which a checkpoint cannot restore: "
@@ -339,8 +350,10 @@ class Fit:
         return state
 
 
-def _check_length(rate: Any, state: TrainState, batches: int, epochs: int) -> None:
-    """Raise if a resumed training has another length; warn if its warm-up does not end.
+def _check_schedule_length(rate: Any, state: TrainState, batches: int, epochs: int) -> None:
+    """Raise an error if a resumed training has another count of steps, on which its rates depend.
+
+    Warn if the warm-up is longer than the training.
 
     Args:
         rate: the learning rate of the job.

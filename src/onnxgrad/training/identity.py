@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.equality import describe, options_of
+from onnxgrad.training.equality import class_and_arguments, describe
 from onnxgrad.training.job import Job
 from onnxgrad.training.sharing import Sharing
 
@@ -67,23 +67,23 @@ def identity_of(
             "shuffle": shuffle,
             "data": source.description,
             "validation": None if held_out is None else held_out.description,
-            "parallel": {} if sharing is None else sharing.identity(job.batch_norm),
+            "parallel": {} if sharing is None else sharing.compared_options(job.batch_norm),
             "callbacks": {
                 c.key: {name: getattr(c, name) for name in c.compared_arguments}
                 for c in job.callbacks.all
                 if c.compared_arguments
             },
             "monitored metrics": {
-                m.name: options_of(m)
-                for m in job.every_metric
+                m.name: class_and_arguments(m)
+                for m in job.all_metrics
                 if any(name.endswith(m.name) for name in monitored)
             },
         },
     )
 
 
-def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
-    """Raise `ValueError` for a checkpoint of another training, naming the values that differ.
+def require_same_training(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
+    """Raise `ValueError` if a checkpoint is of another training; the message names what differs.
 
     A callback that only one of the two trainings has is not compared.
 
@@ -113,7 +113,7 @@ def _short_repr(value: Any) -> str:
 
 
 def _find_differences(saved: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return pairs of different values of two nested mappings, by the path of keys "a.b.c"."""
+    """Return pairs of the values that differ between two nested mappings, by path "key.key.key"."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         different: dict[str, tuple[Any, Any]] = {}
         for name in dict.fromkeys([*saved, *now]):

@@ -7,8 +7,10 @@ on it.
 from __future__ import annotations
 
 import gc
+import json
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -21,13 +23,17 @@ from onnxgrad.autodiff.recompute import RECOMPUTE
 from onnxgrad.checks import check_choice, check_count, check_positive
 from onnxgrad.data.class_numbers import class_weights_by_index
 from onnxgrad.data.columns import Names, read_names
+from onnxgrad.data.field import Field
+from onnxgrad.data.image_transforms import IMAGES
+from onnxgrad.data.readers import Reader
 from onnxgrad.errors import named, unknown
 from onnxgrad.graph.precision import HALVES
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
-from onnxgrad.model.read import read
+from onnxgrad.model.read import names_model, read
 from onnxgrad.model.without_elements import without_large_weights
+from onnxgrad.operators.shapes import Dims
 from onnxgrad.optimizers.base import Optimizer
 from onnxgrad.optimizers.presets import select as select_optimizer, sgd
 from onnxgrad.parallel.process_groups import DataParallel
@@ -57,21 +63,21 @@ Check = Callable[[str, Any], Any]  # name, value -> the value that a `Job` holds
 
 
 def _copy_mapping(name: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a mapping; None stands for an empty one."""
+    """Return a copy of the argument `value`, a mapping; {} for None."""
     return dict(value or {})
 
 
 def _check_one_of(*choices: str) -> Check:
-    """Return a check that accepts the texts `choices` only."""
+    """Return a `Check` that raises `ValueError` for values other than the texts `choices`."""
     return lambda name, value: check_choice(name, value, choices)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """The check of an argument of `Trainer`, `TrainerStack` or `fit`, and its effects.
+    """How an argument of `Trainer`, `TrainerStack` or `fit` is checked, and what depends on it.
 
     Attributes:
-        fields: the names of the fields of a `Job` that follow from the argument, separated by
+        fields: the names of the fields of a `Job` that are set from the argument, separated by
             spaces. Empty where the argument belongs to the call of `fit`, or where `identity_of`
             reads it by other means.
         check: (name, value) -> the value that a `Job` holds. It raises a `ValueError` that names
@@ -155,7 +161,7 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _job_fields(arguments: Iterable[Argument]) -> list[str]:
-    """Return the names of the fields of a `Job` that follow from `arguments`, each once."""
+    """Return the names of the fields of a `Job` that are set from `arguments`, each once."""
     names = (name for argument in arguments for name in argument.fields.split())
     return list(dict.fromkeys(names))
 
@@ -166,12 +172,12 @@ _STACK_FIELDS = ("members", "optimizers", "learning_rates")
 
 
 def usual_rate(optimizer: Optimizer) -> float:
-    """Return the learning rate that an optimizer has without the argument `learning_rate`."""
+    """Return the learning rate with which an optimizer trains if `learning_rate` is not passed."""
     return 1e-3 if optimizer.usual_rate is None else optimizer.usual_rate
 
 
 def select_rate(rate: Any, optimizer: Optimizer) -> LearningRate:
-    """Return the argument `learning_rate` as a schedule; None is the usual rate of `optimizer`."""
+    """Return the argument `learning_rate` as a schedule; None means `usual_rate(optimizer)`."""
     rate = usual_rate(optimizer) if rate is None else rate
     return rate if isinstance(rate, LearningRate) else select_schedule(rate)
 
@@ -188,7 +194,7 @@ _REMEDIES = {  # by the names that other libraries give to arguments
 
 
 def require_known_arguments(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise `TypeError` for an argument that is not `known`.
+    """Raise `TypeError` for the first name in `given` that is not among the `known` arguments.
 
     For names of other libraries, such as `lr`, the message says which argument to pass instead.
     """
@@ -198,8 +204,11 @@ def require_known_arguments(given: Iterable[str], known: Collection[str]) -> Non
         raise TypeError(str(unknown("argument", name, known)))
 
 
-def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` with the errors of `require_known_arguments` for unknown arguments."""
+def refuse_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, changed to say what to pass in place of an argument that it lacks.
+
+    The errors are those of `require_known_arguments`.
+    """
     known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)
@@ -277,11 +286,11 @@ class Job:
     def constant_dtypes(self) -> dict[str, ir.DataType]:
         """The dtypes of the constants of the model, by name."""
 
-        def read() -> dict[str, ir.DataType]:
+        def read_dtypes() -> dict[str, ir.DataType]:
             refs = constants.constant_refs(self.proto)
             return {ref.name: ir.DataType(ref.read().data_type) for ref in refs}
 
-        return self.built.get("constant_dtypes", lambda: id(self.proto), read)
+        return self.built.get("constant_dtypes", lambda: id(self.proto), read_dtypes)
 
     @property
     def half_dtypes(self) -> Dtypes:
@@ -289,17 +298,17 @@ class Job:
         return {name: d.numpy() for name, d in self.constant_dtypes.items() if d in HALVES}
 
     @property
-    def moved_inputs(self) -> set[str]:
+    def inputs_with_moved_rows(self) -> set[str]:
         """The names of the inputs whose rows are not on their first axis, by `batch_axes`."""
         return {name for name, axis in self.batch_axes.items() if axis != 0}
 
     @property
     def averages_weights(self) -> bool:
-        """Whether an optimizer averages weights."""
+        """Whether an optimizer of this job also keeps averages of the weights."""
         return any(optimizer.averages for optimizer in self.optimizers)
 
     @property
-    def every_metric(self) -> list[Metric]:
+    def all_metrics(self) -> list[Metric]:
         """The metrics of all outputs."""
         return [metric for listed in self.metrics.values() for metric in listed]
 
@@ -307,14 +316,14 @@ class Job:
     def arguments(self) -> dict[str, Any]:
         """The arguments of the trainer that trackers and reports show, by name."""
         values = {name: getattr(self, name) for name in ARGUMENTS if hasattr(self, name)}
-        values["metrics"] = self.every_metric
+        values["metrics"] = self.all_metrics
         if self.members is not None:
             values |= {"optimizer": self.optimizers, "learning_rate": self.learning_rates}
         return values
 
     @property
     def compared_fields(self) -> dict[str, Any]:
-        """The fields that must be equal in a resumed training and in all processes, by name."""
+        """The fields that must be equal in a resumed training, and in all processes, by name."""
         of_stack = self.members is not None
         names = [n for n in _COMPARED_FIELDS if of_stack or n not in _STACK_FIELDS]
         return {name: getattr(self, name) for name in names}
@@ -325,10 +334,6 @@ class Job:
         values = {name: getattr(self, name) for name in _STEP_FIELDS}
         return id(self.proto), self.built.fingerprint(values)
 
-    def copy_without_cache(self) -> Job:
-        """Return an equal job with an empty cache of sessions and graphs."""
-        return replace(self, built=BuildCache())
-
     # -- the values of a state --------------------------------------------------------------
 
     def weights_to_begin(self, state: TrainState) -> Arrays:
@@ -336,7 +341,7 @@ class Job:
 
         They are not rounded to the 16 bits of a file.
         """
-        values = self._values_in_training(state)
+        values = self._unrounded_values(state)
         return {name: values[name] for name in state.weights}
 
     def values_to_evaluate(self, state: TrainState) -> Arrays:
@@ -346,7 +351,7 @@ class Job:
         of a stack have the axis of members first. Values of constants that have 16 bits in the file
         are rounded to 16 bits.
         """
-        values, dtypes = self._values_in_training(state), self.half_dtypes
+        values, dtypes = self._unrounded_values(state), self.half_dtypes
         if not dtypes:
             return values
         values = cast_to_dtypes(values, dtypes)
@@ -358,20 +363,23 @@ class Job:
         Raises:
             ValueError: an element beyond the range of the dtype.
         """
-        return cast_within_range(self._values_in_training(state), self.half_dtypes)
+        return cast_within_range(self._unrounded_values(state), self.half_dtypes)
 
     def rounding_errors(self, state: TrainState) -> dict[str, float]:
-        """Return the largest and the mean error of rounding weights to the 16 bits of a file."""
+        """Return the largest and the mean error of rounding weights to the 16 bits of the file."""
         if self.precision == "file":
             return {}
-        return rounding_errors(self._values_in_training(state), self.half_dtypes)
+        return rounding_errors(self._unrounded_values(state), self.half_dtypes)
 
     def cast_for_training(self, array: np.ndarray) -> np.ndarray:
         """Return the elements of a constant in the dtype in which it trains and is evaluated."""
         return array if self.precision == "file" else cast_halves_to_float32(array)
 
-    def _values_in_training(self, state: TrainState) -> Arrays:
-        """Return the values of `values_to_evaluate` before they are rounded."""
+    def _unrounded_values(self, state: TrainState) -> Arrays:
+        """Return the weights or their averages, and running statistics, by name, without rounding.
+
+        `values_to_evaluate` rounds these values.
+        """
         values = state.values
         buffers = {n: a for n, a in values.buffers.items() if n in self.constant_dtypes}
         if not self.averages_weights:
@@ -388,7 +396,7 @@ class Job:
 _DERIVED_FROM = "model train freeze train_ranges classes optimizer learning_rate".split()
 
 
-def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
+def create_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
     """Return the job of a trainer, the names of columns and classes, and the first weights.
 
     Args:
@@ -432,3 +440,49 @@ def begin_job(given: Mapping[str, Any]) -> tuple[Job, Names, Arrays]:
         **checked,
     )
     return job, names, {name: job.cast_for_training(refs[name].array()) for name in trained}
+
+
+# -- the metadata of a trained file ------------------------------------------------------------
+
+LOSS = "onnxgrad.training_loss"  # metadata: a list of one dict, arguments of a `Trainer`
+
+_CHANNELS = frozenset((1, 3, 4))  # lengths of the axis of channels of images
+
+
+def training_notes(
+    job: Job, kept: Mapping[str, list[Any]], reader: Reader | None, features: Iterable[Field]
+) -> dict[str, list[Any]]:
+    """Return the notes that a training adds to the metadata of its model file, by key.
+
+    Args:
+        job: the arguments of the training.
+        kept: the notes of earlier trainings.
+        reader: the reader of the rows; None for arrays.
+        features: the data inputs other than labels.
+    """
+    notes = {LOSS: _loss_note(job), **({} if reader is None else reader.remembered)}
+    known = read_note(job.proto, IMAGES) or kept.get(IMAGES)
+    shapes: list[Dims] = [x.shape or () for x in features if x.dtype.kind == "f"]
+    may_take_images = any(len(s) == 4 and not _CHANNELS.isdisjoint(s[1::2]) for s in shapes)
+    if IMAGES not in notes and not known and may_take_images:
+        notes[IMAGES] = [{"arrays": True}]  # arrays do not tell how images became numbers
+    return dict(kept) | notes
+
+
+def _loss_note(job: Job) -> list[dict[str, Any]]:
+    """Return a list of one dict: the arguments of a `Trainer` that describe the loss.
+
+    The list is empty if JSON cannot hold them.
+    """
+    by_output = job.loss if isinstance(job.loss, Mapping) else {None: job.loss}
+    if not all(isinstance(name, str) and not names_model(name) for name in by_output.values()):
+        return []
+    stated = {"loss": job.loss, "loss_options": job.loss_options, "loss_weights": job.loss_weights}
+    try:
+        # arrays and numbers of numpy have `tolist`; other objects raise `AttributeError`
+        text = json.dumps(
+            {name: v for name, v in stated.items() if v}, default=operator.methodcaller("tolist")
+        )
+    except (TypeError, AttributeError):
+        return []
+    return [json.loads(text)]

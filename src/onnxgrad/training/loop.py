@@ -1,4 +1,4 @@
-"""The one loop of training: epochs of slices of batches, with events between them."""
+"""The training loop: epochs of slices (stacks of batches), with events of callbacks between."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
-from onnxgrad.training.progress import FitProgress, Totals, mean_over_members
 from onnxgrad.training.run.runner import Losses, Runner
 from onnxgrad.training.run.stages import Asked
-from onnxgrad.training.state import TrainState
+from onnxgrad.training.state import FitProgress, Totals, TrainState, mean_over_members
 from onnxgrad.training.step.gradients import SCALE, SKIPPED
 from onnxgrad.training.step.inputs import FIRST, Call, Slice
 
@@ -30,7 +29,7 @@ INTERRUPTED, ERROR = "interrupted", "error"
 
 
 class Loop:
-    """The epochs of one call of `fit`, whose arguments are checked already.
+    """Runs the epochs of one call of `fit`, whose arguments are checked already.
 
     Args:
         call: the `Fit`, with its state, runner, source, rates and callbacks; until training ends.
@@ -63,7 +62,7 @@ class Loop:
     def _resumed_totals(self) -> Totals:
         """Return the sums of the losses of the unfinished epoch, zeros before its first step."""
         state = self.state
-        return Totals.of(self.runner.step.factors, state.running, state.members)
+        return Totals.from_saved(self.runner.step.factors, state.running, state.members)
 
     @property
     def _learning_rate(self) -> Any:
@@ -136,9 +135,10 @@ class Loop:
 
     @contextmanager
     def _restoring_after_errors(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
-        """Set the state back if the block raises, so that a resumed training runs all of the block.
+        """Set the state back if the block raises an error, so that a resumed training repeats it.
 
-        `restore` sets the state back to an earlier one; None: to the state before the block.
+        A `ConvergenceError` does not set the state back. `restore` sets the state back to an
+        earlier one; None: to the state before the block.
         """
         restore = restore or self.state.memento()
         try:
@@ -161,12 +161,12 @@ class Loop:
         source, step = call.source, runner.step
         if call.callbacks.all or call.validated is not None or not isinstance(source, ArraySource):
             return 1
-        if runner.member_shape or not runner.compute.joins_batches:  # the runner looks at each step
+        if runner.member_shape or not runner.compute.joins_batches:  # runners read each step
             return 1
         begun = state.position or state.pending
         if begun or step.has_loss_scale or FIRST.name in step.feeds or not call.rates.steady:
             return 1
-        most = min(source.joins, runner.budget() // source.batches)
+        most = min(source.most_joined_epochs, runner.budget() // source.batches)
         return min(most, self.last_epoch - state.epoch)
 
     def _run_epochs_at_once(self, count: int) -> None:
@@ -178,8 +178,8 @@ class Loop:
             for state.epoch in range(first, first + count):
                 orders.append(state.row_order() if self.call.shuffle else None)
             state.epoch = first
-            call, batches = self._next_call(source.epochs(orders)), source.batches
-            losses = self._run_call(call)
+            call, batches = self._call_for_slice(source.join_epochs(orders)), source.batches
+            losses = self._run_runtime_call(call)
             for i in range(0, count * batches, batches):
                 own = call.part_of(i, batches)
                 self._totals = self._resumed_totals()
@@ -247,7 +247,11 @@ class Loop:
         return True
 
     def _end_step(self) -> Callable[[], None] | None:
-        """Call the events of a step; at the end of an epoch, return a function that undoes them."""
+        """Call `on_step_end` of all callbacks, and carry out what they ask for in `control`.
+
+        At the end of an epoch, requests are carried out later, together with those of the epoch;
+        the function that is returned then undoes the call of the events.
+        """
         restore = self.state.memento()
         with self._restoring_after_errors(restore):
             self.state.pending = False
@@ -255,7 +259,7 @@ class Loop:
             control, source = self.control, self.call.source
             if source.rows == self._totals.rows or source.batches == self.state.position:
                 self._share_requests()
-                return restore  # requests are obeyed at the end, in one entry of the history
+                return restore  # requests are carried out after the epoch is in the history
             requests = [control.stop, control.save, control.evaluate]
             self._asked = not control.freeze and self.runner.ask(requests)
             if self._asked:
@@ -266,16 +270,16 @@ class Loop:
         return None
 
     def _timed_slices(self) -> Generator[Slice, None, None]:
-        """Yield the slices of the epoch, and measure the time that reading each slice takes."""
+        """Yield the slices of the epoch, and add up the time that reading each slice takes."""
         state, call = self.state, self.call
-        done = state.step - state.position  # in earlier epochs
+        done = state.step - state.position  # the count of steps of earlier epochs
 
-        def most_batches(batch: int) -> int:
+        def most_batches_from(batch: int) -> int:
             most = self.runner.budget()
             return min(most, call.callbacks.steps_until_stop(done + batch) or most)
 
         order = state.row_order() if call.shuffle else None
-        slices = call.source.epoch(order, state.position, most_batches)
+        slices = call.source.epoch(order, state.position, most_batches_from)
         try:
             while True:
                 start = time.perf_counter()
@@ -287,8 +291,8 @@ class Loop:
         finally:
             slices.close()
 
-    def _next_call(self, piece: Slice) -> Call:
-        """Return the next call of the runtime: the steps of a slice at their learning rates."""
+    def _call_for_slice(self, piece: Slice) -> Call:
+        """Return the `Call` that runs the steps of a slice next, at their learning rates."""
         state = self.state
         return Call(piece, self.call.rates.at(state.step, piece.batches), state.position)
 
@@ -298,10 +302,10 @@ class Loop:
         Raises:
             ConvergenceError: the loss or a weight is not finite.
         """
-        start, call = time.perf_counter(), self._next_call(piece)
+        start, call = time.perf_counter(), self._call_for_slice(piece)
         if self.sample is None or piece.rows >= self.sample.piece.rows:  # not a short last batch
             self.sample = call
-        losses = self._run_call(call)
+        losses = self._run_runtime_call(call)
         self._seconds[1] += time.perf_counter() - start
         if losses is None:
             self.state.learning_rate, self.failed = call.rates[-1].tolist(), call
@@ -309,8 +313,8 @@ class Loop:
             raise divergence_error(self, "the loss or a weight", epoch, kept)
         self._count_steps(call, losses)
 
-    def _run_call(self, call: Call) -> Losses | None:
-        """Return the losses of the steps of a call; None if a loss or weight is not finite.
+    def _run_runtime_call(self, call: Call) -> Losses | None:
+        """Run a call of the runtime, and return the losses of its steps; None if one is not finite.
 
         Raises:
             ValueError: onnxruntime fails, as a label does not fit its prediction.
@@ -339,7 +343,7 @@ class Loop:
         self._record_epoch()
         entry = self.state.history[-1]
         if self.call.validated is not None:
-            self._evaluate_into(entry)
+            self._evaluate_and_record(entry)
         self.call.rates.observe(entry)
         self._call_event("on_epoch_end")
         self._obey_requests()
@@ -366,7 +370,7 @@ class Loop:
             state.history.append(entry)
         warn_of_no_label(loss, state.epoch)
 
-    def _evaluate_into(self, entry: dict[str, Any]) -> None:
+    def _evaluate_and_record(self, entry: dict[str, Any]) -> None:
         """Evaluate the validation data, and add the results to `entry`, the last of the history."""
         self.runner.collect()  # an average of weights may be among the slots
         results, history = self.call.validation_results(), self.state.history
@@ -387,13 +391,16 @@ class Loop:
         self._call_event("on_evaluate")
 
     def _call_event(self, event: str, shares: bool = True) -> None:
-        """Call the method `event` of each callback; if `shares`, processes exchange requests."""
+        """Call the method `event` of each callback.
+
+        With `shares`, the processes of a group then exchange the requests of their callbacks.
+        """
         self.call.callbacks.call(event, self.call.trainer, self.state, self.control)
         if shares:
             self._share_requests()
 
     def _share_requests(self) -> None:
-        """Let each process of a group have the requests of all processes."""
+        """Exchange requests of callbacks, so that all processes of a group carry out the same."""
         control = self.control
         requests = self.runner.agree([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
@@ -405,14 +412,14 @@ class Loop:
             members, asked = self.state.members, sorted(control.freeze)
             if members is not None and (unknown := [k for k in asked if k not in range(members)]):
                 raise ValueError(
-                    f"control.freeze names the members {unknown} of the stack, which has the "
-                    f"members 0 to {members - 1}: a callback must add indices of these"
+                    f"a callback added {unknown} to control.freeze, and the stack has the members "
+                    f"0 to {members - 1}: add indices of these members only"
                 )
             self.runner.freeze(asked)
             control.freeze = set()
             control.stop |= len(self.state.frozen) == members
         if control.evaluate and self.call.validated is not None:
-            self._extra_evaluation()
+            self._evaluate_on_request()
         control.evaluate = False
         if control.save:
             control.save = False
@@ -421,8 +428,11 @@ class Loop:
                 self.call.callbacks.save(self.call.trainer, self.state)
             self._call_event("on_save")
 
-    def _extra_evaluation(self) -> None:
-        """Evaluate the validation data for a callback, unless it was done after this step."""
+    def _evaluate_on_request(self) -> None:
+        """Evaluate the validation data as a callback asks for it.
+
+        Nothing is done if the history has an evaluation after the same step.
+        """
         state = self.state
         last = state.history[-1] if state.history else {}
         if last.get("step") == state.step and "validation_loss" in last:
@@ -431,7 +441,7 @@ class Loop:
         if last.get("step") != state.step:
             entry = {"step": state.step, "epoch": state.epoch}
             entry["learning_rate"] = self._learning_rate
-        self._evaluate_into(entry)
+        self._evaluate_and_record(entry)
         if entry is not last:
             self.call.rates.observe(entry)
 
@@ -469,7 +479,10 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back inside of the block, which may be nested; raise a signal at its end."""
+        """Hold signals back inside of the block, and raise a signal that came at the block's end.
+
+        Blocks may be nested.
+        """
         self._held, self._depth = True, self._depth + 1
         try:
             yield
@@ -481,7 +494,7 @@ class Interrupts:
             self._raise_signal(number)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Keep the first signal that comes inside of `held`; raise any signal elsewhere."""
+        """Keep the first signal that comes inside of a `held` block; raise a signal elsewhere."""
         if self._held:
             self._waiting = self._waiting or number
         else:

@@ -26,7 +26,7 @@ from onnxgrad.training.step.inputs import Call, Feed, draw_numbers
 _DOUBLE = ir.DataType.DOUBLE
 # the stream of random numbers [seed, 3, draw]; other streams of a trainer are [seed, 1], [seed, 2]
 _STREAM = 3
-_MOST_CHANNELS = 4  # of an image with the channels last
+_MOST_CHANNELS = 4  # an axis of at most this length may be the axis of channels
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,26 @@ class Mixup:
         check_positive("alpha", self.alpha)
 
     def random_numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the share of the own row in the mixed row."""
+        """Draw the share that each row keeps of its values; the partner has the rest."""
         return [rng.beta(self.alpha, self.alpha)]
 
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
         """Return the names of the inputs that are mixed; `features` are the inputs of the model."""
-        return (
-            _require_one_name(features, "mixup(inputs=[...])")
-            if self.inputs is None
-            else self.inputs
-        )
+        return self.inputs or _require_one_name(features, "mixup(inputs=[...])")
 
-    def write(
+    def write_mixed_inputs(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
     ) -> tuple[list[ir.Value], MixedRows]:
-        """Return the inputs share x_i + (1 - share) x_partners[i], and how rows are mixed."""
+        """Return share x_i + (1 - share) x_partners[i] for each input x, and the `MixedRows`.
+
+        The `MixedRows` tell the loss the partners and the share.
+        """
         mixed = MixedRows(partners, op.Reshape(numbers, []))
         for x in inputs:
             if x.dtype is None or not x.dtype.is_floating_point():
                 raise ValueError(
-                    f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name inputs of "
-                    "floats by mixup(inputs=[...]), or use cutmix"
+                    f"mixup: the input {x.name!r} has no floats, but {x.dtype}: name float inputs "
+                    "with mixup(inputs=[...]), or use cutmix"
                 )
         return [mixed.blend(op, x, mixed.take_partners(op, x)) for x in inputs], mixed
 
@@ -77,8 +76,8 @@ class CutMix:
         check_positive("alpha", self.alpha)
 
     def random_numbers(self, rng: np.random.Generator) -> list[float]:
-        """Draw the share of the own image, and numbers from 0 to 1 for the center of the box."""
-        centers = rng.random(8)  # as many as an input may have axes
+        """Draw the share that an image keeps, and the center of the box by axis, from 0 to 1."""
+        centers = rng.random(8)  # an input has at most eight axes
         return [rng.beta(self.alpha, self.alpha), *centers]
 
     def mixed_inputs(self, features: Sequence[str]) -> Sequence[str]:
@@ -87,12 +86,12 @@ class CutMix:
             _require_one_name(features, "cutmix(input=...)") if self.input is None else [self.input]
         )
 
-    def write(
+    def write_mixed_inputs(
         self, op: Emit, inputs: Sequence[ir.Value], partners: ir.Value, numbers: ir.Value
     ) -> tuple[list[ir.Value], MixedRows]:
-        """Return the images with a box of the partner's image, and how rows are mixed.
+        """Return the images with a box of the partner's image, and the `MixedRows`.
 
-        The share of the own image is the area outside of the box.
+        The `MixedRows` tell the loss the partners, and the share of the area outside of the box.
         """
         [x] = inputs
         axes, n = self._box_axes(x), rank(x) or 0
@@ -125,7 +124,7 @@ class CutMix:
         """
         n, shape = rank(x), dims(x) or ()
         if n is None:
-            raise ValueError(f"cutmix: the input {x.name!r} has an unknown number of axes")
+            raise ValueError(f"cutmix: declare the shape of the input {x.name!r} in the model")
         if self.axes is not None:
             axes = tuple(axis % n if -n <= axis < n else -1 for axis in self.axes)
             if not axes or len(set(axes)) < len(axes) or any(axis < 1 for axis in axes):
@@ -137,7 +136,7 @@ class CutMix:
         few = [isinstance(d, int) and d <= _MOST_CHANNELS for d in shape]
         if n != 4 or (few[3] and not few[1]):
             raise ValueError(
-                f"cutmix: the input {x.name!r} of the shape {list(shape)} has no images (rows, "
+                f"cutmix: the input {x.name!r} has the shape {list(shape)}, which is not (rows, "
                 "channels, height, width): name the axes of height and width, as "
                 "cutmix(axes=(1, 2))"
             )
@@ -148,7 +147,7 @@ Mix = Mixup | CutMix
 
 
 def check_mix(mix: Any) -> Mix | None:
-    """Return the argument `mix` of a trainer.
+    """Return the argument `mix` of a trainer unchanged, if it is valid.
 
     Raises:
         ValueError: `mix` is neither a `Mix` nor None.
@@ -235,18 +234,18 @@ def cutmix(
     """
     chosen = None if axes is None else tuple(int(axis) for axis in axes)
     if chosen is not None and not 0 < len(chosen) < 9:
-        raise ValueError(f"axes are one to eight axes, not {chosen}")
+        raise ValueError(f"cutmix: axes={chosen} must name one to eight axes")
     return CutMix(alpha, input, chosen)
 
 
 def mix_rows(
     op: Emit, job: Any, loss: Any, data: Sequence[ir.Value], rows: Any
 ) -> MixedRows | None:
-    """Mix inputs by the argument `mix` of a `Job`; return how rows are mixed, None without `mix`.
+    """Mix the rows of inputs, as the argument `mix` of a `Job` says, and return the `MixedRows`.
 
-    The nodes of the graph read the mixed values. The graph gets the inputs `partners`, the index of
-    the row that each row is mixed with, int64 (N,), and `mix_numbers`, the random numbers that
-    `mix` draws for a batch, float64 (numbers,).
+    None is returned for a job without `mix`. The nodes of the graph read the mixed values. The
+    graph gets the inputs `partners`, the index of the row that each row is mixed with, int64 (N,),
+    and `mix_numbers`, the random numbers that `mix` draws for a batch, float64 (numbers,).
 
     Args:
         op: writes into the graph.
@@ -266,11 +265,11 @@ def mix_rows(
         raise ValueError(
             f"mix takes a loss of onnxgrad.losses.LOSSES, not a loss that is {kind}: leave out mix"
         )
-    for name, given in (("carry", job.carry), ("batch_axes", sorted(job.moved_inputs))):
+    for name, given in (("carry", job.carry), ("batch_axes", sorted(job.inputs_with_moved_rows))):
         if given:
             raise ValueError(
-                f"mix and {name} for {list(given)}: batches are mixed one by one, along the "
-                "first axis. Leave mix out"
+                "mix mixes the rows of one batch along the first axis, which does not go with "
+                f"{name} for {list(given)}: leave out mix or {name}"
             )
     mix, seed, inputs = job.mix, job.seed, {str(x.name): x for x in data}
     chosen = []
@@ -282,17 +281,22 @@ def mix_rows(
     uses = {x: list(x.uses()) for x in chosen}
     count = len(mix.random_numbers(np.random.default_rng(0)))
 
-    @lru_cache(maxsize=1)  # both inputs of a call are drawn together
-    def draw_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the partners and the numbers of batches, by the numbers of their draws."""
+    @lru_cache(maxsize=1)  # permutation and numbers of a call are drawn at once
+    def draw_for_batches(draws: tuple[int, ...], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the row permutations and the random numbers of batches, one for each of `draws`.
+
+        A draw, the index of a batch in the training, and the seed decide both.
+        """
         generators = [np.random.default_rng([seed, _STREAM, draw]) for draw in draws]
         numbers = np.array([mix.random_numbers(rng) for rng in generators])
         return np.array([rng.permutation(rows) for rng in generators]), numbers
 
     def drawn_values(call: Call, index: int) -> np.ndarray:
-        """Return the partners, or the numbers, of each batch of a call."""
+        """Return the row permutation (index 0) or random numbers (1) of each batch of a call."""
         draws, rows = draw_numbers(call), call.piece.own // (call.micro_batches or 1)
-        return draw_batches(tuple(draws.ravel().tolist()), rows)[index].reshape(*draws.shape, -1)
+        return draw_for_batches(tuple(draws.ravel().tolist()), rows)[index].reshape(
+            *draws.shape, -1
+        )
 
     inputs_of_mix = ("partners", ir.DataType.INT64, length), ("mix_numbers", _DOUBLE, count)
     partners, numbers = (
@@ -300,7 +304,7 @@ def mix_rows(
         for i, (name, dtype, n) in enumerate(inputs_of_mix)
     )
     with op.at(next(iter(op.graph), None)):
-        values, mixed = mix.write(op, chosen, partners, numbers)
+        values, mixed = mix.write_mixed_inputs(op, chosen, partners, numbers)
     for x, value in zip(chosen, values, strict=True):
         for node, index in uses[x]:
             node.replace_input_with(index, value)
@@ -308,7 +312,7 @@ def mix_rows(
 
 
 def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
-    """Return the length of the first axis of all inputs, a number or the symbol of the rows.
+    """Return the common length of the first axis of `inputs`, a number or the symbol of the rows.
 
     Raises:
         ValueError: lengths that differ, a single row, or rows that are not on the first axis.
@@ -326,7 +330,7 @@ def _common_row_dim(inputs: Sequence[ir.Value], rows: Any) -> Any:
 
 
 def _require_one_name(features: Sequence[str], remedy: str) -> Sequence[str]:
-    """Return `features`, which has one name; raise `ValueError` for several names."""
+    """Return `features`, a list of one name; raise `ValueError` if it has several names."""
     if len(features) == 1:
         return features
     raise ValueError(

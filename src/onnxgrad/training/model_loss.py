@@ -45,10 +45,10 @@ def loss_output(proto: ModelProto) -> str:
     return single[0]
 
 
-def outputs_beside(proto: ModelProto, loss: str) -> list[str]:
-    """Return the names of the outputs that are predictions: all outputs but the loss.
+def prediction_outputs(proto: ModelProto, loss: str) -> list[str]:
+    """Return the names of the outputs of a model that are predictions: all outputs but the loss.
 
-    If the metadata name the prediction, it is the only one.
+    If the metadata of the model name one output as its prediction, only this name is returned.
     """
     noted = loss_info(proto).prediction
     names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
@@ -69,7 +69,7 @@ class ComputedLoss:
     reduction: str = "mean"
 
     def outputs(self, proto: ModelProto) -> list[str]:
-        """Return the name of the output, in a list.
+        """Return a list with the name of the output that is the loss.
 
         Raises:
             ValueError: the model has no such output.
@@ -87,7 +87,7 @@ def write_model_loss(
     loss: ir.Value,
     data: Sequence[ir.Value],
 ) -> WrittenLoss:
-    """Return the loss that the model computes, as the mean of a batch.
+    """Return the loss that a model computes itself as a sum over rows and their count.
 
     A loss that is a sum over rows by the metadata of `add_loss_output` is divided by their count.
 
@@ -112,7 +112,7 @@ def write_model_loss(
     kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = op.Cast(_as_scalar(op, loss), to=kind)
     labels = [name for name in (info.label, "label") if name in inputs]
-    count = op.Cast(count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
+    count = op.Cast(write_row_count(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
     own = total if info.reduction is None and computed.reduction == "mean" else None
     if (info.reduction or computed.reduction) == "mean":
         total = total * count
@@ -124,7 +124,7 @@ def write_model_loss(
 
 
 def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
-    """Return a loss of one element as a scalar.
+    """Return `loss`, a tensor of one element, as a scalar.
 
     A reduction over all axes that computes the loss is written without keeping the axes.
     """
@@ -139,8 +139,8 @@ def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
     return op.Reshape(loss, [])
 
 
-def count_rows(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
-    """Return the count of rows of a batch, a scalar.
+def write_row_count(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
+    """Write the count of rows of a batch, and return it as a scalar int64.
 
     It is the length of an axis with the symbol `BATCH`, or else of the first axis of the label.
     """

@@ -31,12 +31,14 @@ class TrainingLoss(Protocol):
     def write(
         self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
     ) -> WrittenLoss:
-        """Write the loss of these tensors."""
+        """Write the nodes of the loss of `predictions`, by output; return the `WrittenLoss`."""
 
 
 @dataclass
 class Objective:
-    """A graph with the loss that `written` describes: sum_k factors_k sums_k / counts_k.
+    """A graph of a model and its loss, which is sum_k factors_k sums_k / counts_k.
+
+    `written` has the factors, sums and counts; k runs over the outputs that the loss compares.
 
     Attributes:
         job: the model and the arguments that the graph was written for.
@@ -72,33 +74,33 @@ class Objective:
 
     @property
     def sparse_masks(self) -> dict[str, np.ndarray]:
-        """The masks of the stored elements of sparse weights, which alone train, by name."""
+        """The masks of the stored elements of sparse weights, by name; other elements stay zero."""
         return constants.masks_of_sparse(self.job.proto, self.job.trained)
 
     @property
-    def scales(self) -> bool:
+    def scales_loss(self) -> bool:
         """Whether a step scales the loss, so that gradients of 16 bits do not vanish."""
         return self.job.precision == "mixed"
 
     @property
     def row_weight(self) -> str | None:
-        """The name of the input of sample weights, if there is one."""
+        """The name of the input of sample weights; None without such an input."""
         return None if self.written.weight is None else self.written.weight.name
 
     @property
     def labels(self) -> dict[str, LossInfo]:
-        """The facts of the loss, such as the count of classes, by label input."""
+        """The `LossInfo` of each label, such as its count of classes, by label input."""
         return self.written.infos
 
     @property
     def initial_buffers(self) -> dict[str, np.ndarray]:
-        """The initial values of buffers, by name; buffers that begin with data have none."""
+        """The initial values of buffers, by name, without buffers that data initialize."""
         known = ((str(b.name), b.const_value) for b in self.buffers)
         return {name: tensor.numpy() for name, tensor in known if tensor is not None}
 
     @property
     def carried_inputs(self) -> dict[str, str]:
-        """The name of the input whose data initialize a buffer, by the name of the buffer."""
+        """The inputs whose data initialize the buffers that `carry` adds, by name of the buffer."""
         begun_by_data = (str(b.name) for b in self.buffers if b.const_value is None)
         return dict(zip(begun_by_data, self.job.carry, strict=True))
 
@@ -110,13 +112,16 @@ class Objective:
         return self
 
     def cotangents(self, op: Emit, scale: ir.Value | None = None) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents with which the sweep begins, for the loss times `scale`."""
+        """Return the cotangents with which the reverse sweep begins, for the loss times `scale`."""
         return self.seed_cotangents(op, [inverse_count(op, n, scale) for n in self.written.counts])
 
     def seed_cotangents(
         self, op: Emit, inverse_counts: Sequence[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
-        """Return the cotangents with which the sweep begins, for given inverses of the counts."""
+        """Return the cotangents with which the reverse sweep begins, from inverses of the counts.
+
+        `inverse_counts` are 1 / counts_k, or scale / counts_k.
+        """
         pairs = zip(inverse_counts, self.written.factors, strict=True)
         with op:
             scales = [n if factor == 1 else factor * n for n, factor in pairs]
@@ -133,8 +138,11 @@ class Objective:
         """The values of the loss that a step returns for every batch: the sums, then the counts."""
         return [*self.written.sums, *self.written.counts]
 
-    def mean(self, op: Emit, reported: Sequence[ir.Value]) -> ir.Value:
-        """Write the loss of a batch, a scalar, from the values of `reported`; 0 without a term."""
+    def write_mean_loss(self, op: Emit, reported: Sequence[ir.Value]) -> ir.Value:
+        """Write the loss of a batch, a scalar, from its sums and counts as in `reported`.
+
+        The loss is 0 if the counts are 0, that is, if no label counts.
+        """
         half, terms = len(reported) // 2, []
         parts = zip(reported[:half], reported[half:], self.written.factors, strict=True)
         with op:

@@ -20,10 +20,10 @@ ByOutput = dict[str | None, list[Metric]]  # None: the only output that has labe
 
 
 def select_metrics(metrics: Any) -> ByOutput:
-    """Return the argument `metrics`, a list or `{output: list}`, as metrics by output.
+    """Return the argument `metrics`, a list or `{output: list}`, as `Metric` objects by output.
 
     Raises:
-        ValueError: an unknown metric, or an object that is there twice.
+        ValueError: an unknown metric, or the same object twice.
     """
     if isinstance(metrics, str):
         raise ValueError(f"metrics is a list: write {argument('metrics', [metrics])}")
@@ -68,7 +68,7 @@ class OutputMetrics:
     def update(
         self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None, finite: bool
     ) -> None:
-        """Update the metrics with a batch: predictions by output, and data by input.
+        """Update the metrics with a batch: `predictions` by output, and `arrays` of data by input.
 
         `weight` are the sample weights. If the loss is not `finite`, metrics that refuse the
         predictions become NaN; otherwise, they raise an error.
@@ -142,7 +142,7 @@ def metrics_of_outputs(
 
 
 def _copy_metric(metric: Metric) -> Metric:
-    """Return a copy of a metric; raise `ValueError` if it cannot be copied."""
+    """Return a deep copy of a metric; raise `ValueError` if it cannot be copied."""
     try:
         return copy.deepcopy(metric)
     except Exception as e:
@@ -153,7 +153,7 @@ def _copy_metric(metric: Metric) -> Metric:
 
 
 def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
-    """Return the facts of a prediction that metrics need.
+    """Return the `PredictionInfo` of an output, which tells metrics its classes and threshold.
 
     Args:
         info: the facts of the loss.

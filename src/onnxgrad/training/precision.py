@@ -70,19 +70,22 @@ def _element_type(proto: TypeProto) -> int:
 
 
 def cast_halves_to_float32(array: np.ndarray) -> np.ndarray:
-    """Return a float16 or bfloat16 array in float32, another array unchanged."""
+    """Return a float16 or bfloat16 array as float32; an array of another dtype is unchanged."""
     half = array.dtype in (np.float16, ml_dtypes.bfloat16)
     return array.astype(np.float32) if half else array
 
 
 def cast_to_dtypes(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
-    """Return arrays cast to `dtypes`, by name; elements beyond the range become infinite."""
+    """Return arrays by name, cast to `dtypes`; elements beyond the range become infinite.
+
+    Arrays whose name is not in `dtypes` are unchanged.
+    """
     with np.errstate(over="ignore"):
         return {n: a.astype(dtypes[n]) if n in dtypes else a for n, a in arrays.items()}
 
 
 def cast_within_range(arrays: Mapping[str, np.ndarray], dtypes: Dtypes) -> Arrays:
-    """Return arrays cast to `dtypes`, the dtypes of the file, by name.
+    """Return arrays by name, cast to `dtypes` for the file; no element becomes infinite.
 
     Raises:
         ValueError: an element is beyond the range of the dtype.

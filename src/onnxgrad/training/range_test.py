@@ -14,12 +14,12 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.schedules.curves import exponential
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 
-_SKIPPED = 10  # rates at both ends, at most, where the slope of the smoothed loss is noise
+_SKIPPED = 10  # at most so many rates at each end are left out, where slopes are noise
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The result of `lr_range_test`.
+    """The learning rates that `lr_range_test` tried, with the loss at each rate.
 
     Attributes:
         rates: the learning rates of the steps, float64 (steps,), in increasing order.
@@ -94,14 +94,14 @@ class _LossRecorder(Callback):
         self.smoothed: list[float] = []
         self.diverged = False
         self._mean = np.zeros(2)  # the weighted sums of losses, and of rows
-        self._before: Any = None  # the sums of the epoch before a step
+        self._before: Any = None  # sums, counts and rows of the epoch before the step
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin the sums of the losses and terms of an epoch."""
+        """Set the sums of the epoch, of which steps are differences, to zero."""
         self._before = (0.0, 0.0, 0)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Record the loss of a step, from the increase of the sums of the epoch."""
+        """Record the loss of a step, which the sums of the epoch grew by."""
         now = [np.array(state.running[name]) for name in ("sums", "counts", "rows")]
         sums, counts, rows = (a - b for a, b in zip(now, self._before, strict=True))
         means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts != 0)

@@ -30,15 +30,15 @@ from onnxgrad.optimizers.base import Chain, Optimizer
 from onnxgrad.optimizers.scaling import clip_by_global_norm
 from onnxgrad.parallel.process_groups import Part
 from onnxgrad.training.class_weights import all_class_weights, balanced_outputs
-from onnxgrad.training.data import Dataset, array_shape, names_in
-from onnxgrad.training.filled import computable_inputs, compute_inputs, is_cache
+from onnxgrad.training.data import Dataset, array_or_column_names, array_shape
+from onnxgrad.training.filled import computable_inputs, compute_inputs, is_key_value_cache
 from onnxgrad.training.job import Job
 from onnxgrad.training.mixing import mix_rows
 from onnxgrad.training.model_loss import (
     BATCH,
     ComputedLoss,
     loss_output,
-    outputs_beside,
+    prediction_outputs,
     write_model_loss,
 )
 from onnxgrad.training.modes.dropouts import walk_with_outer_nodes
@@ -56,7 +56,7 @@ from onnxgrad.training.step.update import build_update
 
 @dataclass
 class Recipe:
-    """What the step of a training computes, before it is built: a job, and facts of its data.
+    """All that decides what the step of a training computes: a job, and facts of its data.
 
     Attributes:
         job: the arguments of a trainer.
@@ -79,7 +79,7 @@ class Recipe:
     sharing: Sharing | None = None
 
     @classmethod
-    def of(
+    def for_data(
         cls,
         job: Job,
         state: TrainState,
@@ -87,46 +87,49 @@ class Recipe:
         held_out: Any = None,
         sharing: Sharing | None = None,
     ) -> Self:
-        """Return the recipe for `data`, to train on or to evaluate, and for validation data.
+        """Return the recipe of the step that trains on `data`, or evaluates them.
 
-        `state` has the weights of balanced classes. `held_out` is the validation data, if it is a
-        `Dataset`.
+        Args:
+            job: the arguments of a trainer.
+            state: the state, which has the weights of balanced classes.
+            data: the data to train on or to evaluate.
+            held_out: validation data, which are read if they are a `Dataset`.
+            sharing: how processes share the training; None: this process trains alone.
         """
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         axes = max(d.weight_axes for d in both)
-        axes = 2 if axes and job.moved_inputs else axes
+        axes = 2 if axes and job.inputs_with_moved_rows else axes
         balances = balanced_outputs(job.class_weight, job.loss) is not None
         weights = state.balanced if balances else None
         labels: dict[str, tuple[int, ...]] | None = label_shapes(data, job.proto)
-        # of a causal loss only: `given` may read a batch, and so draw from a random generator
-        if is_causal(job.loss) and not any(d.given is None or LABEL in d.given for d in both):
+        # for a causal loss only: `given_inputs` may read a batch, which may draw random numbers
+        known = (d.given_inputs for d in both)
+        if is_causal(job.loss) and not any(names is None or LABEL in names for names in known):
             labels = None
-        return cls(job, state, labels, axes, weights, _filled_inputs(job, both), sharing)
+        return cls(job, state, labels, axes, weights, _inputs_to_compute(job, both), sharing)
 
     def for_model(self, proto: ModelProto, weights: Sequence[str], **changes: Any) -> Self:
-        """Return the recipe for another form of the model, to evaluate it or differentiate it.
+        """Return this recipe with `proto` in place of the model, such as its inference form.
 
         The recipe has no state, and no processes share it.
 
         Args:
-            proto: the other form of the model.
+            proto: the model, which has the same outputs.
             weights: the names of the weights that are inputs of the graph.
             **changes: other fields of the job.
         """
-        # `self.loss` has these arguments already
+        # the object `self.loss` was built with these arguments
         unset = dict.fromkeys(("class_weight", "loss_options", "loss_weights"))
         changes |= {"proto": proto, "trained": weights, "loss": self.loss, **unset}
         job = replace(self.job, **changes)
         return replace(self, job=job, state=TrainState(), sharing=None)
 
     @property
-    def returns_norms(self) -> bool:
-        """Whether the step returns the norms of gradients, as a callback asks for them."""
-        return self.job.callbacks.gradient_norms
-
-    @property
     def statistics_part(self) -> Part | None:
-        """The part of this process, if BatchNormalization uses the rows of all processes."""
+        """The rank and count of processes whose rows BatchNormalization normalizes together.
+
+        None: it normalizes the rows of each process separately.
+        """
         return None if self.sharing is None else self.sharing.statistics_part
 
     @property
@@ -137,7 +140,7 @@ class Recipe:
             shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in self.labels.items()}
         facts = shapes, self.weight_axes, self.balanced, self.filled
         shared = None if self.sharing is None else self.sharing.step_key
-        return self.job.step_key, facts, self.returns_norms, shared
+        return self.job.step_key, facts, self.job.callbacks.gradient_norms, shared
 
     @cached_property
     def loss(self) -> TrainingLoss | ComputedLoss:
@@ -174,20 +177,20 @@ class Recipe:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizer of each model, behind the clipping of gradients by their norm."""
+        """The optimizer of each model; with `clip_norm`, a chain that clips gradients first."""
         norm, own = self.job.clip_norm, list(self.job.optimizers)
         return own if norm is None else [Chain((clip_by_global_norm(norm), o)) for o in own]
 
     @property
     def members(self) -> Members | None:
-        """The members of a stack, the copies of its model; None for one model."""
+        """The `Members` of a stack, the copies of its model; None for one model."""
         stacked = self.job.members is not None
         return Members(self.optimizers, self.state.weights) if stacked else None
 
     def objective(self, training: bool = True) -> Objective:
-        """Return the objective of a step, or unless `training` of an evaluation.
+        """Return the graph of the model and its loss, for a step or for an evaluation.
 
-        The objective of an evaluation has no dropout, and the stored statistics.
+        Without `training`, it is for an evaluation: without dropout, with the stored statistics.
         """
         job, recipe = self.job, self
         if not training:
@@ -210,7 +213,7 @@ class Recipe:
         rows: int = 1,
         adds_losses: bool = False,
     ) -> Step:
-        """Return the step, written into the graph of the objective.
+        """Return the training step, which is written into the graph of the objective.
 
         Args:
             objective: the loss to minimize.
@@ -241,7 +244,7 @@ class Recipe:
             self.objective() if accumulates else objective,
             self.optimizers[0],
             recompute=job.recompute,
-            norms=self.returns_norms if norms is None else norms,
+            norms=job.callbacks.gradient_norms if norms is None else norms,
             blocks=blocks and on_cpu,
             in_place=in_place and on_cpu and members is None,
             members=members,
@@ -254,11 +257,14 @@ class Recipe:
         return step
 
     def unpacked_step(self, objective: Objective) -> Step:
-        """Return a step with one input for each weight and slot: small weights are not joined."""
+        """Return a training step with a separate input for each weight and slot.
+
+        Other steps join small weights to one input.
+        """
         return build_step(objective, self.optimizers[0], blocks=False, packed=0)
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
-        """Return the two halves of a step as models: the gradients, and the update."""
+        """Return a training step as two models: one computes gradients, one updates weights."""
         gradients = build_gradients(self.objective().require_labels())
         outputs = {y.name for y in gradients.graph.output}
         weights = {
@@ -272,33 +278,33 @@ class Recipe:
 # -- facts of the data ----------------------------------------------------------------------------
 
 
-def _filled_inputs(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
+def _inputs_to_compute(job: Job, data: Sequence[Dataset]) -> frozenset[str]:
     """Return the names of the inputs that the data lack, and that nodes compute from the tokens.
 
-    Data of which nothing is known before they are read have all inputs.
+    If it is unknown which inputs the data have before they are read, no input is computed.
     """
     every = computable_inputs(job.proto, is_causal(job.loss))
-    known = [dataset.given for dataset in data] if every else []
+    known = [dataset.given_inputs for dataset in data] if every else []
     if not every or None in known:
         return frozenset()
     given = frozenset(job.carry).union(*(names for names in known if names is not None))
-    none_is_given = not any(map(is_cache, every & given))
-    return frozenset(name for name in every - given if none_is_given or is_cache(name))
+    none_is_given = not any(map(is_key_value_cache, every & given))
+    return frozenset(name for name in every - given if none_is_given or is_key_value_cache(name))
 
 
 def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of labels that are known before training, by input or output.
+    """Return the shapes of the labels in `data`, by the name of their input or output.
 
     Labels in batches have the shapes of the first batch. Labels among features have the name
     "label", or the name of an output of the model.
     """
-    X, y, _ = data.first
+    X, y, _ = data.first_batch
     outputs = [output.name for output in proto.graph.output]
     names = {LABEL, *outputs, *(f"{LABEL}_{name}" for name in outputs)}
     if y is None:
         names -= {x.name for x in proto.graph.input}
-        y = {name: X[name] for name in names_in(X) if name in names}
-    elif (columns := names_in(y)) and (isinstance(y, Mapping) or {*columns} <= names):
+        y = {name: X[name] for name in array_or_column_names(X) if name in names}
+    elif (columns := array_or_column_names(y)) and (isinstance(y, Mapping) or {*columns} <= names):
         y = {name: y[name] for name in columns}
     labels = y if isinstance(y, Mapping) else {LABEL: y}
     shapes = {str(name): array_shape(array) for name, array in labels.items()}
@@ -309,14 +315,14 @@ def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]
 
 
 def build_objective(
-    recipe: Recipe, training: bool = True, beside: Collection[str] = ()
+    recipe: Recipe, training: bool = True, additional: Collection[str] = ()
 ) -> Objective:
-    """Return the objective of a recipe, for the weights of its job.
+    """Return the graph of the model and the loss of a recipe.
 
     Args:
         recipe: the job, and facts of the data.
         training: whether the objective is for a step, with dropout and statistics of the batch.
-        beside: names of further tensors that the graph computes.
+        additional: names of further tensors that the graph computes.
 
     Raises:
         ValueError: unknown names, or a prediction that the loss does not accept.
@@ -324,8 +330,8 @@ def build_objective(
     job, loss, proto, computed = recipe.job, recipe.loss, recipe.job.proto, list[str]()
     predicted = loss.outputs(proto)
     if isinstance(loss, ComputedLoss):
-        computed, predicted = predicted, outputs_beside(proto, loss.output)
-    model, results, freed = _prepare_model(recipe, computed, predicted, beside)
+        computed, predicted = predicted, prediction_outputs(proto, loss.output)
+    model, results, freed = _prepare_model(recipe, computed, predicted, additional)
     graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
     buffers, mixed = dict[ir.Value, ir.Value](), None
     if training:
@@ -347,7 +353,7 @@ def build_objective(
         buffers |= _carry_states(op, inputs, states, job.carry, first)
         remove_unread_feeds(graph)
         mixed = mix_rows(op, job, loss, data, BATCH)
-    others = {name: results[name] for name in beside}
+    others = {name: results[name] for name in additional}
     results = {name: results[name] for name in [*computed, *predicted]}
     trained = make_weights_inputs(proto, graph, job.trained)
     if job.precision != "file":
@@ -362,7 +368,7 @@ def build_objective(
         if isinstance(loss, ComputedLoss):
             written = write_model_loss(op, proto, loss, results[loss.output], data)
         else:
-            if isinstance(loss, LossOfOutputs):  # it may write its own gradient
+            if isinstance(loss, LossOfOutputs):  # such a loss may write its own gradient
                 loss = loss.for_gradients(trained if training else (), mixed)
             written = loss.write(op, results, recipe.weight_axes > 0)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
@@ -380,21 +386,21 @@ def build_objective(
 
 
 def _prepare_model(
-    recipe: Recipe, computed: Sequence[str], predicted: Sequence[str], beside: Collection[str]
+    recipe: Recipe, computed: Sequence[str], predicted: Sequence[str], additional: Collection[str]
 ) -> tuple[ir.Model, dict[str, ir.Value], int]:
-    """Return the prepared model, its outputs by name, and the rows of the batch that was freed.
+    """Return the model prepared for autodiff, its outputs by name, and a count of rows.
 
-    A model with a fixed batch is freed, that is, takes any number of rows, where it is proven to
-    treat rows independently; otherwise, the last result is 0.
+    A model with a fixed batch is made to take any number of rows where it is proven to treat rows
+    independently. The count is the rows of this fixed batch, and 0 for other models.
 
     Args:
         recipe: the job, and facts of the data.
         computed: the output that is the loss, in a list; empty if a loss is written.
         predicted: the outputs that the loss reads or that are predictions.
-        beside: names of further tensors that the graph computes.
+        additional: names of further tensors that the graph computes.
     """
     job, proto = recipe.job, recipe.job.proto
-    read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *beside]))
+    read = list(dict.fromkeys([*computed, *predicted, *job.carry.values(), *additional]))
     if not {y.name for y in proto.graph.output}.issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
     model = prepare(
@@ -403,12 +409,14 @@ def _prepare_model(
         outputs=read,
         keep=[*job.dropout, *stopped_values(proto)],
         keep_dropout=bool(job.dropout),
-        exempt=job.moved_inputs,
+        exempt=job.inputs_with_moved_rows,
         wide=job.trained if job.precision == "float32" else None,
         fill=partial(compute_inputs, names=recipe.filled) if recipe.filled else None,
     )
     add_row_axes(
-        model.graph, [] if computed else [read.index(y) for y in predicted], job.moved_inputs
+        model.graph,
+        [] if computed else [read.index(y) for y in predicted],
+        job.inputs_with_moved_rows,
     )
     rows = fixed_row_count(model, BATCH, job.batch_axes) or 0
     freed = free_rows(model, BATCH, job.batch_axes, rows) if rows else None
@@ -423,9 +431,10 @@ def _carry_states(
     outputs: Mapping[str, str],
     first: ir.Value,
 ) -> dict[ir.Value, ir.Value]:
-    """Let inputs have the values of outputs in the batch before, except in the first batch.
+    """Replace inputs by buffers that hold the values of outputs in the batch before.
 
-    Return the buffers that hold these values, each with its new value.
+    Where `first` is true, the inputs keep the values in the data. The result has the new value of
+    each buffer, by buffer.
 
     Args:
         op: writes into the graph.

@@ -27,13 +27,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RowAxes:
-    """The axis of the rows of every input, by `batch_axes` or by the symbols of declared shapes.
+    """Finds the axis of the rows of each input, by `batch_axes` or the symbols of declared shapes.
 
     - `shapes`: the declared shapes of the inputs, by name.
     - `features`, `label`: the names of the inputs of features, and of the input of labels.
-    - `batch_axes`: axes that the user states; None for an input that every batch gets whole.
-    - `called`: the symbols that the file has for the first axes of inputs, where `shapes` have
-      `BATCH`.
+    - `batch_axes`: the axes of the rows that the user passes; None for an input without rows,
+      which every batch gets whole.
+    - `called`: the symbols in the file of the dimensions that are `BATCH` in `shapes`.
 
     The rows are a symbolic dimension: the first dimension of the label if a feature has it too, or
     else the first dimension of the first feature. If label and features share a dimension whose
@@ -51,7 +51,7 @@ class RowAxes:
             if name not in self.shapes:
                 raise unknown("input in batch_axes", name, self.shapes)
             if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-                raise ValueError(f"batch_axes[{name!r}] must be an axis or None, not {axis!r}")
+                raise ValueError(f"batch_axes[{name!r}] must be an integer or None, not {axis!r}")
             shape = self.shapes[name]
             if axis is not None and shape is not None and not -len(shape) <= axis < len(shape):
                 raise ValueError(
@@ -72,15 +72,15 @@ class RowAxes:
         own = label[0] if label else None
         if isinstance(own, str) and any(own in s for s in features):
             shared = [d for d in label if isinstance(d, str) and any(d in s for s in features)]
-            by_name = {d for d in shared if self._means_rows(d)}
+            by_name = {d for d in shared if self._is_named_batch(d)}
             return by_name.pop() if len(by_name) == 1 else own
         if isinstance(own, int) and first not in label:  # a static batch
             return None
         return first
 
     @cached_property
-    def fixed(self) -> int | None:
-        """The count of rows of a batch, if the model has a static batch; otherwise None."""
+    def fixed_rows(self) -> int | None:
+        """The count of rows of a batch, if the model declares it as a number; otherwise None."""
         if self.symbol is not None:
             return None
         firsts = (s[0] for name, s in self.shapes.items() if s and name not in self.batch_axes)
@@ -98,8 +98,8 @@ class RowAxes:
     # -- rows on the first axis ---------------------------------------------------------------
 
     @cached_property
-    def moved(self) -> dict[str, int]:
-        """The axis of rows of the inputs whose rows are not on the first axis, by input."""
+    def moved_axes(self) -> dict[str, int]:
+        """The axis of the rows, by input, of the inputs whose rows are not on the first axis."""
         moved = {}
         for name, shape in self.shapes.items():
             axis = self.declared_axis(name)
@@ -108,38 +108,44 @@ class RowAxes:
         return moved
 
     def rows_first(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return arrays as the model has them as views with their rows on the first axis."""
-        if not (moved := self.moved):
+        """Return views of arrays, whose axes are as the model declares, with rows on the first
+        axis.
+        """
+        if not (moved := self.moved_axes):
             return arrays
         return {n: np.moveaxis(a, moved[n], 0) if n in moved else a for n, a in arrays.items()}
 
     def as_declared(self, arrays: Arrays, rows: int = 0) -> Arrays:
-        """Return arrays whose rows are on the axis `rows` as views with the axes of the model.
+        """Return views of arrays, whose rows are on the axis `rows`, with axes as the model
+        declares.
 
         Axes in front of the rows, such as the axis of batches, keep their places.
         """
-        if not self.moved:
+        if not self.moved_axes:
             return arrays
-        moved = {n: axis if axis < 0 else axis + rows for n, axis in self.moved.items()}
+        moved = {n: axis if axis < 0 else axis + rows for n, axis in self.moved_axes.items()}
         return {n: np.moveaxis(a, rows, moved[n]) if n in moved else a for n, a in arrays.items()}
 
     def names_without_rows(self, arrays: Arrays, cut: bool = False) -> set[str]:
         """Return the names of the arrays that have no rows, which every batch gets whole.
 
-        All other arrays have their rows on the first axis. `cut`: whether the rows are to be cut.
+        All other arrays have their rows on the first axis. `cut`: whether the caller cuts the rows
+        into batches.
 
         Raises:
             ValueError: the declared shapes allow several axes; or the rows are to be cut, and an
                 array that is taken to have no rows has an axis that may be the rows.
         """
         lengths = {name: array.shape for name, array in self.as_declared(arrays).items()}
-        axes = self.axes_of(lengths)
+        axes = self.find_row_axes(lengths)
         if cut:
-            self._check_whole(lengths, axes)
+            self._check_arrays_without_rows(lengths, axes)
         return {name for name, axis in axes.items() if axis is None}
 
     def take_rows(self, arrays: Arrays, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
-        """Return some rows of arrays whose rows are on the first axis; arrays without rows whole.
+        """Return the rows `rows` of arrays whose rows are on the first axis.
+
+        Arrays without rows are returned whole.
 
         Raises:
             ValueError: the declared shapes allow several axes.
@@ -148,7 +154,7 @@ class RowAxes:
 
     # -- the axis of the rows -----------------------------------------------------------------
 
-    def axes_of(self, lengths: Mapping[str, Shape]) -> Axes:
+    def find_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
         """Return the axis of the rows of each array, by input.
 
         An input that declares no axis of rows has its rows on its first axis if that is as long as
@@ -160,15 +166,15 @@ class RowAxes:
         Raises:
             ValueError: the declared shapes allow several axes.
         """
-        return self._find_row_axes_once(tuple(lengths.items())).copy()
+        return self._cached_row_axes(tuple(lengths.items())).copy()
 
     @cached_property
-    def _find_row_axes_once(self) -> Callable[[Any], Axes]:
-        """The function `_find_row_axes` for items of a mapping, which caches its last result."""
-        return lru_cache(maxsize=1)(lambda items: self._find_row_axes(dict(items)))
+    def _cached_row_axes(self) -> Callable[[Any], Axes]:
+        """The function `_compute_row_axes` of pairs (input, shape); it caches its last result."""
+        return lru_cache(maxsize=1)(lambda items: self._compute_row_axes(dict(items)))
 
-    def _find_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
-        """Return the result of `axes_of`, computed anew."""
+    def _compute_row_axes(self, lengths: Mapping[str, Shape]) -> Axes:
+        """Return the axis of the rows of each array by input, as `find_row_axes` explains."""
         self._check_unambiguous(lengths)
         axes: Axes = {}
         for name, shape in lengths.items():
@@ -186,8 +192,12 @@ class RowAxes:
             axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
         return {name: axes[name] for name in lengths}
 
-    def _check_whole(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
-        """Raise `ValueError` if an array without rows, by `axes`, has an axis of their length."""
+    def _check_arrays_without_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> None:
+        """Raise `ValueError` if an array that has no rows by `axes` has an axis as long as the
+        rows.
+
+        The array might have its rows on that axis.
+        """
         rows = self._count_rows(lengths, axes)
         known = {
             d for name, axis in axes.items() if axis is not None for d in self._declared_dims(name)
@@ -203,7 +213,11 @@ class RowAxes:
                     )
 
     def _count_rows(self, lengths: Mapping[str, Shape], axes: Axes) -> int:
-        """Return the count of rows, by the declared axes, or else by the label or first feature."""
+        """Return the count of rows of arrays with the shapes `lengths`.
+
+        It is the length of a declared row axis, or else of the first axis of the label or the first
+        feature.
+        """
         for name, axis in axes.items():
             if axis is not None and len(lengths[name]) > axis:
                 return lengths[name][axis]
@@ -212,18 +226,18 @@ class RowAxes:
 
     @cached_property
     def _is_ambiguous(self) -> bool:
-        """Whether two dimensions may be the rows: the first of the features, or of the label."""
+        """Whether features and label begin with different symbols, of which each may be rows."""
         symbol = self.symbol
         if symbol is None or any(a is not None for a in self.batch_axes.values()):
             return False
         features = [s for name in self.features if (s := self.shapes[name])]
         first = next((s[0] for s in features if isinstance(s[0], str)), symbol)
-        if self._means_rows(symbol) and not self._means_rows(first):
+        if self._is_named_batch(symbol) and not self._is_named_batch(first):
             return False
         return first != symbol and not any(s[0] == symbol for s in features)
 
     def _check_unambiguous(self, lengths: Mapping[str, Shape]) -> None:
-        """Raise `ValueError` if the declared shapes allow several axes of rows."""
+        """Raise `ValueError` if the declared shapes leave open which axis is the axis of rows."""
         if self._is_ambiguous:
             inputs = [*self.features, *([self.label] if self.label else [])]
             names = [n for n in inputs if self.symbol in self._declared_dims(n)]
@@ -249,14 +263,14 @@ class RowAxes:
         rows = self.called[0] if len(self.called) == 1 else "rows"
         return shape_text([rows if d == BATCH else d for d in self._declared_dims(name)])
 
-    def _means_rows(self, symbol: Any) -> bool:
-        """Return whether the name of a dimension in the file has "batch" in it."""
+    def _is_named_batch(self, symbol: Any) -> bool:
+        """Return whether the name of the dimension `symbol` in the file has "batch" in it."""
         names = self.called if symbol == BATCH else [symbol]
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
 def count_rows(arrays: Arrays, axes: Axes) -> int:
-    """Return the count of rows of all arrays, whose rows are on `axes`.
+    """Return the count of rows that all arrays have on their axes of rows, `axes`.
 
     Raises:
         ValueError: the counts of arrays differ, or no array has rows.
@@ -264,7 +278,8 @@ def count_rows(arrays: Arrays, axes: Axes) -> int:
     counts = {n: arrays[n].shape[axis] for n, axis in axes.items() if axis is not None}
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"the inputs have different numbers of rows, {counts}: pass as many rows for each input"
+            f"the inputs have different numbers of rows, {counts}: pass arrays with equally many "
+            "rows"
         )
     if not counts:
         raise ValueError(

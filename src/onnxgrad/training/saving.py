@@ -1,4 +1,4 @@
-"""Write and read a folder of arrays and numbers, which is on the disk as a whole or not at all."""
+"""Write and read a folder with the state of a training, which appears on the disk as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = "onnxgrad.state.2"
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _STATE = "state.json"
 _MANIFEST = "files.json"  # written last: digests of the other files, and the mark of the writer
-_BFLOAT16 = "bfloat16"  # metadata: names of arrays whose dtype safetensors of numpy lacks
+_BFLOAT16 = "bfloat16"  # metadata key: the names of bfloat16 arrays, which are stored as uint16
 
 
 def flatten_slots(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
@@ -46,13 +46,13 @@ def nest_slots(arrays: Mapping[str, np.ndarray]) -> dict[str, Arrays]:
     return result
 
 
-def write(
+def write_state(
     folder: Path,
     arrays: Mapping[str, Arrays],
     numbers: Mapping[str, Any],
     mark: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `{name: arrays}` to `<name>.safetensors` and the numbers to `state.json` in `folder`.
+    """Write each of `arrays` to `<name>.safetensors`, and `numbers` to `state.json`, in `folder`.
 
     The files are written into a folder beside `folder`, synced to the disk, and the folder is
     renamed. `files.json` has a digest of every file, and `mark`, by which the writer finds its
@@ -64,22 +64,22 @@ def write(
     """
     folder = Path(os.path.abspath(folder))
     if folder.exists() and not (folder / _STATE).is_file():
-        raise FileExistsError(f"{folder} exists and holds no state: choose another folder")
+        raise FileExistsError(f"{folder} exists and holds no state: write to another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     digests: dict[str, str] = {}
 
-    def put(name: str, data: bytes) -> None:
+    def write_file(name: str, data: bytes) -> None:
         digests[name] = digest_bytes(data)
         _write_synced(partial / name, data)
 
     try:
         with ExitStack() as stack:
-            partial = _begin_partial(folder, stack)
+            partial = _create_partial_folder(folder, stack)
             for name, group in arrays.items():
-                put(f"{name}.safetensors", serialize_arrays(group))
-            put(_STATE, json.dumps(dict(numbers), indent=1, default=_encode_number).encode())
+                write_file(f"{name}.safetensors", serialize_arrays(group))
+            write_file(_STATE, json.dumps(dict(numbers), indent=1, default=_encode_number).encode())
             manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
-            put(_MANIFEST, json.dumps(manifest, indent=1).encode())
+            write_file(_MANIFEST, json.dumps(manifest, indent=1).encode())
             _sync_folder(partial)
             _replace_folder(partial, folder, stack)
     except OSError as e:
@@ -89,8 +89,13 @@ def write(
         raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
 
 
-def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
-    """Return the arrays and numbers that `write` wrote into `folder`.
+def damage_error(folder: Path, fault: str) -> ValueError:
+    """Return the error that the state in `folder` cannot be read, because it is as `fault` says."""
+    return ValueError(f"the state in {folder} is {fault}: use another checkpoint")
+
+
+def read_state(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
+    """Return the arrays and numbers that `write_state` wrote into `folder`.
 
     Raises:
         FileNotFoundError: the folder holds no state.
@@ -102,24 +107,23 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
-            raise ValueError(
-                f"the state in {folder} is incomplete, {name} is missing: use another checkpoint"
-            ) from None
+            raise damage_error(folder, f"incomplete, {name} is missing") from None
         if digest_bytes(data) != digest:
-            raise ValueError(
-                f"the state in {folder} is damaged: {name} is not the file that was written there"
-            )
+            raise damage_error(folder, f"damaged, {name} is not the file that was written there")
         if name == _STATE:
             numbers = json.loads(data)
         else:
             arrays[Path(name).stem] = deserialize_arrays(data)
     if numbers is None:
-        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST} does not name {_STATE}")
+        raise damage_error(folder, f"damaged, {_MANIFEST} does not name {_STATE}")
     return arrays, numbers
 
 
-def mark_of(folder: Path) -> dict[str, str] | None:
-    """Return the `mark` that `write` wrote into `folder`; None without an undamaged state."""
+def read_mark(folder: Path) -> dict[str, str] | None:
+    """Return the dict `mark` that `write_state` was called with for `folder`.
+
+    None if the state is damaged or missing.
+    """
     try:
         return dict(_read_manifest(folder)["mark"])
     except (OSError, ValueError):
@@ -137,15 +141,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
     except FileNotFoundError:
         if (folder / _STATE).is_file():
-            missing = f"the state in {folder} is incomplete: {_MANIFEST} is missing"
-            raise ValueError(missing) from None
-        raise FileNotFoundError(f"{folder} holds no state of a training") from None
+            raise damage_error(folder, f"incomplete, {_MANIFEST} is missing") from None
+        raise FileNotFoundError(
+            f"{folder} holds no state of a training: pass a folder that a Checkpoint or "
+            "TrainState.save wrote"
+        ) from None
     except ValueError as e:
-        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST}: {e}") from None
+        raise damage_error(folder, f"damaged, {_MANIFEST} is no JSON ({e})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{folder / _MANIFEST} is not in the format {FORMAT}")
+        raise damage_error(folder, f"not in the format {FORMAT}")
     if not all(isinstance(manifest.get(key), dict) for key in ("files", "mark")):
-        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST} lacks its entries")
+        raise damage_error(folder, f"damaged, {_MANIFEST} lacks 'files' or 'mark'")
     return manifest
 
 
@@ -154,8 +160,8 @@ def is_state(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
-def remove(state: Path) -> None:
-    """Remove a folder with a state; it is renamed first, so that no part of it stays in place."""
+def remove_state(state: Path) -> None:
+    """Remove a folder with a state; the folder is renamed first, so that no half of it remains."""
     hidden = _hidden_path(state, REMOVED)
     with suppress(FileNotFoundError):  # another process removed the folder
         state.rename(hidden)
@@ -171,9 +177,10 @@ def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove the hidden folders that crashed processes left in `folder`, but no only copy.
+    """Remove the hidden folders that crashed processes left in `folder`.
 
-    `names` matches the names of the states whose leftovers are meant.
+    A hidden folder that is the only copy of a state is renamed back. `names` matches the names of
+    the states whose leftovers are removed.
     """
     restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
@@ -184,7 +191,10 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _find_leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
-    """Return pairs of hidden folder and path of its state, for the folders with this suffix."""
+    """Return pairs of a hidden folder in `folder` with this suffix, and the path of its state.
+
+    `names` matches the names of the states.
+    """
     found = []
     for path in folder.glob(f".*{suffix}"):
         state, _, random = path.name[1:].removesuffix(suffix).rpartition(".")
@@ -204,12 +214,15 @@ def _existing_folder(folder: Path) -> Path:
 
 
 def _hidden_path(folder: Path, suffix: str) -> Path:
-    """Return an unused hidden path beside `folder`, of the form that `_find_leftovers` finds."""
+    """Return an unused path in the parent of `folder`, which `_find_leftovers` finds again."""
     return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
 
 
-def _begin_partial(folder: Path, stack: ExitStack) -> Path:
-    """Return a new hidden folder, locked until `stack` ends, and then removed if not renamed."""
+def _create_partial_folder(folder: Path, stack: ExitStack) -> Path:
+    """Create a hidden folder in the parent of `folder`, and return its path.
+
+    It is locked until `stack` ends, and is then removed unless it was renamed.
+    """
     while True:
         partial = _hidden_path(folder, PARTIAL)
         partial.mkdir()
@@ -225,7 +238,7 @@ def _replace_folder(partial: Path, folder: Path, stack: ExitStack) -> None:
         replaced = _hidden_path(folder, REPLACED)
         folder.rename(replaced)
         partial.rename(folder)
-        remove(replaced)
+        remove_state(replaced)
     else:
         partial.rename(folder)
     _sync_folder(folder.parent)
@@ -288,6 +301,6 @@ def _encode_number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(
-        f"the state holds a {type(value).__name__}, which JSON cannot: keep numbers and text in "
-        "`state.callbacks`, and arrays in `state.kept`"
+        f"the state holds a {type(value).__name__}, which JSON cannot hold: keep numbers and text "
+        "in `state.callbacks`, and arrays in `state.kept`"
     )

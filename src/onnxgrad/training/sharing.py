@@ -17,7 +17,7 @@ from onnxgrad.parallel.process_groups import DataParallel, Group, Part, group_of
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slices
 from onnxgrad.training.callbacks.base import Callbacks
-from onnxgrad.training.equality import describe, options_of
+from onnxgrad.training.equality import class_and_arguments, describe
 from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.row_parts import is_sum_over_rows, mixes_rows
@@ -29,7 +29,7 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class Sharing:
-    """The group of this process, and the options by which its processes share the training."""
+    """The group of processes that train one model, and the options by which they share the work."""
 
     def __init__(self, group: Group, options: DataParallel) -> None:
         self.group, self.options = group, options
@@ -37,21 +37,24 @@ class Sharing:
 
     @property
     def step_key(self) -> Any:
-        """The cache key of a step that processes share, equal for equal steps."""
+        """The part of a step's cache key that depends on the processes that share the step."""
         return self.part.rank, self.part.size, vars(self.options)
 
     @property
     def statistics_part(self) -> Part | None:
-        """The part of this process, if BatchNormalization uses the rows of all processes."""
+        """The rank and count of processes whose rows BatchNormalization normalizes together.
+
+        None: it normalizes the rows of each process separately.
+        """
         return self.part if self.options.sync_batch_norm else None
 
     @property
     def across(self) -> Across:
-        """How processes share a step: the part of this process, and the options of the step."""
+        """The arguments of a step that processes share: rank, count of processes, and options."""
         shards = self.options.shard_optimizer and self.part.size > 1
         return Across(self.part, self.options.sync_batch_norm, shards)
 
-    def identity(self, batch_norm: str) -> dict[str, Any]:
+    def compared_options(self, batch_norm: str) -> dict[str, Any]:
         """Return the options on which the trained weights depend by more than rounding, by name."""
         options, own = self.options, {}
         if batch_norm == "train" and not options.sync_batch_norm and self.part.size > 1:
@@ -59,7 +62,7 @@ class Sharing:
         return own | ({"shards": True, "processes": self.part.size} if options.shards else {})
 
     def own_callbacks(self, callbacks: Callbacks) -> Callbacks:
-        """Return the callbacks that this process calls: only the first process has writers."""
+        """Return the callbacks that this process calls: only the first calls those that write."""
         return callbacks if self.part.rank == 0 else callbacks.without_writers()
 
     def load_in_first(self, load: Callable[[], TrainState]) -> TrainState:
@@ -81,7 +84,7 @@ class Sharing:
         return result
 
     def own_source(self, source: BatchSource) -> BatchSource:
-        """Return the source of the batches, or parts of batches, of this process."""
+        """Return a source that yields what this process computes: batches, or parts of them."""
         if self.options.shards:
             return OwnDataSource(source, self.group)
         if not isinstance(source, ArraySource):
@@ -89,7 +92,7 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check_call(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
+    def check_equal_arguments(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
         """Raise `ValueError` in all processes if the arguments of a `Fit` differ between them.
 
         The message names the arguments. Callbacks that write are called in the first process only:
@@ -106,16 +109,16 @@ class Sharing:
             "validation": held_out if share else "data",
             "sample weights": call.recipe.weight_axes,
             "parallel": vars(self.options),
-            "callbacks": [options_of(c) for c in callbacks.all if not c.writes],
+            "callbacks": [class_and_arguments(c) for c in callbacks.all if not c.writes],
             "gradient norms": callbacks.gradient_norms,
             "metrics": {
-                str(output): [options_of(metric) for metric in metrics]
+                str(output): [class_and_arguments(metric) for metric in metrics]
                 for output, metrics in job.metrics.items()
             },
         }
         self._require_equal(describe(own))
 
-    def check_beginning(
+    def check_equal_beginnings(
         self,
         job: Job,
         state: TrainState,
@@ -171,7 +174,10 @@ class Sharing:
         self._require_equal(own | {name: _array_digest(a) for name, a in arrays.items()})
 
     def _require_equal(self, own: Mapping[str, Any]) -> None:
-        """Raise `ValueError` in all processes if `own` differs, naming up to three values."""
+        """Raise `ValueError` in all processes if a value in the nested dict `own` differs.
+
+        The message names up to three values.
+        """
         every = self.group.gather(_leaf_texts(own))
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
@@ -186,15 +192,16 @@ class Sharing:
             )
 
     def warn_of_mixed_rows(self, objective: Objective, source: BatchSource) -> None:
-        """Warn if the loss is not proven to be a sum over rows, so that processes change it.
+        """Warn if the loss may depend on how many processes share a batch.
 
-        The shapes of batches from files and iterables are unknown here: for such data, only
-        statistics of batches and dropout are found.
+        This is so if the loss is not proven to be a sum over rows. The shapes of batches from files
+        and iterables are unknown here: for such data, only statistics of batches and dropout are
+        found.
         """
         if self.part.rank or self.options.sync_batch_norm:
             return
         if isinstance(source, ArraySource):
-            proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
+            proven = is_sum_over_rows(objective, source.axes_of_rows, source.batch_shapes())
         else:
             proven = not mixes_rows(objective)
         if not proven:
@@ -232,11 +239,11 @@ class GroupSource(BatchSource):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The facts of the data that a checkpoint stores, to recognize the same data."""
+        """The description of the data, by which a resumed training recognizes the same data."""
         return self._source.description
 
-    def _share_numbers(self, *numbers: int) -> np.ndarray:
-        """Return the numbers that each process passes, (processes, numbers)."""
+    def _gather_numbers(self, *numbers: int) -> np.ndarray:
+        """Return the numbers that all processes pass, as an array (processes, numbers)."""
         every = np.zeros((self._group.size, len(numbers)), np.int64)
         every[self._group.rank] = numbers
         self._group.sum(every)()
@@ -244,21 +251,21 @@ class GroupSource(BatchSource):
 
 
 class OwnDataSource(GroupSource):
-    """A source for processes with different data: a batch consists of the batches of all.
+    """A source for processes that have different data: their batches together are one batch.
 
-    A process whose data are at their end repeats a row, which does not count, until the data of all
-    processes are at their end.
+    A process whose data have ended repeats a row, which does not count, until the data of all
+    processes have ended.
     """
 
     rows = batches = None
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
-        """Yield the slices of one epoch."""
+        """Yield slices of one batch: the rows of this process, of a batch of all processes."""
         last: Slice | None = None
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             while True:
                 piece = next(slices, None)
-                rows = self._share_numbers(0 if piece is None else piece.rows)
+                rows = self._gather_numbers(0 if piece is None else piece.rows)
                 if not rows.any():
                     return
                 if piece is not None:
@@ -275,13 +282,13 @@ class OwnDataSource(GroupSource):
 
 
 class SharedDataSource(GroupSource):
-    """A source for processes with equal data: each reads all batches, and computes a part."""
+    """A source for processes that have equal data: each computes a part of every batch."""
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
         return getattr(self._source, name)
 
     def epoch(self, rng: np.random.Generator | None, skip: int, budget: Budget) -> Slices:
-        """Yield the slices of one epoch."""
+        """Yield slices of one batch: the rows that this process computes of the common batch."""
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             for number in itertools.count(skip):
                 piece = next(slices, None)
@@ -292,11 +299,15 @@ class SharedDataSource(GroupSource):
                 yield Slice(own, 1, piece.rows, piece.row_axes, self._part)
 
     def _require_same_batch(self, number: int, piece: Slice | None) -> None:
-        """Raise `ValueError` in all processes if batch `number` differs, or a process lacks it."""
+        """Raise `ValueError` in all processes if the batch of index `number` is not the same in
+        all.
+
+        `piece` is the batch in this process; None: its data have ended.
+        """
         digest = 0
         if piece is not None:
             digest = zlib.crc32(repr([_array_digest(a) for a in piece.arrays.values()]).encode())
-        has, digests = self._share_numbers(piece is not None, digest).T
+        has, digests = self._gather_numbers(piece is not None, digest).T
         if has.any() != has.all():
             ended = ", ".join(map(str, np.flatnonzero(has == 0)))
             raise ValueError(
@@ -313,7 +324,7 @@ class SharedDataSource(GroupSource):
 
 
 def _leaf_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the leaves of nested mappings as text, by the path of keys "a.b.c"."""
+    """Return the leaves of nested mappings as text, by path "key.key.key"."""
     leaves: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

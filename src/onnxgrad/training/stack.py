@@ -149,13 +149,13 @@ class TrainerStack(TrainerBase):
             learning_rates=[*map(select_rate, rates, optimizers)],
             parallel=False,
         )
-        self._job.callbacks.check_members()
+        self._job.callbacks.check_for_stack()
         if weights is None:  # member k draws by the seed and k, whatever the number of members
             draw = _INITS[check_choice("init", init, tuple(_INITS))]
             seeds = [np.random.default_rng([self._job.seed, 2, k]) for k in range(count)]
             begun = [{name: draw(rng, w) for name, w in own.items()} for rng in seeds]
         elif init != "model":
-            raise ValueError("pass weights= or init=, not both: init draws what weights states")
+            raise ValueError("both weights= and init= say how members begin: pass one of them")
         else:
             begun = weights_of_members(own, values_of_members("weights", list(weights), count))
         first, *others = begun
@@ -173,7 +173,7 @@ class TrainerStack(TrainerBase):
 
     @property
     def members(self) -> int:
-        """The number of members."""
+        """The number of members, that is, copies of the model."""
         return len(self._job.optimizers)
 
     @property
@@ -187,7 +187,7 @@ class TrainerStack(TrainerBase):
         return self._job.learning_rates
 
     def _run_loop(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop, and warn of members that were frozen, as a loss or a weight is not finite."""
+        """Run a loop, and warn of members that it froze as a loss or a weight is not finite."""
         super()._run_loop(call, loop)
         if frozen := sorted(loop.runner.not_finite.items()):
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
@@ -210,7 +210,7 @@ class TrainerStack(TrainerBase):
         return fill_weights(export_model(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike, member: int) -> None:
-        """Write `model(member)` to a file.
+        """Write the model of a member, in its inference form, to a file.
 
         Raises:
             IndexError: there is no such member.
@@ -242,7 +242,7 @@ class TrainerStack(TrainerBase):
         """
         state = self.state
         if not state.validation_losses:
-            raise NotFittedError("there is no validation loss: call fit with validation= first")
+            raise NotFittedError("no validation loss is known: call fit with validation= first")
         losses = np.array(state.validation_losses[-1])
         by_step = {r["step"]: r["validation_loss"] for r in state.history if "validation_loss" in r}
         for entry in state.callbacks.values():
@@ -250,7 +250,7 @@ class TrainerStack(TrainerBase):
                 if own["restored"] in by_step:
                     losses[k] = by_step[own["restored"]][k]
         if not np.isfinite(losses).any():
-            raise ValueError("no member has a finite validation loss")
+            raise ValueError("no validation loss is finite: train with lower learning rates")
         return int(np.nanargmin(np.where(np.isfinite(losses), losses, np.nan)))
 
 
@@ -258,9 +258,10 @@ Arrays = dict[str, np.ndarray]
 
 
 def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return a weight drawn from a normal distribution; a vector is returned unchanged.
+    """Return a random weight of the shape of `w`, from a normal distribution.
 
-    The distribution has the mean and the standard deviation of the elements of `w`.
+    A vector is returned unchanged. The distribution has the mean and the standard deviation of the
+    elements of `w`.
     """
     if w.ndim < 2:
         return w
@@ -269,9 +270,10 @@ def _redraw_weight(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
 
 
 def draw_glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    """Return a weight drawn by the rule of Glorot & Bengio (2010); a vector is returned unchanged.
+    """Return a random weight of the shape of `w`, by the rule of Glorot & Bengio (2010).
 
-    Elements are uniform from -l to l, l = sqrt(6 / (fan in + fan out)).
+    A vector is returned unchanged. Elements are uniform from -l to l, l = sqrt(6 / (fan in + fan
+    out)).
     """
     if w.ndim < 2:
         return w
@@ -287,7 +289,7 @@ _INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = 
 
 
 def weights_of_members(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
-    """Return the weights with which each member of a stack begins.
+    """Return a list of the weights by name with which each member of a stack begins.
 
     Args:
         own: the weights of the model, by name.
@@ -306,7 +308,8 @@ def weights_of_members(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> lis
             if array.shape != own[name].shape:
                 raise ValueError(
                     f"weights[{k}][{printable(name)!r}] has the shape {array.shape}, and the "
-                    f"weight of the model {own[name].shape}: pass an array of that shape"
+                    f"weight of the model has the shape {own[name].shape}: pass an array of this "
+                    "shape"
                 )
             new[name] = array.astype(own[name].dtype)
         members.append(new)
@@ -332,7 +335,7 @@ def values_of_members(name: str, value: Any, members: int) -> list[Any]:
 
 
 def is_list_of_members(value: Any) -> bool:
-    """Return whether an argument of a stack is a list or vector, of one value for each member."""
+    """Return whether an argument is a list or vector, and so has one value for each member."""
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 

@@ -1,4 +1,4 @@
-"""The state of training, in one object: `TrainState`."""
+"""The state of training, in one object: `TrainState`; the sums of its losses, and its progress."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TrainState:
 
     @property
     def values(self) -> Values:
-        """The current weights, slots, buffers and steps."""
+        """The current weights, slots, buffers and count of steps."""
         runner = self._runner
         if runner is None:
             return self._values
@@ -145,7 +145,7 @@ class TrainState:
 
     @property
     def slots(self) -> Slots:
-        """The slots of the optimizer, by the weight's name and the slot's."""
+        """The slots of the optimizer, `{weight: {slot: array}}`."""
         return self.values.slots
 
     @slots.setter
@@ -169,13 +169,16 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Number of finished steps, including steps that were set back with the weights."""
+        """The number of finished steps.
+
+        Steps whose results were dropped, as earlier weights were restored, are included.
+        """
         values = self._values if self._runner is None else self._runner.now
         return values.steps + self.undone
 
     @property
     def frozen(self) -> dict[int, int]:
-        """The members of a stack that do not train any more, each with the number of its steps.
+        """The members of a stack that do not train any more, as `{member: its number of steps}`.
 
         The loss or weights of these members became NaN or infinite, or a callback stopped them.
         """
@@ -188,7 +191,7 @@ class TrainState:
 
     @property
     def validation_losses(self) -> list[Any]:
-        """The loss of the validation data, of every evaluation."""
+        """The loss of the validation data in every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
     def _merge_device_values(self, new: Values) -> Values:
@@ -201,7 +204,7 @@ class TrainState:
     # -- training -----------------------------------------------------------------------------
 
     def row_order(self) -> np.random.Generator:
-        """Return the random generator that orders the rows of the present epoch."""
+        """Return the random generator that shuffles the rows of the present epoch."""
         return np.random.default_rng([self.seed, self.epoch])
 
     @property
@@ -252,7 +255,7 @@ class TrainState:
             self._runner, self._read, self.further = None, None, False
 
     def memento(self) -> Callable[[], None]:
-        """Return a function that sets the state back to the present state.
+        """Return a function without arguments that sets the state back to the present state.
 
         This is cheap, also while `fit` runs: values are replaced, never modified. The function
         restores values that were assigned to entries of callbacks, not lists modified there.
@@ -302,7 +305,7 @@ class TrainState:
             OSError: it cannot be written.
             RuntimeError: some slots are in other processes.
         """
-        saving.write(Path(folder), *self.contents())
+        saving.write_state(Path(folder), *self.contents())
 
     def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
         """Return the arrays, by file, and the numbers that `save` writes.
@@ -334,15 +337,15 @@ class TrainState:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Self:
-        """Return the state that `save` wrote.
+        """Return the state that `save` wrote into `folder`.
 
         Raises:
             FileNotFoundError: the folder holds no state.
             ValueError: a file is damaged, missing, or of another state, by its digest.
         """
-        arrays, numbers = saving.read(Path(folder))
+        arrays, numbers = saving.read_state(Path(folder))
         if missing := [f"{n}.safetensors" for n in _ARRAYS if n not in arrays]:
-            raise ValueError(f"the state in {os.fspath(folder)} is incomplete: {missing} missing")
+            raise saving.damage_error(Path(folder), f"incomplete, {missing} are missing")
         state = cls(**{name: numbers[name] for name in _NUMBERS if name in numbers})
         if state.balanced is not None:  # the keys of an object of JSON are text
             state.balanced = {
@@ -368,7 +371,7 @@ class TrainState:
 
 
 _ARRAYS = ("weights", "slots", "buffers", "kept")
-_NUMBERS = (  # of `state.json`
+_NUMBERS = (  # the fields of the state that `state.json` holds
     *("epoch", "epochs", "position", "pending", "running", "history", "learning_rate"),
     *("undone", "stop_reason", "seed", "balanced", "schedule", "callbacks", "identity", "members"),
 )
@@ -400,3 +403,121 @@ def _cast_like_old(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
             )
         arrays[name] = np.array(array, old[name].dtype if name in old else array.dtype)
     return arrays
+
+
+# -- losses and progress -----------------------------------------------------------------------
+
+
+@dataclass
+class FitProgress:
+    """The progress of training, as callbacks see it.
+
+    Attributes:
+        epoch: number of this epoch, from 0.
+        epochs: number of all epochs.
+        rows: rows trained on so far in this epoch.
+        total_rows: rows of an epoch; None in the first epoch of an iterable of batches.
+        loss: mean loss so far in this epoch: of a row, or of a term of the loss. Of a stack, the
+            mean over the members that train.
+        validation_loss: mean loss of the last validation, as `loss`; None before the first.
+        rows_per_second: speed of this epoch so far.
+        step: number of finished steps.
+        steps: number of all steps; None if it is unknown.
+        seconds_waiting: time of this epoch spent waiting for data.
+        seconds_computing: time of this epoch spent in the runtime.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> def stop_at_small_loss(progress: og.callbacks.FitProgress) -> bool:
+        ...     return progress.loss > 1e-3  # False ends `fit(X, y, callback=stop_at_small_loss)`
+        >>> stop_at_small_loss(og.callbacks.FitProgress(0, 10, 32, 100, 0.25, None, 1e5))
+        True
+    """
+
+    epoch: int
+    epochs: int
+    rows: int
+    total_rows: int | None
+    loss: float
+    validation_loss: float | None
+    rows_per_second: float
+    step: int = 0
+    steps: int | None = None
+    seconds_waiting: float = 0.0
+    seconds_computing: float = 0.0
+
+
+@dataclass
+class Totals:
+    """Sums of the losses over the batches of an epoch, from which its mean loss is computed.
+
+    The loss is the sum of the mean losses of the outputs, each times one of `factors`. Sums and
+    counts are float64 (outputs,), and in a stack (outputs, members).
+    """
+
+    factors: tuple[float, ...] = (1.0,)
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    rows: int = 0
+
+    @classmethod
+    def from_saved(
+        cls, factors: tuple[float, ...], saved: dict[str, Any], members: int | None = None
+    ) -> Totals:
+        """Return the totals that `to_json` returned as `saved`; zeros if `saved` is empty."""
+        zeros = np.zeros((len(factors), *([] if members is None else [members])))
+        sums, counts = (np.array(saved.get(key, zeros)) for key in ("sums", "counts"))
+        return cls(factors, sums, counts, saved.get("rows", 0))
+
+    def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
+        """Add the sums and counts of several batches, each an array (batches, outputs, ...).
+
+        The result does not depend on how many batches a call adds.
+        """
+        self.sums = np.add.accumulate(np.concatenate((self.sums[None], sums)))[-1]
+        self.counts = np.add.accumulate(np.concatenate((self.counts[None], counts)))[-1]
+        self.rows += rows
+
+    @property
+    def mean(self) -> Any:
+        """The mean loss so far, a float, or in a stack an array (members,).
+
+        It is NaN as long as no label counts.
+        """
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = (self.sums / self.counts).T @ np.array(self.factors)
+        return mean if mean.ndim else float(mean)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the totals as a dict of numbers and lists for JSON."""
+        return {"sums": self.sums.tolist(), "counts": self.counts.tolist(), "rows": self.rows}
+
+
+def mean_over_members(value: Any) -> Any:
+    """Return the mean over the members of a stack that are not NaN; a number is unchanged."""
+    if not isinstance(value, np.ndarray):
+        return value
+    known = value[~np.isnan(value)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def number_text(value: Any, digits: str = ".4g") -> str:
+    """Return a number as text; an array (members,) as its lowest and its highest number."""
+    known = np.ravel(value)
+    known = known[~np.isnan(known)] if np.isfinite(known).any() else known[:1]
+    ends = dict.fromkeys(format(v, digits) for v in (known.min(), known.max()))
+    return " to ".join(ends)
+
+
+def split_by_member(record: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Return an entry of the history, in which each array becomes one number for each member.
+
+    The loss of member 0 is called "loss/0".
+    """
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, np.ndarray) and state.members is not None:
+            flat |= {f"{name}/{k}": own for k, own in enumerate(value.tolist())}
+        else:
+            flat[name] = value
+    return flat

@@ -1,4 +1,4 @@
-"""`Trainer`: trains a model of any file on any data; and the base that it shares with stacks."""
+"""`Trainer`, which trains a model on any data, and the base class that it shares with stacks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.progress import Progress, with_usual_progress
 from onnxgrad.training.data import Dataset, as_dataset, held_out_data
 from onnxgrad.training.diagnose import find_failed_step
+from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluator import evaluate, predict
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.job import ARGUMENTS, begin_job, check_arguments, refuse_unknown, select_rate
+from onnxgrad.training.job import (
+    ARGUMENTS,
+    check_arguments,
+    create_job,
+    refuse_unknown_arguments,
+    select_rate,
+)
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.mixing import Mix
 from onnxgrad.training.modes.inference_form import export_model
 from onnxgrad.training.objective import TrainingLoss
 from onnxgrad.training.precision import rounding_text
-from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.sharing import shared_call
-from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.state import FitProgress, TrainState, Values
 
 # types of arguments of a trainer, explained on the page of the API on training
 OutputLossLike: TypeAlias = str | Loss | Callable[..., Any]
@@ -49,7 +55,7 @@ RateLike: TypeAlias = float | LearningRate
 ClassWeights: TypeAlias = str | Mapping[Any, float] | ArrayLike
 
 _RUNNING = "_running_call"  # attribute of a trainer while a call of it trains
-_SHOWN_RECORDS = 10  # of the history, in a notebook
+_SHOWN_RECORDS = 10  # the records of the history that a notebook shows
 
 
 class TrainerBase:
@@ -57,7 +63,7 @@ class TrainerBase:
 
     state: TrainState
 
-    @refuse_unknown
+    @refuse_unknown_arguments
     def __init__(
         self,
         model: ModelLike,
@@ -88,7 +94,7 @@ class TrainerBase:
         parallel: DataParallel | bool | None = None,
     ) -> None:
         with garbage_kept():
-            self._job, self._names, weights = begin_job(locals())
+            self._job, self._names, weights = create_job(locals())
         self.state = TrainState(seed=self._job.seed)
         self.state.values = Values(weights)
         self._call: Fit | None = None  # the last call of fit or partial_fit
@@ -107,12 +113,12 @@ class TrainerBase:
         self._job = replace(self._job, **fields)
 
     def _change_rate(self, rate: RateLike | None) -> None:
-        """Replace the learning rate for the next calls; None is the usual rate of the optimizer."""
+        """Replace the learning rate for the next calls; None means the optimizer's usual rate."""
         self._change_job(learning_rates=[select_rate(rate, self._job.optimizer)])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy of this trainer: with a copy of the state, no data."""
-        job = self._job.copy_without_cache()
+        """Return the attributes of a copy of this trainer, which has its own state and no data."""
+        job = replace(self._job, built=BuildCache())
         new = {"state": self.state.copy(), "_job": job, "_call": None}
         return {name: value for name, value in (vars(self) | new).items() if name != _RUNNING}
 
@@ -128,8 +134,8 @@ class TrainerBase:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The metrics, of all outputs."""
-        return self._job.every_metric
+        """The `Metric` objects of all outputs."""
+        return self._job.all_metrics
 
     # -- training -----------------------------------------------------------------------------
 
@@ -220,19 +226,19 @@ class TrainerBase:
         resume: str | os.PathLike | None = None,
         further: bool = False,
     ) -> Self:
-        """Run a call of `fit`, or with `further` of `partial_fit`, and return this trainer.
+        """Run a call of `fit` or `partial_fit`, and return this trainer.
 
-        Until it ends, other calls are refused, of any thread. `columns` are the features, labels
-        and sample weights.
+        With `further`, it is a call of `partial_fit`. Until it ends, other calls are refused in all
+        threads. `columns` are the features, labels and sample weights.
         """
         own = object()
         if vars(self).setdefault(_RUNNING, own) is not own:  # `setdefault` is atomic
-            raise RuntimeError("fit is running: no other call can begin before it ends")
+            raise RuntimeError("fit is running: call this trainer after its end, not in a callback")
         try:
             with shared_call(self._job.parallel) as sharing:
                 held_out, data = held_out_data(validation), as_dataset(*columns)
                 check_arguments({"batch_size": batch_size, "epochs": epochs})
-                recipe = Recipe.of(self._job, self.state, data, held_out, sharing)
+                recipe = Recipe.for_data(self._job, self.state, data, held_out, sharing)
                 call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
                 with garbage_kept():
                     loop = call.begin(index(epochs), shuffle, resume)
@@ -243,7 +249,10 @@ class TrainerBase:
             del vars(self)[_RUNNING]
 
     def _run_loop(self, call: Fit, loop: Loop) -> Self:
-        """Run a loop; this trainer takes over its state, unless the loop ends before a step."""
+        """Run a loop, whose state becomes the state of this trainer.
+
+        If the loop ends before its first step, this trainer gets its earlier state back.
+        """
         before, self.state, self._call = self.state, loop.state, call
         averages = self._job.averages_weights
         if loop.runner.holds_all and before is not loop.state and not averages:
@@ -271,7 +280,7 @@ class TrainerBase:
             NotFittedError: nothing was trained yet.
         """
         if self._call is None or self._call.loop is None:
-            raise NotFittedError("nothing was trained yet by this object: call fit first")
+            raise NotFittedError("this trainer has not trained yet: call fit first")
         return self._call.loop
 
     @property
@@ -281,7 +290,7 @@ class TrainerBase:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The history: an entry for each epoch, and for each evaluation within an epoch."""
+        """The history of training: a dict for each epoch and each evaluation within an epoch."""
         return self.state.history
 
     def evaluated(self) -> dict[str, np.ndarray]:
@@ -308,10 +317,10 @@ class TrainerBase:
         return dict(self._last_loop.runner.norms)
 
     def failed_step(self) -> tuple[ModelProto, dict[str, np.ndarray]] | None:
-        """Return the model of the step that gave NaN or infinity, and its inputs, or None.
+        """Return the model of the step whose results were NaN or infinite, and its inputs.
 
-        None: no step of the last training gave such a number.
-        The model returns the losses and the new weights and slots. None for a stack.
+        None: all steps of the last training had finite results. The model returns the losses and
+        the new weights and slots. None for a stack.
         """
         if self._call is None or self._job.members is not None:
             return None
@@ -339,11 +348,11 @@ class TrainerBase:
         """
         data = as_dataset(X, y, sample_weight)
         title = self._progress_title("evaluating")
-        recipe = Recipe.of(self._job, self.state, data)
+        recipe = Recipe.for_data(self._job, self.state, data)
         return evaluate(recipe, self._names, data, batch_size, title)
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
-        """Return the output that the loss reads, an array; a dict by output if it reads several.
+        """Return the predictions: the output that the loss reads, or a dict if it reads several.
 
         Args:
             X: as in `fit`; labels in it are not read: y of batches (X, y), and columns of the
@@ -355,12 +364,12 @@ class TrainerBase:
         """
         data = Dataset(as_dataset(X).X)
         title = self._progress_title("predicting")
-        recipe = Recipe.of(self._job, self.state, data)
+        recipe = Recipe.for_data(self._job, self.state, data)
         predictions = predict(recipe, self._names, data, batch_size, title)
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _progress_title(self, title: str) -> str | None:
-        """Return `title` for a progress bar, None if no callback is a `Progress`."""
+        """Return `title` for a progress bar; None if this trainer has no callback `Progress`."""
         callbacks = self._job.callbacks.callbacks
         return title if any(isinstance(c, Progress) for c in callbacks) else None
 
@@ -504,7 +513,7 @@ class Trainer(TrainerBase):
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
         data = as_dataset(X, y)
-        call = Fit(self, Recipe.of(self._job, self.state, data), self._names, data)
+        call = Fit(self, Recipe.for_data(self._job, self.state, data), self._names, data)
         call.balance_classes()
         return call.recipe.step_models()
 
@@ -521,7 +530,9 @@ class Trainer(TrainerBase):
         return fill_weights(export_model(self._job.proto, values, self._names), values)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `model` to a file; large weights go there one by one.
+        """Write the trained model, in its inference form, to a file.
+
+        Large weights are written one by one, so that memory need not hold the whole file.
 
         Raises:
             ValueError: as `model`; an existing file is unchanged.

@@ -13,7 +13,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
 from onnxgrad.training.callbacks.diagnostics import Norms, Timing
-from onnxgrad.training.callbacks.early_stopping import EarlyStopping, better_if
+from onnxgrad.training.callbacks.early_stopping import EarlyStopping, better_direction
 from onnxgrad.training.callbacks.history import History
 from tests.support.errors import naming
 from tests.support.fake_trainer import State, Trainer
@@ -272,10 +272,10 @@ def test_which_is_better():
         SimpleNamespace(name="size", higher_is_better=None),
     ]
     names = ("loss", "validation_log_loss", "validation_balanced_accuracy", "validation_gap")
-    assert [better_if(name, metrics) for name in names] == ["min", "min", "max", "min"]
+    assert [better_direction(name, metrics) for name in names] == ["min", "min", "max", "min"]
     for name in ("validation_size", "validation_loss_accuracy"):
         with pytest.raises(ValueError, match="cannot tell"):
-            better_if(name, metrics)
+            better_direction(name, metrics)
     trainer = Trainer([1])
     trainer.metrics = metrics
     with pytest.raises(ValueError, match="cannot tell"):

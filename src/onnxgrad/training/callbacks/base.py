@@ -97,7 +97,7 @@ class Callback:
     _open: tuple[str, ...] = ()  # attributes that no copy has: open files, consoles
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy of this callback: without open files."""
+        """Return the attributes that a copy of this callback gets: all but open files."""
         return {name: value for name, value in vars(self).items() if name not in self._open}
 
     @property
@@ -113,7 +113,7 @@ class Callback:
         self._key = key
 
     def entry(self, state: Any) -> dict[str, Any]:
-        """Return this callback's dict in `state.callbacks`, which is empty at first."""
+        """Return the dict of this callback in `state.callbacks`; it is created empty."""
         return state.callbacks.setdefault(self.key, {})
 
     def publish(self, state: Any, scalars: dict[str, float]) -> None:
@@ -130,22 +130,22 @@ class Callback:
         """Handle the end of a call of the runtime, which ran one or more steps."""
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Handle the end of an evaluation, which is in the last record of the history."""
+        """Handle the end of an evaluation; the last record of `state.history` has its results."""
 
     def on_save(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Handle a checkpoint that was written."""
+        """Handle the end of writing a checkpoint."""
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Handle the end of an epoch, which is in the last record of the history."""
+        """Handle the end of an epoch; the last record of `state.history` has its results."""
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Handle the end of `fit`, also after an error; `state.stop_reason` says why it ended."""
 
     def write_checkpoint(self, state: Any) -> None:
-        """Write a checkpoint into the folder `checkpoints`: a callback has set `control.save`."""
+        """Write a checkpoint into the folder `checkpoints`, because `control.save` is set."""
 
     def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str | None:
-        """Return a sentence for the error that the loss or a weight became NaN or infinite."""
+        """Return a sentence to add to the error that a loss or a weight is NaN or infinite."""
         return None
 
 
@@ -153,14 +153,14 @@ _EVENTS = {name for name in vars(Callback) if name.startswith("on_")} - {"on_not
 
 
 class Callbacks:
-    """Calls the events of callbacks in their order, and gives each its own key.
+    """Calls the events of a list of callbacks in order, and gives different keys to all of them.
 
     Args:
         callbacks: instances of `Callback`.
 
     Raises:
-        ValueError: one of them is none, or stands twice in the list, or its `every_steps` is no
-            positive integer.
+        ValueError: an object that is no `Callback`, or stands twice in the list, or whose
+            `every_steps` is no positive integer.
     """
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
@@ -186,8 +186,8 @@ class Callbacks:
                 )
             folders.update([] if folder is None else [folder])
 
-    def check_members(self) -> None:
-        """Raise `ValueError` for a callback that cannot watch the members of a stack."""
+    def check_for_stack(self) -> None:
+        """Raise `ValueError` for a callback that cannot watch the several models of a stack."""
         for callback in self.all:
             if not callback.of_members:
                 raise ValueError(
@@ -195,16 +195,16 @@ class Callbacks:
                 )
 
     def without_writers(self) -> Callbacks:
-        """Return the callbacks that do not write, for all processes but the first."""
+        """Return the callbacks that write nothing, for all processes but the first."""
         new = copy.copy(self)
         new.callbacks = [c for c in self.callbacks if not c.writes]
         new.silent = True
         return new
 
     def with_watcher(self, watcher: Callback) -> Callbacks:
-        """Return the callbacks with a further callback that only shows progress.
+        """Return these callbacks and `watcher`, a callback that shows progress.
 
-        Several epochs may run in one call of the runtime, as without this callback.
+        Several epochs may run in one call of the runtime, as without `watcher`.
         """
         new = copy.copy(self)
         new.callbacks, new.watcher = [*self.callbacks, watcher], watcher
@@ -212,11 +212,11 @@ class Callbacks:
 
     @property
     def gradient_norms(self) -> bool:
-        """Whether any callback needs the norms of gradients."""
+        """Whether any callback needs the 2-norms of gradients."""
         return any(callback.gradient_norms for callback in self.callbacks)
 
     def steps_until_stop(self, step: int) -> int | None:
-        """Return the count of steps from `step` to the next multiple of an `every_steps`, or None.
+        """Return the count of steps after `step` until a callback's `every_steps` divides the step.
 
         None: no callback has an `every_steps`.
         """
@@ -241,12 +241,12 @@ class Callbacks:
         """
         writers = [c for c in self.callbacks if c.checkpoints is not None]
         if not writers and not self.silent:
-            raise ValueError("control.save asks for a checkpoint: add Checkpoint(folder)")
+            raise ValueError("control.save needs a callback that writes: add Checkpoint(folder)")
         for callback in writers:
             callback.write_checkpoint(state)
 
     def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str:
-        """Return the sentences of all callbacks on a loss or a weight that is not finite; or "".
+        """Return what the callbacks say on a loss or a weight that is not finite, as one text.
 
         An error of a callback becomes part of the text, since the loss that is not finite matters
         more.
@@ -267,7 +267,7 @@ class Callbacks:
         control: TrainingControl,
         held: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Iterator[None]:
-        """Call `on_train_begin` before the block, and `on_train_end` after it, of all callbacks.
+        """Call `on_train_begin` of all callbacks before the block, and `on_train_end` after it.
 
         `on_train_end` is called also after an error, for each callback whose `on_train_begin`
         succeeded, even if another callback raises an error. The first error is raised, with errors

@@ -19,7 +19,7 @@ from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.callbacks.early_stopping import better_if
+from onnxgrad.training.callbacks.early_stopping import better_direction
 from onnxgrad.training.equality import digest_bytes
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ class Checkpoint(Callback):
 
     A checkpoint is written into a hidden folder, synced to the disk and renamed: every checkpoint
     is complete, also after a crash. It holds weights, slots, buffers, counts, history, and the
-    state of schedules and callbacks, as `TrainState.save` writes them;
-    `trainer.fit(..., resume=folder)` continues from the newest checkpoint bit for bit, also within
-    an epoch. If a file has changed since it was written, by its digest, a warning names it, and
+    state of schedules and callbacks, as `TrainState.save` writes them; `trainer.fit(...,
+    resume=folder)` continues from the newest_checkpoint checkpoint bit for bit, also within an
+    epoch. If a file has changed since it was written, by its digest, a warning names it, and
     training continues from the checkpoint before.
 
     Other folders in `folder` are left alone, also copies of checkpoints under other names.
@@ -43,10 +43,10 @@ class Checkpoint(Callback):
     Ctrl-C, SIGTERM or an error, but not where the loss or a weight became NaN.
 
     Args:
-        folder: where to write, created if it is missing.
-        every_steps: write after every so many steps.
-        every_seconds: write when so many seconds have passed since the last checkpoint.
-        keep: how many of the newest checkpoints to keep; the best checkpoint by `monitor` is kept
+        folder: where to write, created if it is missing. every_steps: write after every so many
+        steps. every_seconds: write when so many seconds have passed since the last checkpoint.
+        keep: how many of the newest_checkpoint checkpoints to keep; the best checkpoint by
+        `monitor` is kept
             as well.
         monitor: name of a value of the history, such as "validation_loss"; None: no checkpoint is
             the best. Of a stack, the value of its best member counts.
@@ -94,14 +94,14 @@ class Checkpoint(Callback):
         saving.remove_leftovers(self.folder, _NAME)
         for path in _checkpoint_folders(self.folder)[::-1]:
             if _step_number(path) > state.step:
-                self._check_later(path, state)
+                self._check_later_checkpoint(path, state)
         self._better = self.mode
         if self.monitor and self.mode == "auto":
-            self._better = better_if(self.monitor, trainer.metrics)
+            self._better = better_direction(self.monitor, trainer.metrics)
         self._began, self._when = state.step, time.monotonic()
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Raise `ValueError` if an epoch has ended, and no record has the value to monitor."""
+        """Raise `ValueError` if no record of the history has the value `monitor` after an epoch."""
         if self.monitor and state.history and "judged" not in self.entry(state):
             names = dict.fromkeys(name for record in state.history for name in record)
             raise unknown("monitor of Checkpoint", self.monitor, names)
@@ -117,14 +117,14 @@ class Checkpoint(Callback):
         """Ask for a checkpoint, and remember the best epoch."""
         if not self.every_steps and not self.every_seconds:
             control.save = True
-        self._note_best(state, control)
+        self._remember_best_step(state, control)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Remember the best evaluation within an epoch."""
-        self._note_best(state, control)
+        self._remember_best_step(state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Write the last state."""
+        """Write a checkpoint of the last state, unless the loss or a weight became NaN."""
         if state.step > self._began and state.stop_reason != "not finite":
             self.write_checkpoint(state)
 
@@ -137,30 +137,32 @@ class Checkpoint(Callback):
         path, (arrays, numbers) = _checkpoint_path(self.folder, state.step), state.contents()
         training = json.dumps(numbers["identity"], sort_keys=True).encode()
         mark = {"training": digest_bytes(training)}
-        own = [p for p in checkpoints(self.folder) if saving.mark_of(p) == mark | {"name": p.name}]
+        own = [
+            p for p in checkpoints(self.folder) if saving.read_mark(p) == mark | {"name": p.name}
+        ]
         if path.exists() and path not in own:
-            raise FileExistsError(f"{path} is no checkpoint of this training: rename it")
-        saving.write(path, arrays, numbers, mark | {"name": path.name})
+            raise FileExistsError(f"{path} is no checkpoint of this training: rename this folder")
+        saving.write_state(path, arrays, numbers, mark | {"name": path.name})
         self._when = time.monotonic()
         logger.info("checkpoint %s", path)
         best = self.entry(state).get("best_step")
         others = [p for p in own if p not in (path, _checkpoint_path(self.folder, best))]
         for old in others[: max(0, len(others) - self.keep + 1)]:
-            saving.remove(old)
+            saving.remove_state(old)
 
-    def _check_later(self, path: Path, state: Any) -> None:
-        """Rename a damaged checkpoint of a later step.
+    def _check_later_checkpoint(self, path: Path, state: Any) -> None:
+        """Rename the checkpoint `path`, whose step is later than that of `state`, if it is damaged.
 
         Raises:
             ValueError: the folder is an undamaged checkpoint, or no checkpoint.
         """
-        if not saving.is_state(path) or _is_copy(path):
+        if not saving.is_state(path) or _was_copied(path):
             raise ValueError(
-                f"{path} is no checkpoint that was written there, and has the name of a checkpoint "
-                "to come: rename it, or write to another folder"
+                f"{path} has the name of a checkpoint that this training will write, and is none: "
+                "rename it, or write to another folder"
             )
         try:
-            saving.read(path)
+            saving.read_state(path)
         except ValueError as e:
             aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
             path.rename(aside)
@@ -172,8 +174,8 @@ class Checkpoint(Callback):
             "folder"
         )
 
-    def _note_best(self, state: Any, control: TrainingControl) -> None:
-        """Remember the step of the best value so far, and ask for a checkpoint of that step."""
+    def _remember_best_step(self, state: Any, control: TrainingControl) -> None:
+        """Remember the step if its monitored value is the best, and then ask for a checkpoint."""
         record, entry = state.history[-1], self.entry(state)
         value = record.get(self.monitor)
         if value is None or entry.get("judged") == state.step:
@@ -187,12 +189,14 @@ class Checkpoint(Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that were written in a folder, the oldest first."""
-    return [p for p in _checkpoint_folders(folder) if saving.is_state(p) and not _is_copy(p)]
+    """Return the paths of the checkpoints that were written into `folder`, the oldest first."""
+    return [p for p in _checkpoint_folders(folder) if saving.is_state(p) and not _was_copied(p)]
 
 
-def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
-    """Return the newest undamaged checkpoint in a folder, and the result of `read` for its path.
+def newest_checkpoint(
+    folder: str | os.PathLike, read: Callable[[Path], T]
+) -> tuple[Path, T] | None:
+    """Return the path of the newest undamaged checkpoint in a folder, and `read(path)`.
 
     The folder may also be a checkpoint itself. None: it holds no checkpoint.
 
@@ -203,7 +207,7 @@ def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, 
     folder = Path(folder)
     saving.restore_replaced(folder, _NAME)
     for path in _checkpoint_folders(folder):
-        if saving.is_state(path) and _is_copy(path):
+        if saving.is_state(path) and _was_copied(path):
             warnings.warn(f"{path} is ignored: it was written elsewhere", stacklevel=2)
     found = checkpoints(folder)
     if not found:
@@ -219,7 +223,7 @@ def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, 
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders in `folder` that have names of checkpoints, the oldest first."""
+    """Return the folders in `folder` that are named as checkpoints, the oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir()), key=_step_number)
 
@@ -229,12 +233,12 @@ def _step_number(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _is_copy(path: Path) -> bool:
+def _was_copied(path: Path) -> bool:
     """Return whether the state in `path` was written under another name, or by another writer."""
-    mark = saving.mark_of(path)
+    mark = saving.read_mark(path)
     return mark is not None and mark.get("name") != path.name
 
 
 def _checkpoint_path(folder: Path, step: int | None) -> Path:
-    """Return the path of the checkpoint of a step; None stands for step 0."""
+    """Return the path of the checkpoint of a step in `folder`; None stands for step 0."""
     return folder / f"step-{step or 0:010d}"

@@ -12,7 +12,7 @@ from onnxgrad.errors import first_line
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.state import split_by_member
 
 _PARTS = ("seconds_waiting", "seconds_computing")
 
@@ -40,11 +40,11 @@ class Timing(Callback):
         self._epoch = dict.fromkeys(_PARTS, 0.0)  # times of this epoch that are in the sums
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin the times of an epoch."""
+        """Set the times of the epoch to zero."""
         self._epoch = dict.fromkeys(_PARTS, 0.0)
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the times since the last call."""
+        """Add the times of waiting and computing since the last call to the entry."""
         entry = self.entry(state)
         for name in _PARTS:
             now = float(getattr(trainer.progress, name))
@@ -53,13 +53,13 @@ class Timing(Callback):
         entry["seconds"] = self._before + time.perf_counter() - self._start
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the times to the record of the epoch."""
+        """Add the times of the epoch to its record in the history."""
         self.on_step_end(trainer, state, control)
         if state.history:
             state.history[-1] |= {name: round(self._epoch[name], 6) for name in _PARTS}
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Log the shares of the whole training."""
+        """Log which shares of the training went to waiting, computing and other work."""
         entry = self.entry(state)
         total = entry["seconds"] = self._before + time.perf_counter() - self._start
         waiting, computing = (entry[name] / max(total, 1e-9) for name in _PARTS)
@@ -106,7 +106,7 @@ class Norms(Callback):
             self._record_norms(trainer, state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Add the norms to the record of the evaluation or epoch."""
+        """Add the norms of all weights to the record of the evaluation or epoch."""
         record = self._record_norms(trainer, state)
         if state.history and state.history[-1].get("step") == state.step:
             for name in ("gradient_norm", "weight_norm"):
@@ -117,12 +117,12 @@ class Norms(Callback):
     on_epoch_end = on_evaluate
 
     def _record_norms(self, trainer: Any, state: Any) -> dict[str, Any]:
-        """Return the record of the norms after this step, which is made once."""
+        """Return the record of the norms after this step; it is computed once for each step."""
         records = self.entry(state).setdefault("records", [])
         if records and records[-1]["step"] == state.step:
             return records[-1]
         axes = int(state.members is not None)
-        weights = {name: _two_norm(array, axes) for name, array in state.weights.items()}
+        weights = {name: _two_norm_per_member(array, axes) for name, array in state.weights.items()}
         gradients = {name: np.asarray(n) for name, n in (trainer.gradient_norms or {}).items()}
         record: dict[str, Any] = {"step": state.step}
         scalars: dict[str, Any] = {}
@@ -139,8 +139,11 @@ class Norms(Callback):
         return record
 
 
-def _two_norm(array: np.ndarray, axes: int) -> np.ndarray:
-    """Return the 2-norms over all axes behind the first `axes` axes, added up in float64."""
+def _two_norm_per_member(array: np.ndarray, axes: int) -> np.ndarray:
+    """Return the 2-norm of an array in float64: of all elements, or of each of several members.
+
+    `axes` is 1 if the first axis is the axis of members, else 0.
+    """
     array = np.asarray(array).astype(np.float64, copy=False)
     flat = array.reshape(*array.shape[:axes], -1)
     return np.sqrt(np.einsum("...i,...i->...", flat, flat))
@@ -161,7 +164,7 @@ class NanWatch(Callback):
     """
 
     def on_not_finite(self, trainer: Any, state: Any, control: TrainingControl) -> str | None:
-        """Return a sentence that names the node, or the input, at fault.
+        """Return a sentence that names the node, or the input, that is NaN or infinite first.
 
         `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if
         no step failed, as where the loss of validation data is not finite.

@@ -86,13 +86,13 @@ class EarlyStopping(Callback):
         self.mode = check_choice("mode", mode, ("auto", "min", "max"))
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Continue the counts of a resumed training, and end a training that had ended by them."""
+        """Continue the counts of a resumed training; stop it if this callback had stopped it."""
         metrics = getattr(trainer, "metrics", ())
-        self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
+        self._better = better_direction(self.monitor, metrics) if self.mode == "auto" else self.mode
         if state.further:  # the data may differ, so that values do not compare
             state.callbacks.pop(self.key, None)
             state.kept.pop(self.key, None)
-        for k, own in enumerate(self._member_entries(state)):
+        for k, own in enumerate(self._entries_by_member(state)):
             own |= {"best": None, "step": None, "epoch": None, "waiting": 0} | own
             stopped = own["waiting"] >= self.patience
             if state.members is not None and own.get("stopped") and not stopped:
@@ -108,19 +108,19 @@ class EarlyStopping(Callback):
         self._epochs = 0  # epochs that began in this call of `fit`
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Raise `ValueError` if an epoch has ended, and no record has the value."""
+        """Raise `ValueError` if no record of the history has the value `monitor` after an epoch."""
         self._epochs += 1
         if self._epochs > 1 and not self._is_recorded(state):
             raise self._monitor_error(state)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Count an evaluation, if the monitored value is of validation data."""
-        if self._of_validation:
+        """Compare an evaluation with the best, if the monitored value is of validation data."""
+        if self._monitors_validation:
             self._count_evaluation(trainer, state, control)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Count an epoch, if the monitored value is not of validation data."""
-        if not self._of_validation:
+        """Compare an epoch with the best, if the monitored value is not of validation data."""
+        if not self._monitors_validation:
             self._count_evaluation(trainer, state, control)
 
     def on_train_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
                 never = f"EarlyStopping never counted: {self._monitor_error(state)}"
                 warnings.warn(never, stacklevel=2)
             return
-        frozen, best = state.frozen, [own["step"] for own in self._member_entries(state)]
+        frozen, best = state.frozen, [own["step"] for own in self._entries_by_member(state)]
         # members whose last step did not give their best weights
         late = [k for k, n in enumerate(best) if n not in (None, frozen.get(k, state.step))]
         if not self.restore or not late:
@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
                 f"the best weights, of step {best[late[0]]}, are not in the state: resume from a "
                 "checkpoint of a training with restore=True, or pass restore=False"
             )
-        self._restore_best(state, kept, late)
+        self._restore_weights(state, kept, late)
 
     def reason(self, state: Any) -> str | None:
         """Return why this callback ended the training of one model; None if it did not end it."""
@@ -155,18 +155,18 @@ class EarlyStopping(Callback):
         plural = "s" * (own["waiting"] > 1)
         return f"{self.monitor} has not improved for {own['waiting']} {times}{plural}{since}"
 
-    def _restore_best(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
-        """Restore the best weights and buffers, in a stack of the members `late` only."""
-        members, entries = state.members, self._member_entries(state)
-        slots = _without_prefix(_SLOT, kept)
+    def _restore_weights(self, state: Any, kept: dict[str, np.ndarray], late: list[int]) -> None:
+        """Restore the best weights and buffers; in a stack, only those of the members `late`."""
+        members, entries = state.members, self._entries_by_member(state)
+        slots = _arrays_with_prefix(_SLOT, kept)
         if members is not None:
             current = _prefixed_arrays(state, with_slots=bool(slots))
-            kept = {n: _copy_with_rows(a, kept[n], late) for n, a in current.items() if n in kept}
-        state.weights = _without_prefix(_WEIGHT, kept)
-        if buffers := _without_prefix(_BUFFER, kept):
+            kept = {n: _copy_members(a, kept[n], late) for n, a in current.items() if n in kept}
+        state.weights = _arrays_with_prefix(_WEIGHT, kept)
+        if buffers := _arrays_with_prefix(_BUFFER, kept):
             state.buffers = buffers
         if slots:  # from which averages are computed, by the number of steps
-            state.slots = nest_slots(_without_prefix(_SLOT, kept))
+            state.slots = nest_slots(_arrays_with_prefix(_SLOT, kept))
             steps = {k: entries[k]["step"] for k in late}
             if members is None:
                 undone = state.step - steps[0]
@@ -180,7 +180,7 @@ class EarlyStopping(Callback):
             logger.info("EarlyStopping: the weights%s are from step %d", which, step)
 
     @property
-    def _of_validation(self) -> bool:
+    def _monitors_validation(self) -> bool:
         """Whether the monitored value is computed from validation data."""
         return self.monitor.startswith("validation_")
 
@@ -189,34 +189,34 @@ class EarlyStopping(Callback):
         return any(self.monitor in record for record in state.history)
 
     def _monitor_error(self, state: Any) -> ValueError:
-        """Return the error of a `monitor` that the history does not have."""
+        """Return the error to raise if no record of the history has the value `monitor`."""
         names = dict.fromkeys(name for record in state.history for name in record)
         error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
-        remedy = f" Pass {argument('validation')} data to fit." if self._of_validation else ""
+        remedy = f" Pass {argument('validation')} data to fit." if self._monitors_validation else ""
         return ValueError(f"{error} These are in the history.{remedy}")
 
-    def _member_entries(self, state: Any) -> list[dict[str, Any]]:
-        """Return the entries of the members of a stack, or a list of the one entry of a model."""
+    def _entries_by_member(self, state: Any) -> list[dict[str, Any]]:
+        """Return this callback's entries in a list: one for each member of a stack, or one."""
         entry, members = self.entry(state), state.members
         if members is None:
             return [entry]
         return entry.setdefault("members", [{} for _ in range(members)])
 
     def _stop_member(self, state: Any, control: TrainingControl, k: int) -> None:
-        """End training, or freeze the member `k` of a stack."""
+        """Ask the loop to end training, or in a stack to freeze the member `k`."""
         if state.members is None:
             control.stop = True
         else:
             control.freeze.add(k)
 
     def _count_evaluation(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Count the last record for each member: keep the best weights, or stop the member."""
+        """Compare the last record with the best: keep the weights of a member, or stop it."""
         record = state.history[-1]
         if self.monitor not in record:
             raise self._monitor_error(state)
         values, frozen = np.ravel(record[self.monitor]), state.frozen
         better = []
-        for k, own in enumerate(self._member_entries(state)):
+        for k, own in enumerate(self._entries_by_member(state)):
             if k in frozen:
                 continue
             value = float(values[k])
@@ -232,7 +232,7 @@ class EarlyStopping(Callback):
                 text = "EarlyStopping: %s%s has not improved in %d evaluations since step %s"
                 logger.info(text, self.monitor, which, own["waiting"], own["step"])
         if better and self.restore:
-            self._keep_best(trainer, state, better)
+            self._keep_best_weights(trainer, state, better)
 
     def _is_improvement(self, value: float, best: float | None) -> bool:
         """Return whether a value is better than the best so far by more than `min_delta`."""
@@ -241,40 +241,40 @@ class EarlyStopping(Callback):
             return not math.isnan(value)
         return sign * value < sign * best - self.min_delta  # False for NaN
 
-    def _keep_best(self, trainer: Any, state: Any, better: list[int]) -> None:
-        """Keep copies of the weights and buffers of the members `better`.
+    def _keep_best_weights(self, trainer: Any, state: Any, better: list[int]) -> None:
+        """Copy the weights and buffers of the members `better` into `state.kept`.
 
-        Training may update the arrays in place.
+        Training may update the arrays of the state in place.
         """
         # slots of averages hold the weights that were evaluated
         new = _prefixed_arrays(state, with_slots=trainer._job.averages_weights)
         old = state.kept.get(self.key)
         if old and state.members is not None:
-            state.kept[self.key] = {n: _copy_with_rows(old[n], a, better) for n, a in new.items()}
+            state.kept[self.key] = {n: _copy_members(old[n], a, better) for n, a in new.items()}
         else:
             state.kept[self.key] = {name: np.array(array) for name, array in new.items()}
 
 
 def _prefixed_arrays(state: Any, with_slots: bool) -> dict[str, np.ndarray]:
-    """Return weights, buffers and slots by name, with the prefix of their kind."""
+    """Return weights, buffers and slots by name; prefixes such as "weight:" tell them apart."""
     slots = flatten_slots(state.slots) if with_slots else {}
     parts = {_WEIGHT: state.weights, _BUFFER: state.buffers, _SLOT: slots}
     return {prefix + name: a for prefix, arrays in parts.items() for name, a in arrays.items()}
 
 
-def _copy_with_rows(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Return a copy of `array` in which `rows` are the rows of `other`."""
+def _copy_members(array: np.ndarray, other: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Return a copy of `array` (members, ...) in which the members `rows` are from `other`."""
     new = np.array(array)
     new[rows] = other[rows]
     return new
 
 
-def _without_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays whose names begin with `prefix`, by the rest of their names."""
+def _arrays_with_prefix(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return copies of the arrays whose names begin with `prefix`, by name without it."""
     return {n.removeprefix(prefix): np.array(a) for n, a in kept.items() if n.startswith(prefix)}
 
 
-def better_if(monitor: str, metrics: Iterable[Any] = ()) -> str:
+def better_direction(monitor: str, metrics: Iterable[Any] = ()) -> str:
     """Return "min" if lower values of `monitor` are better, "max" if higher values are.
 
     A metric of that name decides, or else the words of the name. The name of an output may stand

@@ -14,7 +14,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.state import split_by_member
 
 
 class History(Callback):
@@ -63,7 +63,7 @@ class History(Callback):
 
 
 def _python_value(value: Any) -> Any:
-    """Return a number of numpy as a number of Python, an array as lists, other values unchanged."""
+    """Return a numpy number as a Python number, an array as lists, other values unchanged."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
@@ -85,7 +85,7 @@ def _write_json(file: Path, state: Any) -> None:
 
 
 def json_value(value: Any) -> Any:
-    """Return `value` for JSON: numpy's numbers as Python's, and None for NaN and infinity."""
+    """Return `value` in types of JSON: Python numbers, lists and dicts; None for NaN, infinity."""
     value = _python_value(value)
     if isinstance(value, dict):
         return {name: json_value(v) for name, v in value.items()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Callbacks, TrainingControl
-from onnxgrad.training.progress import number_text
+from onnxgrad.training.state import number_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ class Progress(Callback):
         self._bar: RichProgress | None = None
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Choose between the bar and lines; the bar is shown from the first step on."""
+        """Choose a progress bar or lines of text; the bar is shown from the first step on."""
         from rich.console import Console
 
         console = self._console = self.console or Console(stderr=True)
@@ -70,7 +70,7 @@ class Progress(Callback):
             self._task: TaskID | None = None
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Show the results of an evaluation after the end of the last epoch."""
+        """Print the results of an evaluation that came after the end of the last epoch."""
         self._print_evaluation()
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
@@ -113,7 +113,7 @@ class Progress(Callback):
                 bar.stop()
 
     def _update_bar(self, progress: Any, state: Any) -> None:
-        """Show the present numbers in the bar, which is started with the first numbers."""
+        """Show loss, metrics, learning rate and speed in the bar, which the first call starts."""
         assert self._bar is not None
         total, done = _total_and_done(progress)
         epoch = _epoch_text(progress)
@@ -127,13 +127,13 @@ class Progress(Callback):
             self._bar.update(self._task, total=total, completed=done, **fields)
 
     def _print_evaluation(self) -> None:
-        """Print the results of an evaluation that no other line shows."""
+        """Print the results of an evaluation that no line has shown yet."""
         if self._evaluation and self._bar is None:
             self._print_line(f"step {self._evaluated}: {self._evaluation}")
         self._evaluation = ""
 
     def _print_numbers(self, head: str, trainer: Any, state: Any) -> None:
-        """Print a line that begins with `head`, with loss, metrics, learning rate and speed."""
+        """Print a line of `head`, such as the epoch, and loss, metrics, learning rate and speed."""
         self._shown = time.monotonic()
         results, conditions = _result_texts(trainer.progress, state, self._evaluation)
         self._print_line(f"{head}: {', '.join(results + conditions)}")
@@ -146,7 +146,7 @@ class Progress(Callback):
             self._console.print(Text(printable(line)), soft_wrap=True)
 
     def _remaining_text(self, progress: Any) -> str:
-        """Return the share done and the time left as text; "" where the length is unknown."""
+        """Return the share of training done and the time left as text; "" if they are unknown."""
         share = _share_done(progress)
         if not share or self._started is None:
             return ""
@@ -159,7 +159,7 @@ class Progress(Callback):
 
 
 def with_usual_progress(callbacks: Callbacks) -> Callbacks:
-    """Return callbacks with a `Progress`, if a person watches and they have no `Progress`."""
+    """Return callbacks with a `Progress` added, if a person watches and there is none yet."""
     if callbacks.silent or any(isinstance(c, Progress) for c in callbacks.callbacks):
         return callbacks
     return callbacks.with_watcher(Progress(epoch_seconds=1.0)) if is_watched() else callbacks
@@ -174,7 +174,7 @@ def is_watched() -> bool:
 
 
 def _progress_bar(console: Console) -> RichProgress:
-    """Return a bar with the time left, between the number of the epoch and a report."""
+    """Return a progress bar of rich: epoch, bar, time left, and a text on the results."""
     from rich import progress
     from rich.table import Column
 
@@ -191,16 +191,17 @@ def _progress_bar(console: Console) -> RichProgress:
 
 
 def _can_draw_bar(console: Console, chosen: bool) -> bool:
-    """Return whether a console can draw a bar; `chosen`: whether the user passed the console.
+    """Return whether a console can draw a progress bar.
 
-    FORCE_COLOR in the environment makes rich take any console for a terminal.
+    `chosen`: whether the user passed the console. FORCE_COLOR in the environment makes rich take
+    any console for a terminal.
     """
     is_terminal = console.is_terminal if chosen else console.file.isatty()
     return is_terminal and not (console.is_dumb_terminal or console.is_jupyter)
 
 
 def _total_and_done(progress: Any) -> tuple[float | None, float]:
-    """Return the steps or rows of the whole training, None if unknown, and how many are done."""
+    """Return the count of steps or rows of the training, None if unknown, and of those done."""
     if progress.steps:
         return progress.steps, progress.step
     if progress.total_rows:
@@ -221,7 +222,7 @@ def _epoch_text(progress: Any) -> str:
 
 
 def _result_texts(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
-    """Return two lists of texts: losses and metrics, then learning rate and speed."""
+    """Return texts for the losses and metrics, and texts for the learning rate and the speed."""
     rate = state.learning_rate
     conditions = [] if rate is None else [f"learning rate {number_text(rate, '.3g')}"]
     results = [f"loss {progress.loss:.4g}", *filter(None, validation.split(", "))]

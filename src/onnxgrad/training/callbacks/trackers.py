@@ -19,13 +19,13 @@ import numpy as np
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import not_installed, printable, unknown
 from onnxgrad.training.callbacks.base import Callback, TrainingControl
-from onnxgrad.training.callbacks.early_stopping import better_if
-from onnxgrad.training.progress import split_by_member
+from onnxgrad.training.callbacks.early_stopping import better_direction
+from onnxgrad.training.state import split_by_member
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120  # characters
-_LEFT_OUT = {"model", "callbacks"}  # arguments that are not logged
-_COUNTS = ("step", "epoch")  # entries of records that are no results
+_LEFT_OUT = {"model", "callbacks"}  # arguments of a trainer that are not logged
+_COUNTS = ("step", "epoch")  # names in records of the history that are no results
 _STATUS = {"interrupted": "KILLED", "error": "FAILED", "not finite": "FAILED"}  # of MLflow
 
 
@@ -48,15 +48,15 @@ class Tracker(Callback):
 
     @abstractmethod
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Open the run; `parameters` are the arguments of the trainer."""
+        """Open a run of the tracker; `parameters` are the arguments of the trainer, by name."""
 
     @abstractmethod
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Log numbers of a step."""
+        """Log the numbers `scalars` of a step, by name."""
 
     @abstractmethod
     def end(self, state: Any) -> None:
-        """Close the run."""
+        """Close the run of the tracker."""
 
     def on_train_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
         """Open the run, and log the records of the history that were not logged before."""
@@ -74,11 +74,11 @@ class Tracker(Callback):
         self._log_history(state)
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Begin the sum of the losses of an epoch."""
+        """Set the sum of the losses of the epoch to zero."""
         self._sum = self._rows = 0.0
 
     def on_step_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Log the loss since the last time, and the numbers that other callbacks published."""
+        """Log the mean loss since the last time, and numbers that other callbacks published."""
         now, every, progress = time.monotonic(), self.every_steps, trainer.progress
         due = now - self._last >= 1 if every is None else state.step % every == 0
         if due and progress.rows > self._rows and math.isfinite(progress.loss):
@@ -124,7 +124,7 @@ class Tracker(Callback):
             self._log_new_numbers(scalars["step"], scalars["values"])
 
     def _log_new_numbers(self, step: int, scalars: dict[str, Any]) -> None:
-        """Log the numbers that were not logged for this step or a later one."""
+        """Log the numbers `scalars`, except those already logged for this step or a later one."""
         new = {n: float(v) for n, v in scalars.items() if self._steps.get(n, -1) < step}
         if new:
             self.log(step, new)
@@ -132,7 +132,7 @@ class Tracker(Callback):
 
 
 def _published_scalars(state: Any) -> list[dict[str, Any]]:
-    """Return the entries `{"step": ..., "values": ...}` that callbacks passed to `publish`."""
+    """Return what callbacks published last: dicts `{"step": step, "values": {name: number}}`."""
     return [entry["scalars"] for entry in state.callbacks.values() if "scalars" in entry]
 
 
@@ -154,7 +154,7 @@ def module_importer(callback: str, extra: str, *modules: str) -> Callable[[], An
     the extra `extra` of onnxgrad, which installs the first module.
     """
 
-    def import_first() -> Any:
+    def import_first_installed() -> Any:
         error: ImportError | None = None
         for name in modules:
             try:
@@ -163,7 +163,7 @@ def module_importer(callback: str, extra: str, *modules: str) -> Callable[[], An
                 error = error or e
         raise not_installed(callback, modules[0], extra) from error
 
-    return import_first
+    return import_first_installed
 
 
 class TensorBoard(Tracker):
@@ -219,7 +219,7 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step)
 
     def end(self, state: Any) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()
 
 
@@ -263,7 +263,7 @@ class MLflow(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Use the active run, the run before a resume, or a new run."""
+        """Use the active run of MLflow, the run before a resume, or a new run."""
         mlflow, entry = self._package(), self.entry(state)
         run, before = mlflow.active_run(), entry.get("run_id")
         self._own = run is None
@@ -278,7 +278,7 @@ class MLflow(Tracker):
         entry["run_id"] = run.info.run_id
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Log the numbers as metrics."""
+        """Log the numbers `scalars` of a step as metrics of the run."""
         allowed = {re.sub(r"[^\w\-. /]", "_", n, flags=re.ASCII): v for n, v in scalars.items()}
         self._package().log_metrics(allowed, step=step)
 
@@ -329,7 +329,7 @@ class WeightsAndBiases(Tracker):
         self._package()
 
     def begin(self, state: Any, parameters: dict[str, Any]) -> None:
-        """Use the active run, the run before a resume, or a new run."""
+        """Use the active run of wandb, the run before a resume, or a new run."""
         wandb, entry = self._package(), self.entry(state)
         self._run, self._own = wandb.run, wandb.run is None
         if self._own:
@@ -341,7 +341,7 @@ class WeightsAndBiases(Tracker):
         entry["run_id"] = self._run.id
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Log the numbers together with the step, as wandb's own step must not go back."""
+        """Log the numbers `scalars` and the step, as wandb's own step must not go back."""
         for name in scalars:
             if name not in self._axes:
                 self._run.define_metric(name, step_metric="step")
@@ -409,12 +409,12 @@ class OptunaPruning(Callback):
             self._report_value(record, state, control)
 
     def on_evaluate(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Report an evaluation, if evaluations within epochs count."""
+        """Report the last evaluation to the trial, if `every` is "evaluation"."""
         if self.every == "evaluation":
             self._report_value(state.history[-1], state, control)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: TrainingControl) -> None:
-        """Report the epoch."""
+        """Report the monitored value of the epoch to the trial."""
         record = state.history[-1]
         if self.monitor not in record and not any(self.monitor in r for r in state.history):
             raise unknown("monitor", self.monitor, [n for n in record if n not in _COUNTS])
@@ -440,15 +440,15 @@ class OptunaPruning(Callback):
             self._pruned = control.stop = True
 
     def _check_direction(self, trainer: Any) -> None:
-        """Raise `ValueError` for a study of several objectives or of the other direction."""
+        """Raise `ValueError` if the study has several objectives or prefers worse values."""
         directions = getattr(getattr(self.trial, "study", None), "directions", None) or ()
         if len(directions) > 1:
             raise ValueError(
                 f"the study has {len(directions)} objectives, and Optuna prunes studies of one "
-                "objective only: leave OptunaPruning out"
+                "objective only: leave OptunaPruning out of callbacks"
             )
         try:
-            better = better_if(self.monitor, getattr(trainer, "metrics", ()))
+            better = better_direction(self.monitor, getattr(trainer, "metrics", ()))
         except ValueError:  # it is unknown whether lower or higher values are better
             return
         higher, verb = ("higher", "maximize") if better == "max" else ("lower", "minimize")

@@ -393,7 +393,7 @@ class Compiled:
             rows //= shared.part.size
             across, group = shared.across, shared.group
         if isinstance(source, ArraySource) and most is not None:
-            proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
+            proven = is_sum_over_rows(objective, source.axes_of_rows, source.batch_shapes())
             most = most if proven else None
         if most is not None:
             work, rows, across = work * most / rows, most, Across(WHOLE)
@@ -419,7 +419,7 @@ class Compiled:
         if recipe.job.dropout or mixes_rows(objective):
             objective = recipe.objective(training=False)
         if isinstance(source, ArraySource):
-            axes, lengths = source.axes, source.batch_shapes()
+            axes, lengths = source.axes_of_rows, source.batch_shapes()
         else:
             stated = Fields(objective, recipe.job.batch_axes).row_axes.declared_axis
             lengths = assumed_lengths(objective.data)
@@ -452,7 +452,7 @@ class Compiled:
         shapes, rows = source.batch_shapes(), source.batch_size
         if self._footprint is not None and self._footprint.unknown and rows > _FEW:
             objective = self.objective if self.step is None else recipe.objective()
-            self._footprint = measure_footprint(objective, source.axes, shapes)
+            self._footprint = measure_footprint(objective, source.axes_of_rows, shapes)
         most = None if self._footprint is None else self._footprint.part_rows(shapes, rows)
         return most if most is not None and most < source.rows else None
 

@@ -198,7 +198,7 @@ def build_step(
     """
     multiply_adds = count_multiply_adds(objective.model.graph) * accumulate
     ratio: Ratio = ()
-    scale = LossScale.new() if objective.scales else None
+    scale = LossScale.new() if objective.scales_loss else None
     factor = None if scale is None else scale.scale
     if counted is not None:
         op, parts = accumulate_gradients(

@@ -475,7 +475,7 @@ def _expected_terms(op: Emit, objective: Objective) -> Ratio:
     """
     counts, labels = objective.written.counts, objective.written.labels
     n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    if len(counts) > 1 or objective.scales or n.dtype not in wide:
+    if len(counts) > 1 or objective.scales_loss or n.dtype not in wide:
         return ()
     if any(w.dtype != n.dtype or static(dims(w)) is None for w in objective.weights):
         return ()
