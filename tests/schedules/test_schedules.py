@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from onnxgrad.schedules.base import Schedule, constant, select, steps_in
+from onnxgrad.schedules.base import MemberRates, Schedule, constant, select, steps_in
 from onnxgrad.schedules.compose import Join, join, warmup
 from onnxgrad.schedules.curves import (
     cosine,
@@ -22,16 +22,15 @@ from onnxgrad.schedules.curves import (
     inverse_sqrt,
     linear,
     one_cycle,
+    plateau,
     polynomial,
     step_decay,
 )
-from onnxgrad.schedules.plateaus import plateau
-from onnxgrad.schedules.rates import MemberRates
 from tests.support.errors import naming
 from tests.support.running import in_sweep
 
 STEPS = 60
-ROOM = ("base", "compose", "curves", "plateaus")
+ROOM = ("base", "compose", "curves")
 ALL = [
     constant(0.1),
     step_decay(0.1, every=7),

@@ -16,10 +16,9 @@ from onnxgrad.data.torch_data import has_random_sampler
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.base import MemberRates, Rates, Schedule
 from onnxgrad.schedules.compose import Warmup
 from onnxgrad.schedules.curves import InverseSqrt
-from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
