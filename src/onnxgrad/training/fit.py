@@ -148,7 +148,7 @@ class Fit:
         if not self.further:
             _log_fixed_batch(objective, fields, compiled.adds_losses)
         self.rates = self._training_rates(None if self.further else source.batches, epochs)
-        runner.step.warn()
+        runner.step.warn_of_weights()
         if runner.step.rounding:
             text = straight_through_warning(runner.step.rounding)
             warnings.warn(text, stacklevel=frames_inside() + 1)

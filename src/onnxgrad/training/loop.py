@@ -181,7 +181,7 @@ class Loop:
             call, batches = self._next_call(source.epochs(orders)), source.batches
             losses = self._run_call(call)
             for i in range(0, count * batches, batches):
-                own = call.part_of(i, batches)
+                own = call.batches_from(i, batches)
                 self._totals = self._resumed_totals()
                 if losses is None:  # run each epoch, to find the step that is not finite
                     self._run_slice(own.piece)
@@ -320,7 +320,7 @@ class Loop:
         except Asked:
             raise
         except Exception as e:
-            misfits = map(self.call.label_misfit, call.each())
+            misfits = map(self.call.label_misfit, call.each_batch())
             if misfit := next(filter(None, misfits), None):
                 raise ValueError(misfit) from e
             raise

@@ -41,7 +41,7 @@ from onnxgrad.training.run.stages import Stages
 from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.gradients import Across
+from onnxgrad.training.step.gradients import ProcessSharing
 from onnxgrad.training.step.inputs import WHOLE, Call, Slice
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
@@ -156,7 +156,7 @@ class Runner:
         start, call = time.perf_counter(), self.next_call(call)
         piece, now, values = call.piece, self.now, self.state_values(call.piece)
         read = {(n := str(v.name)): values[n] for v in self.step.carried}
-        fed = self.step.fed(call)
+        fed = self.step.input_arrays(call)
         new, reported = self.compute.run(read, fed, piece, self.states.target_of)
         losses = self._read_losses(reported, piece.batches)
         self._fine = np.isfinite(losses[0]).all(axis=(0, 1))
@@ -181,7 +181,7 @@ class Runner:
         """
         results = []
         for i in range(call.piece.batches):
-            while (losses := self._run_call(call.part_of(i, 1))) is None:
+            while (losses := self._run_call(call.batches_from(i, 1))) is None:
                 self.freeze(np.flatnonzero(~self._fine).tolist(), not_finite=True)
                 if len(self.now.frozen) == self.members:
                     return None
@@ -224,7 +224,7 @@ class Runner:
         values = {}
         for name, state in zip(names, self.now.states, strict=True):
             if state is None:
-                first = piece.fed()[self.carried[name]]
+                first = piece.model_arrays()[self.carried[name]]
                 zeros = np.zeros((*self.member_shape, *first.shape[1:]), first.dtype)
                 state = self.device.ortvalue(zeros)
             values[name] = state
@@ -396,7 +396,7 @@ class Compiled:
             proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
             most = most if proven else None
         if most is not None:
-            work, rows, across = work * most / rows, most, Across(WHOLE)
+            work, rows, across = work * most / rows, most, ProcessSharing(WHOLE)
         self.step = recipe.step(
             objective,
             across=across,

@@ -22,7 +22,7 @@ from onnxgrad.runtime.values import Value, bind_output
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.states import TargetOf
 from onnxgrad.training.state import Arrays
-from onnxgrad.training.step.build import Step, build_epoch, build_half
+from onnxgrad.training.step.build import Step, build_epoch, build_gradient_half
 from onnxgrad.training.step.inputs import Slice
 
 
@@ -107,7 +107,9 @@ class OneSession:
 
     def __init__(self, step: Step, target: Target, work: float) -> None:
         self.device, self.joins_batches = target.device, step.updates is None
-        model = build_epoch(step, target) if self.joins_batches else build_half(step, target)
+        model = (
+            build_epoch(step, target) if self.joins_batches else build_gradient_half(step, target)
+        )
         self._sessions = Sessions(model, step, self.device, work)
         self._inputs = [x.name for x in model.graph.input]
         self._outputs = [y.name for y in model.graph.output]
@@ -128,7 +130,7 @@ class OneSession:
             target_of: (input name, state) -> the array into which the new state is written; None:
                 onnxruntime allocates an array.
         """
-        whole, running = self.joins_batches, self._sessions.session_for(piece.fed())
+        whole, running = self.joins_batches, self._sessions.session_for(piece.model_arrays())
         binding, into = running.io_binding(), {}
         names = iter(self._inputs)
         for state in states.values():

@@ -29,7 +29,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Value, array_of, bind_output, is_finite
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import FEEDS, Call
-from onnxgrad.training.step.update import is_divided
+from onnxgrad.training.step.update import may_update_by_parts
 from onnxgrad.training.step.weight_groups import Group as WeightGroup
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
@@ -195,7 +195,7 @@ class GroupUpdate:
     """
 
     def __init__(self, group: WeightGroup, model: ModelProto, work: float) -> None:
-        self.session, self.divided = session(model, CPU, work), is_divided(group)
+        self.session, self.divided = session(model, CPU, work), may_update_by_parts(group)
         count = len(group.inputs) + 1
         self.names = [x.name for x in model.graph.input[:count]]
         self.feeds = {
@@ -218,7 +218,7 @@ class GroupUpdate:
         divided = [self.divided and array.shape == gradient.shape for array in whole]
         binding, length = self.session.io_binding(), PART if self.divided else size
         for name, dtype in self.feeds.items():
-            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays(call, dtype)[0]))
+            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays_of_call(call, dtype)[0]))
         results: list[np.ndarray] = []
         for i in range(0, size, length):
             pairs = zip(whole, divided, strict=True)
