@@ -401,7 +401,7 @@ def _states_and_feeds(
     """Return the states of a runner, and the data and feeds of a call, by input of `step`."""
     states = map(to_numpy, runner.state_values(call.piece).values())
     names = [str(v.name) for v in step.carried]
-    return dict(zip(names, states, strict=True)), step.input_arrays(runner.next_call(call))
+    return dict(zip(names, states, strict=True)), step.input_arrays(runner.complete_call(call))
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:

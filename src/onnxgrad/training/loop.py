@@ -19,7 +19,7 @@ from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.progress import FitProgress, Totals, mean_over_members
 from onnxgrad.training.run.runner import Losses, Runner
-from onnxgrad.training.run.stages import Asked
+from onnxgrad.training.run.stages import StepRefused
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.gradients import SCALE, SKIPPED
 from onnxgrad.training.step.inputs import FIRST, Call, Slice
@@ -126,7 +126,7 @@ class Loop:
                     self._run_epochs_at_once(count)
                 else:
                     self._run_epoch()
-            self.runner.collect()
+            self.runner.collect_slots()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
         except BaseException as e:
             interrupted = isinstance(e, (KeyboardInterrupt, SystemExit))
@@ -166,7 +166,7 @@ class Loop:
         begun = state.position or state.pending
         if begun or step.has_loss_scale or FIRST.name in step.feeds or not call.rates.steady:
             return 1
-        most = min(source.joins, runner.budget() // source.batches)
+        most = min(source.joins, runner.batches_of_next_call() // source.batches)
         return min(most, self.last_epoch - state.epoch)
 
     def _run_epochs_at_once(self, count: int) -> None:
@@ -238,7 +238,7 @@ class Loop:
         try:
             with self.interrupts.held(), self._restoring_after_errors():
                 self._run_slice(piece)
-        except Asked as e:
+        except StepRefused as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
             return False
         finally:
@@ -257,7 +257,7 @@ class Loop:
                 self._share_requests()
                 return restore  # requests are obeyed at the end, in one entry of the history
             requests = [control.stop, control.save, control.evaluate]
-            self._asked = not control.freeze and self.runner.ask(requests)
+            self._asked = not control.freeze and self.runner.send_requests(requests)
             if self._asked:
                 self._restore_before = restore
             else:
@@ -271,7 +271,7 @@ class Loop:
         done = state.step - state.position  # in earlier epochs
 
         def most_batches(batch: int) -> int:
-            most = self.runner.budget()
+            most = self.runner.batches_of_next_call()
             return min(most, call.callbacks.steps_until_stop(done + batch) or most)
 
         order = state.row_order() if call.shuffle else None
@@ -317,7 +317,7 @@ class Loop:
         """
         try:
             return self.runner.run(call)
-        except Asked:
+        except StepRefused:
             raise
         except Exception as e:
             misfits = map(self.call.label_misfit, call.each_batch())
@@ -335,7 +335,7 @@ class Loop:
 
     def _finish_epoch(self) -> None:
         """Record a finished epoch in the history, and evaluate the validation data."""
-        self.runner.collect()
+        self.runner.collect_slots()
         self._record_epoch()
         entry = self.state.history[-1]
         if self.call.validated is not None:
@@ -368,7 +368,7 @@ class Loop:
 
     def _evaluate_into(self, entry: dict[str, Any]) -> None:
         """Evaluate the validation data, and add the results to `entry`, the last of the history."""
-        self.runner.collect()  # an average of weights may be among the slots
+        self.runner.collect_slots()  # an average of weights may be among the slots
         results, history = self.call.validation_results(), self.state.history
         if not results:
             return
@@ -377,7 +377,7 @@ class Loop:
             epoch, kept = self.state.epoch - self.first_epoch, "the state after that epoch is kept"
             raise divergence_error(self, "the validation loss", epoch, kept)
         if not fine.all():
-            self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
+            self.runner.freeze_members(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)
         if not history or history[-1] is not entry:
             history.append(entry)
@@ -395,7 +395,7 @@ class Loop:
     def _share_requests(self) -> None:
         """Let each process of a group have the requests of all processes."""
         control = self.control
-        requests = self.runner.agree([control.stop, control.save, control.evaluate])
+        requests = self.runner.any_requests([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
 
     def _obey_requests(self) -> None:
@@ -408,7 +408,7 @@ class Loop:
                     f"control.freeze names the members {unknown} of the stack, which has the "
                     f"members 0 to {members - 1}: a callback must add indices of these"
                 )
-            self.runner.freeze(asked)
+            self.runner.freeze_members(asked)
             control.freeze = set()
             control.stop |= len(self.state.frozen) == members
         if control.evaluate and self.call.validated is not None:
@@ -417,7 +417,7 @@ class Loop:
         if control.save:
             control.save = False
             with self.interrupts.held():
-                self.runner.collect()
+                self.runner.collect_slots()
                 self.call.callbacks.save(self.call.trainer, self.state)
             self._call_event("on_save")
 

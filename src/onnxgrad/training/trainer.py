@@ -246,7 +246,7 @@ class TrainerBase:
         """Run a loop; this trainer takes over its state, unless the loop ends before a step."""
         before, self.state, self._call = self.state, loop.state, call
         averages = self._job.averages_weights
-        if loop.runner.holds_all and before is not loop.state and not averages:
+        if loop.runner.unpacks_cheaply and before is not loop.state and not averages:
             # both states have equal weights, of which memory holds one copy
             before.values = replace(before.values, weights={})
         try:
