@@ -30,15 +30,15 @@ class Rates(Protocol):
     def steady(self) -> bool:
         """Whether no metric in the history changes a later learning rate."""
 
-    def at(self, step: int, count: int) -> np.ndarray:
+    def rates_from(self, step: int, count: int) -> np.ndarray:
         """Return the learning rates of `count` steps from the step `step` on, counted from 0."""
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Take note of an entry of the history, on which later learning rates may depend."""
+        """Keep the metrics in an entry of the history, on which later learning rates may depend."""
 
 
 class LearningRate:
-    """Base of the learning rates that a trainer takes."""
+    """Base of the objects that trainers take as the learning rate."""
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Schedule(LearningRate):
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the learning rate of a step in a state of observed metrics, {} at the start."""
+        """Return the learning rate of a step for a `state` of observed metrics, {} at the start."""
         return self(step)
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Schedule(LearningRate):
         """Return the rates of one training, whose `state` keeps what the schedule observed."""
         schedule = self if steps is None else self.over(steps)
         rates = ScheduleRates(schedule, state, member)
-        rates.at(0, 1)  # raises if the schedule needs the number of steps
+        rates.rates_from(0, 1)  # raises if the schedule needs the number of steps
         return rates
 
     @property
@@ -150,7 +150,7 @@ class Schedule(LearningRate):
         """
         steps = self.length if steps is None else steps
         if steps is None:
-            raise ValueError(f"{self!r} has no end: pass the number of steps to plot")
+            raise ValueError(f"{self!r} has no end: pass steps=, the number of steps to plot")
         filled = self.over(steps)
         rates = [filled(step) for step in range(steps)]
         if ax is None:
@@ -178,8 +178,8 @@ class ScheduleRates:
         """Whether the schedule reads no entry of the history."""
         return not self.schedule.monitors
 
-    def at(self, step: int, count: int) -> np.ndarray:
-        """Return the learning rates of `count` steps from the step `step` on."""
+    def rates_from(self, step: int, count: int) -> np.ndarray:
+        """Return the learning rates of `count` steps from the step `step` on, counted from 0."""
         state = self._schedule_state
         import numpy as np  # imported here, so that the help of commands prints without numpy
 
@@ -194,13 +194,13 @@ class ScheduleRates:
 
     @property
     def _schedule_state(self) -> dict[str, Any]:
-        """The schedule's state of this model, from the `TrainState`."""
+        """The state of the schedule for this model, in the `TrainState` of the training."""
         every = self.state.schedule
         return every if self.member is None else every.get(self.member, {})
 
 
 class MemberRates:
-    """The learning rates of models that train together in a stack, (steps, models)."""
+    """The learning rates of the models that train together in a stack."""
 
     def __init__(self, members: list[Rates], state: Any) -> None:
         self.members, self.state = members, state
@@ -210,14 +210,14 @@ class MemberRates:
         """Whether no metric in the history changes a learning rate of a model."""
         return all(rates.steady for rates in self.members)
 
-    def at(self, step: int, count: int) -> np.ndarray:
-        """Return the learning rates of `count` steps from the step `step` on."""
+    def rates_from(self, step: int, count: int) -> np.ndarray:
+        """Return learning rates (steps, models) of `count` steps from the step `step` on."""
         import numpy as np
 
-        return np.stack([rates.at(step, count) for rates in self.members], axis=1)
+        return np.stack([rates.rates_from(step, count) for rates in self.members], axis=1)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Let each model's rates observe its metrics in an entry of the history, while training."""
+        """Give each model that still trains its metrics in an entry of the history."""
         import numpy as np
 
         frozen = self.state.frozen
@@ -248,7 +248,7 @@ def count_or_share(name: str, value: Any) -> int | float:
 
 
 def resolve_share(value: int | float, steps: int) -> int:
-    """Return a step count, computed from `steps` if the argument is a share of the training."""
+    """Return `value`, a step count, or `value` times `steps` if it is a share of the training."""
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
 

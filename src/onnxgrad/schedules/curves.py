@@ -116,10 +116,7 @@ class OneCycle(Schedule):
         """Return the learning rate of a step, counted from 0."""
         steps = steps_in(self, "steps")
         first = self.peak / self.div_factor
-        up, last = (
-            self.pct_start * steps - 1,
-            steps - 1,
-        )  # last steps of phases, not always integers
+        up, last = self.pct_start * steps - 1, steps - 1  # ends of phases, not always integers
         phases = [(up, self.peak), (last, first / self.final_div_factor)]
         if self.three_phase:
             phases.insert(1, (2 * up, first))
@@ -156,7 +153,7 @@ class InverseSqrt(Schedule):
 
 @dataclass(frozen=True)
 class Plateau(Schedule):
-    """A rate multiplied by `factor` after `patience` entries without improvement: see `plateau`.
+    """A rate times `factor` after `patience` entries without an improvement: see `plateau`.
 
     The state has `rate`; `best`, the best value, absent before any improvement; `bad`, the number
     of entries since then that count as bad; and `cooldown`, the number of entries not to count.
@@ -177,9 +174,11 @@ class Plateau(Schedule):
         if not 0 < self.factor < 1:
             raise ValueError(f"factor of Plateau must be between 0 and 1, not {self.factor}")
         if self.min_rate > self.initial:
-            raise ValueError(f"min_rate {self.min_rate} is above the first rate {self.initial}")
+            raise ValueError(
+                f"min_rate {self.min_rate} is above rate {self.initial}: give a lower one"
+            )
         if not isinstance(self.monitor, str):
-            raise ValueError(f"monitor of Plateau must be a name, not {self.monitor!r}")
+            raise ValueError(f"monitor of Plateau must be a metric's name, not {self.monitor!r}")
 
     def __call__(self, step: int) -> float:
         """Return the initial learning rate, which `observed` may lower later."""
@@ -190,7 +189,7 @@ class Plateau(Schedule):
         return state.get("rate", self.initial)
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state after an entry of the history; one without `monitor` keeps the state."""
+        """Return the state after an entry of the history, if the entry has a value of `monitor`."""
         if self.monitor not in record:
             return dict(state)
         value, best = float(record[self.monitor]), state.get("best")
@@ -337,7 +336,7 @@ def cosine(
     """
     if period is None and factor != 1:
         raise ValueError(
-            "factor of cosine multiplies the periods: pass the first period by period="
+            "factor of cosine multiplies the periods: pass the first period, too, by period="
         )
     curve: Schedule
     curve = Cosine(peak, end) if period is None else CosineRestarts(peak, period, factor, end)
@@ -348,7 +347,7 @@ def cosine(
     if isinstance(schedule, Warmup) and resolve_share(schedule.warmup, steps) >= steps:
         raise ValueError(
             f"warmup of cosine, {warmup}, leaves none of its {steps} steps for the cosine: give "
-            "fewer"
+            "fewer steps or a smaller share"
         )
     return schedule.over(steps)
 

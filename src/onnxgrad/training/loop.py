@@ -290,7 +290,7 @@ class Loop:
     def _next_call(self, piece: Slice) -> Call:
         """Return the next call of the runtime: the steps of a slice at their learning rates."""
         state = self.state
-        return Call(piece, self.call.rates.at(state.step, piece.batches), state.position)
+        return Call(piece, self.call.rates.rates_from(state.step, piece.batches), state.position)
 
     def _run_slice(self, piece: Slice) -> None:
         """Run the steps of a slice, and count them in the state.

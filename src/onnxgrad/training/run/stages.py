@@ -93,9 +93,7 @@ class Stages:
             piece.expect_shapes(shapes)
 
     def send_requests(self, requests: Sequence[bool]) -> bool:
-        """Send requests with the next step; return whether a message of the step has room for
-        them.
-        """
+        """Send requests with the next step; return whether its messages have room for requests."""
         if self._telling is not None:
             self._telling.requests = list(requests)
         return self._telling is not None
@@ -326,9 +324,7 @@ class _SummedValues:
     def _ratio_scaling(
         self, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
-        """Return a function that multiplies sums by the ratio of the expected to the actual
-        count.
-        """
+        """Return a function that multiplies sums by the ratio of the expected to the real count."""
         scaled = [e for e in self.exchanges if e.ratio]
         if not scaled:
             return lambda: None

@@ -19,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.optimizers.averages import Around
+from onnxgrad.optimizers.averages import OptimizerWrapper
 from onnxgrad.optimizers.base import Chain, Optimizer, Slots, UpdateInputs
 from onnxgrad.optimizers.scaling import AddDecayedWeights
 from onnxgrad.training.objective import Objective
@@ -186,7 +186,7 @@ def _with_written_decays(optimizer: Optimizer) -> Optimizer:
     """Return an equal optimizer whose update has the same nodes for any weight decay."""
     if isinstance(optimizer, Chain):
         return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
-    if isinstance(optimizer, Around):
+    if isinstance(optimizer, OptimizerWrapper):
         return replace(optimizer, optimizer=_with_written_decays(optimizer.optimizer))
     if isinstance(optimizer, AddDecayedWeights):
         return _WrittenDecay(optimizer.decay, optimizer.exclude)
@@ -200,7 +200,7 @@ def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
     """Return `optimizer` with a weight decay of zero where `other` has a weight decay."""
-    if isinstance(optimizer, Around) and isinstance(other, Around):
+    if isinstance(optimizer, OptimizerWrapper) and isinstance(other, OptimizerWrapper):
         inner = _with_decays_of(optimizer.optimizer, other.optimizer)
         return replace(optimizer, optimizer=inner)
     parts, wanted = _chain_parts(optimizer), _chain_parts(other)
