@@ -338,7 +338,7 @@ def test_a_plateau_in_a_join():
 
 def test_a_record_without_step():
     schedule = warmup(plateau(0.1), 10)
-    with pytest.raises(ValueError, match=naming("'step'", "the count of steps so far")):
+    with pytest.raises(ValueError, match=naming("'step'", "history")):
         schedule.observed({}, {"validation_loss": 1.0})
     assert warmup(0.1, 10).observed({}, {"loss": 1.0}) == {}
 
@@ -416,7 +416,7 @@ def test_wrong_arguments(make, parts):
 def test_boundaries_that_decrease_in_this_run():
     schedule = join([0.1, 0.2, 0.3], [0.5, 10])
     assert isinstance(schedule.over(20), Join)
-    with pytest.raises(ValueError, match=naming("boundaries of Join", "decrease", "[50, 10]")):
+    with pytest.raises(ValueError, match=naming("boundaries", "decrease", "[50, 10]")):
         schedule.over(100)
 
 

@@ -86,7 +86,7 @@ class ScaleByAdam(_AdamMoments):
         return quotient * _cast_like(op, scale, u), new
 
     def _eps_factor(self, root: Any) -> Any:
-        """Return the factor of eps in the denominator; `root` is sqrt(1 - b2^t)."""
+        """Return the factor of eps in the denominator of the step, for `root` = sqrt(1 - b2^t)."""
         return root
 
 

@@ -87,9 +87,7 @@ class OptimizerWrapper(Composite):
         return inputs
 
     def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
-        """Write nodes that average weights after the step `u`; return a new step and added
-        slots.
-        """
+        """Write the nodes that average weights after a step `u`; return new step and slots."""
         return u, {}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 
 Slots = dict[str, ir.Value]
 Arrays = Mapping[str, np.ndarray]
@@ -271,7 +271,7 @@ class Chain(Composite):
         ]
 
     def _transform_of_slot(self, name: str) -> tuple[Optimizer, str]:
-        """Return the transform with the slot `name` of the chain, and its name in the transform."""
+        """Return the transform of the slot `name` of the chain, and its name for the slot."""
         parts = zip(self.parts, self._slot_names(), strict=True)
         return {new: (part, old) for part, names in parts for old, new in names.items()}[name]
 
@@ -317,10 +317,9 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(printable(name) for name in names[:10])
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            shown = join_first([*map(printable, names)], 10)
             raise ValueError(
-                f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
+                f"the pattern {pattern!r} matches none of the trained weights ({shown}): "
                 "correct the pattern, or remove it from the groups"
             )
 

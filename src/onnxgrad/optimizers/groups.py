@@ -30,7 +30,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """The optimizer of a group of weights, a factor of its learning rate, and its first step.
+    """The optimizer of a group of weights, a factor of the learning rate, and the first step.
 
     Args:
         optimizer: None is the `default` of `param_groups`.
@@ -209,7 +209,7 @@ class ParamGroups(OptimizerChoice):
 
 @dataclass(frozen=True)
 class ByRank(Excluding, OptimizerChoice):
-    """One optimizer for matrices, and another one for all other weights and for excluded names."""
+    """An optimizer for matrices, and an optimizer for all other weights and excluded names."""
 
     matrices: Optimizer
     other: Optimizer

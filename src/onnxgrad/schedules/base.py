@@ -217,7 +217,7 @@ class MemberRates:
         return np.stack([rates.rates_from(step, count) for rates in self.members], axis=1)
 
     def observe(self, entry: dict[str, Any]) -> None:
-        """Give each model that still trains its metrics in an entry of the history."""
+        """Pass an entry of the history to the rates of each model that still trains."""
         import numpy as np
 
         frozen = self.state.frozen

@@ -22,7 +22,7 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.row_parts import is_sum_over_rows, mixes_rows
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.gradients import ProcessSharing
+from onnxgrad.training.step.gradients import StepShare
 from onnxgrad.training.step.inputs import Slice
 
 _SHOWN = 80  # characters of a value in a message
@@ -46,10 +46,10 @@ class Sharing:
         return self.part if self.options.sync_batch_norm else None
 
     @property
-    def across(self) -> ProcessSharing:
+    def across(self) -> StepShare:
         """How processes share a step: the part of this process, and the options of the step."""
         shards = self.options.shard_optimizer and self.part.size > 1
-        return ProcessSharing(self.part, self.options.sync_batch_norm, shards)
+        return StepShare(self.part, self.options.sync_batch_norm, shards)
 
     def identity(self, batch_norm: str) -> dict[str, Any]:
         """Return the options on which the trained weights depend by more than rounding, by name."""

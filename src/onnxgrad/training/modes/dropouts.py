@@ -55,7 +55,7 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Dropout
     for node, around in nodes:
         for value in _droppable_outputs(node):
             if value in ratios or _is_dropout(node):
-                ratio = ratios[value] if value in ratios else _file_ratio(node)
+                ratio = ratios[value] if value in ratios else _ratio_in_file(node)
                 repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
                 if ratio and repeated:
                     raise ValueError(
@@ -178,8 +178,8 @@ def _remove_dropout(op: Emit, node: ir.Node) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def _file_ratio(node: ir.Node) -> float:
-    """Return the ratio of a Dropout node as the file has it; 0 for a node in inference mode."""
+def _ratio_in_file(node: ir.Node) -> float:
+    """Return the probability of a Dropout node in the file; 0 for a node in inference mode."""
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
     active = mode is not None and mode.all()
@@ -263,11 +263,10 @@ class Masks:
             self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
 
     def write_mask(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
-        """Return the mask of dropout `index`, booleans of the shape of `x`, and the scale of its
-        input.
+        """Return a random mask, booleans of the shape of `x`, and the factor of kept elements.
 
-        An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the scale
-        is the inverse of the exact probability of True.
+        An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the
+        factor is the inverse of the exact probability of True. `index` is the index of the dropout.
         """
         dropped = min(max(round(ratio * _LEVELS), 1), _LEVELS - 1)
         lengths = static(dims(x))
@@ -348,7 +347,7 @@ def emitter_inside(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
 
 
 def replace_node(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
-    """Replace the outputs of `node` by `results`, which take over their names; remove `node`."""
+    """Replace the outputs of `node` by `results`, under the same names, and remove `node`."""
     for old, new in zip(node.outputs, results, strict=False):
         replace_value(op, old, new, keep=() if new in node.inputs else (old.name,))
     remove_node(node)

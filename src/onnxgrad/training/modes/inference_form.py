@@ -183,7 +183,7 @@ def _set_is_test(node: NodeProto) -> None:
 
 
 def _remove_names(holder: GraphLike, dropped: set[str]) -> None:
-    """Remove the constants, and the declared shapes of values, called `dropped` from all graphs."""
+    """Remove the constants called `dropped`, and the shapes declared for them, from all graphs."""
     # inner graphs first: `keep_only` copies the nodes that it keeps, and their subgraphs
     for graph in list(all_graphs(holder))[::-1]:
         keep_only(graph.node, lambda n: n.op_type != "Constant" or n.output[0] not in dropped)

@@ -103,9 +103,9 @@ class _ScaleWriter:
     def write(
         self, scale: TensorProto, node: NodeProto, count: int | None, largest: float
     ) -> dict[str, Any]:
-        """Write the nodes that compute a trained scale in front of `node`, and return their record.
+        """Write the nodes that compute a trained scale before `node`; return a record of names.
 
-        The record (a dict of names) goes into the metadata: `with_learned_scales` reads it.
+        The record goes into the metadata, where `with_learned_scales` reads it.
 
         Args:
             scale: the scale in the file.
@@ -171,7 +171,7 @@ def _rename_operands(model: ModelProto, old: str, new: str) -> None:
 
 
 def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Store the learned scales as constants in place of the nodes that compute them, in place.
+    """Replace the nodes that compute trained scales by constants with the learned scales, in place.
 
     `with_trained_scales` has written the nodes. Return the model. `values` has the elements of
     initializers that lack their elements.

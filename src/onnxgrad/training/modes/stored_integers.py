@@ -111,7 +111,7 @@ def _rounded_weights_in_graph(
 def _trace_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
-    """Return how a rounded float constant reaches `node`: nodes that move it, constants, its name.
+    """Return (nodes that move a constant to `node`, constants that the nodes read, its name).
 
     None if `node` rounds no constant. The constants are all constants that these nodes read.
     `makers` has the node that computes each value, and `scope` the constants of the graphs.
@@ -326,7 +326,7 @@ def store_floats(
 
 
 def _quantize_node(graph: GraphProto, entry: StoredWeight) -> NodeProto:
-    """Return the QuantizeLinear to insert for a weight in front of its DequantizeLinear nodes."""
+    """Return a new QuantizeLinear that rounds the weight `entry` in floats."""
     user, zero = entry.users[0], entry.zero
     if zero is None:  # the type of the zero point decides the type of the integers
         zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)

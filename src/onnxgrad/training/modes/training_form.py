@@ -91,7 +91,7 @@ _COPIES = frozenset({"Identity", "Cast"})
 
 
 def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
-    """Let each BatchNormalization normalize by its stored statistics; return {}, as none change."""
+    """Let each BatchNormalization normalize by its stored statistics; return {}, no new values."""
     for node, _ in walk_with_outer_nodes(op.graph):
         if not _is_batch_norm(node) or not int_attribute(node, "training_mode"):
             continue

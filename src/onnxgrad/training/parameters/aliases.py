@@ -223,7 +223,7 @@ def is_readable(name: str) -> bool:
 
 
 class _AliasReader:
-    """Reads the aliases of weights from the nodes around them in `graph`."""
+    """Reads the aliases of weights from nearby nodes of `graph`."""
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
         self.sizes = {row.name: row.size for row in rows if is_readable(row.name)}
@@ -235,7 +235,7 @@ class _AliasReader:
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
     def read(self, row: Tensor, quantized: bool = False) -> str:
-        """Return an alias for a constant, maybe the same as for another; "" if the file has none.
+        """Return an alias for a constant, not always a unique alias; "" if the file has no name.
 
         A `quantized` weight has the role "weight", whatever operator reads it.
         """
@@ -276,8 +276,7 @@ class _AliasReader:
         return role
 
     def _name_from_sibling(self, node: ir.Node, role: str) -> str:
-        """Return the name of a weight, derived from the bias of its layer, or of a bias from the
-        weight.
+        """Derive the name of a weight from the bias of its layer, or of a bias from the weight.
 
         "" if the layer has none. Exporters store equal tensors once. TorchScript's exporter writes
         an Identity, with the name of the parameter, for each equal tensor; without an Identity, a
@@ -308,7 +307,7 @@ class _AliasReader:
 
 
 def fits_role(parameter: str, role: str) -> bool:
-    """Return whether a parameter name can have `role`: for "bias", the last part contains it."""
+    """Return whether a parameter name can have `role`: a bias has "bias" in its last part."""
     is_bias = "bias" in parameter.rpartition(".")[2]
     return role == _OTHER or is_bias == (role == "bias")
 

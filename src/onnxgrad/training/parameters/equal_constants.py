@@ -48,8 +48,7 @@ _FIXED = "constant"  # the key of a constant that is no parameter, such as a fix
 
 
 def separate_merged(model: ModelLike) -> ModelProto:
-    """Return `model` with one tensor for each parameter, where its exporter stored equal parameters
-    once.
+    """Return `model` with one tensor for each parameter, also for equal parameters stored once.
 
     Exporters store equal tensors once. In a network that was never trained, that makes one tensor
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
@@ -94,10 +93,10 @@ def separate_merged(model: ModelLike) -> ModelProto:
 
 
 def shares_tensors(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
-    """Return whether a trained weight shares its tensor in `proto`; warn of the separate new
-    tensors.
+    """Return whether `proto` stores a trained weight and another parameter as one tensor.
 
-    `separated` is the model with one tensor for each parameter.
+    Warn of trained weights that are new tensors in `separated`, the model with one tensor for each
+    parameter.
     """
     copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
@@ -192,7 +191,7 @@ class _MergedParameters:
         self.calls = Counter(map(self._module_of_path, self.paths))
 
     def uses_by_parameter(self, name: str) -> list[list[_Read]]:
-        """Return lists of the reads of the tensor `name`, one list for each parameter stored in it.
+        """Return the reads of the tensor `name`, a list for each parameter stored as this tensor.
 
         The parameter of the first list keeps the tensor.
         """
@@ -223,9 +222,7 @@ class _MergedParameters:
         return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else operand_role(node, index)
 
     def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Read:
-        """Return the read of a tensor as operand `index` of `node`, with a key for the parameter it
-        is.
-        """
+        """Return the read of a tensor as operand `index` of `node`, with a key of the parameter."""
         role, metadata = self._operand_role(node, index, self.readers), _metadata_entries(node)
         word = _WORDS.get(role, "")
         if role == "a":
@@ -274,8 +271,7 @@ class _MergedParameters:
         return sum(np.array_equal(external.tensor_to_array(t), array) for t in likes) < 2
 
     def _layer_key(self, node: NodeProto, role: str, tensor: str) -> str:
-        """Return a text that identifies the layer of `node`: the names of the weights nearest to
-        it.
+        """Return a text that identifies the layer of `node`: the names of the nearest weights.
 
         For a bias, these are the weights of the product to which the bias is added; for other
         nodes, the weights of the next products. Without such weights, the text is the name of the
@@ -316,7 +312,10 @@ class _MergedParameters:
 def _copy_with_parameters(
     proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_Read]]]
 ) -> ModelProto:
-    """Return a copy of `proto` with one tensor for each parameter; `groups` lists their reads."""
+    """Return a copy of `proto` with one tensor for each parameter in `groups`.
+
+    `groups` has the lists of `_MergedParameters.uses_by_parameter`, by the name of the old tensor.
+    """
     model = deepcopy(proto)
     copied = all_nodes(model.graph.node)
     ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}

@@ -70,7 +70,7 @@ def sounds_learned(name: str) -> bool:
 
 
 def parameters_by_metadata(graph: GraphProto) -> dict[str, bool]:
-    """Return `{constant: whether it is a parameter}`, where PyTorch's metadata say so."""
+    """Return `{constant: whether it is a parameter}` for constants whose metadata state it."""
     return {
         value.name: entry.value == "PARAMETER"
         for value in (*graph.value_info, *graph.input)
@@ -206,7 +206,7 @@ def _has_sine_pairs(table: np.ndarray) -> bool:
 
 
 def is_same_filter(array: np.ndarray) -> bool:
-    """Return whether each output channel is one input channel filtered alike, as by a blur."""
+    """Return whether a weight filters all channels separately by one filter, as a blur does."""
     each = array.ndim > 2 and len(array) > 1 and array.shape[1] == 1
     return each and not is_constant_array(array) and is_constant_array(array - array[:1], 0)
 

@@ -125,7 +125,7 @@ def producer_before_moves(value: ir.Value) -> ir.Node | None:
 
 
 class StoredIntegers:
-    """The values of a graph that are integers of quantized weights, or are computed from them.
+    """The values of a graph that are integers of quantized weights, or computed from the integers.
 
     Attributes:
         sizes: `{value: the most elements that its scale may have}`, for values computed from stored
@@ -252,8 +252,8 @@ class Surroundings:
     def _computed_from(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
-        """Return `values`, results of the nodes where `starts` is true, and all values computed
-        from these.
+        """Return `values`, and all values computed from `values` or by the nodes where `starts` is
+        true.
         """
         nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
         return set(
@@ -303,8 +303,8 @@ class Surroundings:
         return next((node for node in products if not operands_of_role(node, "b")), None)
 
     def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
-        """Return the terms of the sum `value`, or the operand of which it is a moved or scaled
-        copy.
+        """Return the terms of the sum `value`, or the operand that a node moves or scales to
+        `value`.
         """
         node = value.producer()
         if node is None or self.is_product(node):
@@ -397,8 +397,8 @@ class Surroundings:
         return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Return whether `value` becomes a score of attention: a Softmax that multiplies data reads
-        it.
+        """Return whether `value` becomes a score of attention, which a Softmax reads before a
+        product.
         """
         return any(
             operand_role(user, index) == "m"

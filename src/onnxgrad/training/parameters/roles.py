@@ -54,7 +54,7 @@ Rules = Iterator[tuple[Any, ...]]
 
 
 class Roles(Surroundings):
-    """Decides for each constant of one graph whether it is a weight.
+    """Decides which constants of a graph are weights.
 
     Args:
         graph: the graph, without local functions.
@@ -98,8 +98,9 @@ class Roles(Surroundings):
         )
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
-        """Return whether a constant trains, by the first node that uses it as a weight, else the
-        first node.
+        """Return whether a constant trains and why, from the nodes that read the constant.
+
+        The first node that reads it as a weight decides; without such a node, the first node does.
         """
         if array.dtype.itemsize < 4:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
@@ -171,8 +172,8 @@ class Roles(Surroundings):
 
 
 def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return (node, operand index) of the node whose subgraph gets `value` as `target`, or returns
-    it.
+    """Return (node, operand index) where `node` passes `value` into its subgraph as `target`, or
+    out.
     """
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
@@ -218,7 +219,7 @@ class _Operand:
         self.leads_to_weights = node.outputs[0] in self.around.hidden
 
     def verdict(self) -> Verdict:
-        """Return whether the constant trains, by the first rule that applies to this operand.
+        """Return whether the constant trains and why, by the first rule that applies.
 
         Transformers of scikit-learn in front of a model do not train. Layers of models of
         scikit-learn have a bias, or are operators of `ai.onnx.ml`; projections (PCA), stored rows
@@ -522,8 +523,8 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
 
 
 def _overrule_by_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
-    """Return `verdict`, or the exporter's verdict where its metadata state whether it is a
-    parameter.
+    """Return `verdict`, or the opposite where the exporter states that the constant is a parameter
+    or not.
 
     `parameter`: whether the exporter states that the constant is a parameter; None: no statement.
     """

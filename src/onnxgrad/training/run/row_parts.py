@@ -55,7 +55,7 @@ class Footprint:
         self._bytes.pop((), None)
 
     def _add_bytes(self, value: ir.Value, times: int) -> None:
-        """Add the bytes of a value `times` times: its node keeps so many results of its shape."""
+        """Add the bytes of `value` times `times`, as its node may keep several such results."""
         shape = dims(value)
         if shape is None or value.dtype is None or not all(map(is_stated, shape)):
             self.unknown |= bool(value.uses())

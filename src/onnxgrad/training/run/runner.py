@@ -41,7 +41,7 @@ from onnxgrad.training.run.stages import Stages
 from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.gradients import ProcessSharing
+from onnxgrad.training.step.gradients import StepShare
 from onnxgrad.training.step.inputs import WHOLE, Call, Slice
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
@@ -55,7 +55,7 @@ Losses = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class DeviceStates:
-    """Weights, slots and buffers on the device, and the count of steps that computed them.
+    """Weights, slots and buffers on the device, and the count of steps that have changed them.
 
     - `states`: the weights, slots and buffers; None for a buffer that the first batch sets.
     - `frozen`: the members of a stack that keep their states, and the counts of their steps.
@@ -308,13 +308,13 @@ class Runner:
     # -- what processes have in common --------------------------------------------------------
 
     def any_requests(self, requests: Sequence[bool]) -> list[bool]:
-        """Return for each request, such as to stop, whether any process of the group makes it."""
+        """Return for each request, such as to stop, whether some process of the group has it."""
         counts = np.array(requests, np.float32)
         self.group.sum(counts)()
         return [bool(count > 0) for count in counts]
 
     def send_requests(self, requests: Sequence[bool]) -> bool:
-        """Let processes exchange their requests in the next step; return whether that step can."""
+        """Let the next step exchange requests of processes; return whether the step can do so."""
         compute = self.compute if self.has_other_processes else None
         return isinstance(compute, Stages) and compute.send_requests(requests)
 
@@ -398,7 +398,7 @@ class Compiled:
             proven = is_sum_over_rows(objective, source.axes, source.batch_shapes())
             most = most if proven else None
         if most is not None:
-            work, rows, across = work * most / rows, most, ProcessSharing(WHOLE)
+            work, rows, across = work * most / rows, most, StepShare(WHOLE)
         self.step = recipe.step(
             objective,
             across=across,

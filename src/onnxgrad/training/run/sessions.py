@@ -22,7 +22,7 @@ from onnxgrad.runtime.values import Value, bind_output
 from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.run.states import OutputArray
 from onnxgrad.training.state import Arrays
-from onnxgrad.training.step.build import Step, build_epoch, build_gradient_half
+from onnxgrad.training.step.build import Step, build_epoch, gradient_half
 from onnxgrad.training.step.inputs import Slice
 
 
@@ -107,9 +107,7 @@ class OneSession:
 
     def __init__(self, step: Step, target: Target, work: float) -> None:
         self.device, self.joins_batches = target.device, step.updates is None
-        model = (
-            build_epoch(step, target) if self.joins_batches else build_gradient_half(step, target)
-        )
+        model = build_epoch(step, target) if self.joins_batches else gradient_half(step, target)
         self._sessions = Sessions(model, step, self.device, work)
         self._inputs = [x.name for x in model.graph.input]
         self._outputs = [y.name for y in model.graph.output]

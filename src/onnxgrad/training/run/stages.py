@@ -342,6 +342,6 @@ class _SummedValues:
         return scale_by_ratio
 
     def received_requests(self) -> list[bool]:
-        """Return for each request whether a process has sent it; [] if no message has arrived."""
+        """Return for each request whether some process sent it; [] before messages have arrived."""
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]

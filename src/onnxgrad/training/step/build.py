@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.errors import argument
+from onnxgrad.errors import argument, join_first
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_outside
 from onnxgrad.graph.traversal import all_names
@@ -30,8 +30,8 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.gradients import (
     SCALE,
     LossScale,
-    ProcessSharing,
     Ratio,
+    StepShare,
     accumulate_gradients,
     copy_repeated,
     count_over_processes,
@@ -55,7 +55,7 @@ from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 @dataclass
 class Step:
-    """The graph of a training step, with the weights, data and feeds that its inputs stand for.
+    """A training step: its graph, and the weights, data and feeds that are inputs of the graph.
 
     The inputs of the graph are weights and slots, buffers, data and feeds, in this order. The
     outputs are the new weights and slots, the new buffers, and the sums and counts of the loss.
@@ -145,10 +145,9 @@ class Step:
         half = [group for group in self.groups if numpy_dtype(group.state).itemsize == 2]
         if half and not self.warned:
             self.warned = True
-            names = [name for group in half for name in group.shapes]
-            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            names = [repr(name) for group in half for name in group.shapes]
             warnings.warn(
-                f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
+                f"{join_first(names, 3)} train in {numpy_dtype(half[0].state)}: "
                 "rates, steps and squares of gradients are rounded, small numbers to zero, and NaN "
                 f"is likely. A Trainer with {argument('precision', 'auto')} has weights and slots "
                 "in float32",
@@ -166,7 +165,7 @@ def build_step(
     blocks: bool = True,
     in_place: bool = False,
     members: Members | None = None,
-    across: ProcessSharing | None = None,
+    across: StepShare | None = None,
     accumulate: int = 1,
     counted: Objective | None = None,
     adds_losses: bool = False,
@@ -325,7 +324,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
-def build_gradient_half(step: Step, target: Target) -> ModelProto:
+def gradient_half(step: Step, target: Target) -> ModelProto:
     """Return the model that computes only the gradients of a step, for sessions on `target`."""
     graph = step.model.graph
     to_native(graph, target)

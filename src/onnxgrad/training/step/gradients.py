@@ -245,9 +245,9 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
 
 
 def _write_total_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
-    """Return the counts that divide the loss, summed over micro-batches by a Scan over the labels.
+    """Return the counts by which the loss is divided, summed over all micro-batches.
 
-    The Scan also reads the weights of rows. Its body is the graph of `objective`.
+    A Scan over labels and weights of rows adds them up; its body is the graph of `objective`.
     """
     body, counts = objective.model.graph, objective.written.counts
     stack_by_name = {str(x.name): stack for x, stack in stacks.items()}
@@ -415,7 +415,7 @@ class LossScale:
         return result
 
     def _subtract_skipped_steps(self, op: Emit) -> None:
-        """Let all nodes that read the count of steps read it without the skipped steps."""
+        """Let all nodes that read the count of steps read the count without skipped steps."""
         number = STEP.input_in(op)
         readers = list(number.uses())
         if not readers:
@@ -434,8 +434,8 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class ProcessSharing:
-    """How processes share a step: the rows of each process, and what they exchange.
+class StepShare:
+    """How processes share a step: the part of the rows, and the exchange of buffers and weights.
 
     - `part`: the part of the rows that this process computes.
     - `same_buffers`: whether each process computes the buffers of the whole batch; if not, their
@@ -451,7 +451,7 @@ class ProcessSharing:
 def count_over_processes(
     op: Emit, objective: Objective, scale: ir.Value | None
 ) -> tuple[Objective, dict[ir.Value, ir.Value], Ratio]:
-    """Return an objective with the counts of all processes, its cotangents, and a ratio for sums.
+    """Return the objective with counts of all processes, the cotangents of its loss, and a ratio.
 
     The loss is a sum divided by a count, and the cotangents are of the loss times `scale`. Unless
     labels are ignored or weighted, all processes know the count before they exchange anything: each
@@ -469,7 +469,7 @@ def count_over_processes(
 
 
 def _expected_and_own_count(op: Emit, objective: Objective) -> Ratio:
-    """Return the count that divides the loss, as expected, and the count of this process.
+    """Return the expected count of all processes by which the loss is divided, and the own count.
 
     The expected count is computed from the feed `ROWS`. (): the counts cannot be expected, and are
     exchanged before the sweep.
@@ -488,10 +488,8 @@ def _expected_and_own_count(op: Emit, objective: Objective) -> Ratio:
     return op.set_type_like(terms, n), n
 
 
-def sum_over_processes(
-    op: Emit, parts: Gradients, across: ProcessSharing, ratio: Ratio
-) -> Gradients:
-    """Return gradients, losses and buffers of a step, summed over the processes.
+def sum_over_processes(op: Emit, parts: Gradients, across: StepShare, ratio: Ratio) -> Gradients:
+    """Return the gradients, losses and buffers `parts` of a step, summed over all processes.
 
     The counts in `parts` are summed already. Buffers become the mean of the processes, weighted by
     their rows, unless all processes compute the same buffers.

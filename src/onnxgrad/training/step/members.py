@@ -46,7 +46,7 @@ class GroupOfMembers(Group):
         slots: Mapping[str, Mapping[str, np.ndarray]],
         copies: bool = True,
     ) -> list[np.ndarray]:
-        """Return the initial arrays of the inputs, see `Group.initial`; they are always copies."""
+        """Return the initial arrays of the inputs, always copies: see `Group.initial`."""
         members = []
         for k, optimizer in enumerate(self.optimizers):
             own = optimizer.for_weight(*next(iter(self.shapes.items())))
@@ -73,7 +73,7 @@ class GroupOfMembers(Group):
 
 @dataclass
 class Members:
-    """The members of a stack: the models that it trains together, as copies of one model.
+    """The models that a stack trains together, called members, with their optimizers.
 
     Attributes:
         optimizers: the optimizer of each member.
@@ -194,7 +194,7 @@ def _with_written_decays(optimizer: Optimizer) -> Optimizer:
 
 
 def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the parts of a chain of transforms, or the one optimizer that is no chain."""
+    """Return the parts of a chain of transforms; (optimizer,) for an optimizer that is no chain."""
     return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
 
 
@@ -296,7 +296,7 @@ def _node_key(node: ir.Node) -> tuple:
 
 
 def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
-    """Return the same groups with another optimizer; None if it needs other groups or slots.
+    """Return the groups with another optimizer; None if it would change groups or slots.
 
     None: weights would be in other groups, or have other slots, with that optimizer.
     """

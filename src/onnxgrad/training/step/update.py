@@ -66,7 +66,7 @@ def write_update(
     blocks: bool = True,
     in_place: bool = False,
 ) -> Update:
-    """Write the update of weights by their gradients, `{weight: gradient}`.
+    """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
     With `in_place`, a model updates each group. `write_groups` describes the other arguments, and
     the errors.
@@ -163,9 +163,8 @@ def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> Mode
 
 def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> UpdateInputs:
     """Return the `UpdateInputs` of a weight: feeds, cast to the dtype of the weight."""
-    feeds = {
-        f.name: FEEDS[f.name].input_in(op, wide) for f in fields(UpdateInputs) if f.name in FEEDS
-    }
+    names = [f.name for f in fields(UpdateInputs) if f.name in FEEDS]
+    feeds = {name: FEEDS[name].input_in(op, wide) for name in names}
     return UpdateInputs(weight, **{name: op.Cast(v, to=weight.dtype) for name, v in feeds.items()})
 
 
@@ -203,7 +202,7 @@ def shard_update(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> 
 
 
 def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
-    """Return for each group the rank of the process that updates it, with equal work for all."""
+    """Return the rank of the process that shall update each group, with equal work for all."""
     elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
     loads, owners = [0] * size, [0] * len(groups)
     for i in sorted(range(len(groups)), key=lambda i: -elements[i]):

@@ -101,7 +101,7 @@ class Group:
     def pack(
         self, arrays: Mapping[str, np.ndarray], slot: str | None = None, copies: bool = True
     ) -> np.ndarray:
-        """Return the array of one input, with all weights of the group, or their slots `slot`.
+        """Return the array of one input: all weights of the group, or all slots of a name.
 
         Without `copies`, the array of a single weight shares its memory, if that is aligned.
         """
@@ -274,7 +274,7 @@ def _write_group(
 
 
 def _is_only_broadcast(w: ir.Value) -> bool:
-    """Return whether the nodes that read `w` broadcast it, and need no leading axes of length 1."""
+    """Return whether nodes only broadcast `w`, so that they need no leading axes of length 1."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
         node.op_type in ("Add", "Sub", "Mul", "Div")
