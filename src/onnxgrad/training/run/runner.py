@@ -135,7 +135,7 @@ class Runner:
         other members: its losses are NaN, and None says that all members are frozen.
 
         Raises:
-            StepRefused: a process has passed requests to `ask`; the states are unchanged.
+            StepRefused: a process has passed requests to `send_requests`; the states are unchanged.
         """
         if len(self.now.frozen) == self.members:
             return None
