@@ -270,10 +270,10 @@ def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] 
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
 
 
-def join_first(texts: Sequence[object], most: int) -> str:
-    """Return the first `most` texts, joined by commas, and the count of further texts."""
-    more = f", and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(map(str, texts[:most])) + more
+def join_first(texts: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return the first `most` texts, joined by `separator`, and the count of further texts."""
+    more = f"{separator}and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(map(str, texts[:most])) + more
 
 
 def check_options(

@@ -22,7 +22,7 @@ from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.metrics.select import METRICS, select_metric
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-from onnxgrad.schedules import base, curves, plateaus
+from onnxgrad.schedules import base, curves
 from onnxgrad.schedules.base import Schedule
 from tests.support.commands import as_json, assert_names, refusal, run_command, succeed
 from tests.support.paths import DOCS
@@ -58,7 +58,7 @@ def test_the_metrics_of_the_help_exist():
 def test_schedules_are_those_of_the_package():
     functions = {
         name
-        for module in (base, curves, plateaus)
+        for module in (base, curves)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and name != "select"
         if get_type_hints(value).get("return") in (Schedule, *Schedule.__subclasses__())

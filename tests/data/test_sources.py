@@ -474,7 +474,9 @@ def slices_of(model, data, batch_axes=None, size=2):
 
 def check_batches(pieces, cut, data, axes):
     """Check that the batches are the rows of `data` along `axes`, in the order of `cut`."""
-    found = [{n: a[i] for n, a in p.fed().items()} for p in pieces for i in range(p.batches)]
+    found = [
+        {n: a[i] for n, a in p.model_arrays().items()} for p in pieces for i in range(p.batches)
+    ]
     assert len(found) == len(cut)
     for batch, rows in zip(found, cut, strict=True):
         for name, axis in axes.items():
@@ -607,7 +609,7 @@ def test_several_labels():
 def one_batch(data, fields):
     """Return the arrays of all rows, by input."""
     (piece,) = data.source(fields, 1000).epoch(None, 0, lambda batch: 1)
-    return piece.one_batch()
+    return piece.first_batch()
 
 
 def test_lists_become_axes_and_columns_go_to_their_inputs(tmp_path):

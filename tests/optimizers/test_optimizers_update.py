@@ -351,15 +351,18 @@ WRONG = [  # an optimizer, and what the message must name
         lambda: Chain((of.adam(), of.clip_by_global_norm(1.0))),
         ["ClipByGlobalNorm", "first in the chain"],
     ),
-    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["averages", "behind it"]),
+    (lambda: Chain((of.ema(of.adam()), of.sgd())), ["averages", "behind it", "argument optimizer"]),
     (lambda: of.ema(of.swa(of.adam(), 1)), ["Swa", "averages"]),
     (lambda: of.lookahead(of.schedule_free()), ["ScheduleFree", "averages"]),
-    (lambda: of.ema("adam"), ["adam()", "'adam'"]),
+    (lambda: of.ema("adam"), ["optimizer of Ema", "adam()", "'adam'"]),
     (lambda: of.ema(HasAverage()), ["slot 'average'", "Ema"]),
-    (lambda: of.param_groups({"a": "adam"}), ["adam()", "'adam'"]),
+    (lambda: of.param_groups({"a": "adam"}), ["group", "adam()", "'adam'"]),
     (lambda: of.param_groups({"a": ParamGroup("adam", rate=0.1)}), ["adam()", "'adam'"]),
     (lambda: of.muon(other="adam"), ["adam()", "'adam'"]),
-    (lambda: of.param_groups({"a": ParamGroup(rate=2.0)}), ["no optimizer"]),
+    (
+        lambda: of.param_groups({"a": ParamGroup(rate=2.0)}),
+        ["no optimizer", "optimizer=", "default="],
+    ),
     (lambda: of.param_groups({"a": ParamGroup(of.adam(), weight_decay=0.1)}), ["weight_decay="]),
     (lambda: of.param_groups({"a": ParamGroup(Optimizer(), weight_decay=0.1)}), ["weight_decay="]),
     (
@@ -373,10 +376,10 @@ WRONG = [  # an optimizer, and what the message must name
     (lambda: of.schedule_free(b1=0.0), ["b1", "0 and 1"]),
     (lambda: of.clip_by_norm(0.0), ["norm", "0"]),
     (lambda: of.clip(-1.0), ["value", "0"]),
-    (lambda: of.rprop(etas=(1.2, 0.5)), ["etas"]),
-    (lambda: of.muon(adjust_lr_fn="origin"), ["'original'"]),
+    (lambda: of.rprop(etas=(1.2, 0.5)), ["etas", "between 0 and 1", "(1.2, 0.5)"]),
+    (lambda: of.muon(adjust_lr_fn="origin"), ["adjust_lr_fn", "'original'"]),
     (lambda: of.muon(momentum=1.5), ["momentum", "1.5"]),
-    (lambda: of.sgd(nesterov=True), ["momentum"]),
+    (lambda: of.sgd(nesterov=True), ["nesterov=True", "momentum"]),
 ]
 
 

@@ -718,7 +718,7 @@ def test_frozen_ranges():
     changes = {n for n in trainer.trained if n.endswith(".change")}
     assert len(changes) == 4
     assert not any("weight" in n for n in changes)
-    with pytest.raises(ValueError, match=naming("train_ranges=True", "frozen")):
+    with pytest.raises(ValueError, match=naming("train_ranges=True", "freeze=")):
         og.Trainer(quantized, "cross_entropy", freeze="*_scale", train_ranges=True)
     with pytest.raises(ValueError, match=naming("train_ranges=True", "quantize")):
         og.Trainer(image_classifier(), "cross_entropy", train_ranges=True)

@@ -20,14 +20,13 @@ from onnxgrad.adapters.insertion import Arrays, adopt_adapters, copy_inlined, in
 from onnxgrad.adapters.torch_modules import module_names
 from onnxgrad.adapters.uses import CONV, EMBEDDING, LEFT, Target, find_targets
 from onnxgrad.checks import check_count
-from onnxgrad.errors import argument, escaping, printable
+from onnxgrad.errors import argument, escaping, join_first, printable
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
 from onnxgrad.model.read import ModelLike
 from onnxgrad.model.scopes import name_of_floats
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights, quantized_rows
-from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
-from onnxgrad.training.parameters.table import left_out_text
+from onnxgrad.training.parameters.equal_constants import separate_merged, shares_tensors
 
 _LISTED = 4  # reasons that a message gives
 
@@ -93,7 +92,7 @@ def add_lora(
     separated = copy_inlined(separate_merged(proto))
     targets = find_targets(separated)
     chosen = _matching_constants(separated, targets, patterns, options)
-    if trains_merged(proto, separated, chosen):
+    if shares_tensors(proto, separated, chosen):
         proto = separated  # an exporter had merged equal weights, which are separate here
     else:
         targets = find_targets(proto)
@@ -161,17 +160,17 @@ def _matching_constants(
             kinds = "name weights of MatMul, Gemm, Conv or Gather that are no adapters"
             raise ValueError(
                 f"no weight that {pattern!r} matches can have an adapter: "
-                f"{'; '.join(told[:_LISTED]) or kinds}{left_out_text(told, _LISTED)}"
+                f"{join_first(told, _LISTED, '; ') or kinds}"
             )
         chosen |= possible
         for name in sorted(matched & set(reasons)):
             logger.info("no adapter for %s: %s", printable(name), reasons[name])
         missed = [n for n in targets if n in matched and n in reasons and targets[n].missed]
         if missed:
-            listed = "; ".join(f"{printable(n)!r}: {reasons[n]}" for n in missed[:_LISTED])
+            listed = [f"{printable(n)!r}: {reasons[n]}" for n in missed]
             warnings.warn(
-                f"layers that {pattern!r} matches get no adapter: {listed}"
-                f"{left_out_text(missed, _LISTED)}",
+                f"layers that {pattern!r} matches get no adapter: "
+                f"{join_first(listed, _LISTED, '; ')}",
                 stacklevel=frames_inside() + 1,
             )
     if not chosen:

@@ -12,13 +12,12 @@ from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.adapters.integer_layout import layout_of, quantize_groups
 from onnxgrad.adapters.uses import Key, attribute_values, readers_by_value
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.scopes import unused_name
 from onnxgrad.model.traversal import value_names, walk_graphs
 from onnxgrad.operators import operator_of
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.training.parameters.table import left_out_text
 
 _LISTED = 5  # weights that the warning names
 
@@ -254,7 +253,7 @@ def warn_of_rounding(errors: list[RoundingErrors]) -> None:
         logger.info("quantized anew, differs by at most: %s", text)
     warnings.warn(
         "weights were quantized anew with their adapters, and differ from the sums by at most: "
-        f"{'; '.join(texts[:_LISTED])}{left_out_text(texts, _LISTED)}. Evaluate the merged model",
+        f"{join_first(texts, _LISTED, '; ')}. Evaluate the merged model",
         stacklevel=frames_inside() + 1,
     )
 

@@ -15,7 +15,6 @@ from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.parallel.process_groups import DataParallel, group_of
 from onnxgrad.schedules import compose, curves
 from onnxgrad.schedules.base import Schedule, constant
-from onnxgrad.schedules.plateaus import plateau
 from onnxgrad.training.job import usual_rate
 from onnxgrad.training.trainer import Trainer
 
@@ -23,7 +22,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     function.__name__: function
     for function in (
         *(constant, curves.step_decay, curves.exponential, curves.linear, curves.cosine),
-        *(curves.polynomial, curves.one_cycle, curves.inverse_sqrt, plateau),
+        *(curves.polynomial, curves.one_cycle, curves.inverse_sqrt, curves.plateau),
     )
 }
 

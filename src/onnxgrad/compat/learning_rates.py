@@ -212,7 +212,7 @@ class ByEpoch:
         constant = getattr(self.rate, "learning_rate", None) == "constant"
         return constant and type(self.rate) in (LearningRateSGD, LearningRateSGDNesterov)
 
-    def at(self, step: int, count: int) -> np.ndarray:
+    def rates_from(self, step: int, count: int) -> np.ndarray:
         """Return the learning rate of the current epoch, repeated for `count` steps."""
         assert self.rate.value is not None
         return np.full(count, self.rate.value)

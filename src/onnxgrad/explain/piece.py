@@ -31,7 +31,7 @@ from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.predictor import Predictor
 from onnxgrad.runtime.session import count_multiply_adds
-from onnxgrad.training.modes.inference_form import has_training_nodes
+from onnxgrad.training.modes.inference_form import names_of_training_nodes
 
 _GradientPredictor = tuple[Predictor, dict[str, str], str]
 
@@ -230,8 +230,8 @@ class Piece:
 
 
 def check_model_and_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
-    """Return the `Device`; raise `ValueError` for nodes in training mode, as they mix rows."""
-    if training := has_training_nodes(proto):
+    """Return the `Device`; raise `ValueError` for nodes in training mode, which mix rows."""
+    if training := names_of_training_nodes(proto):
         raise ValueError(
             f"nodes in training mode: {', '.join(map(printable, training[:3]))}; {what} would "
             "depend on other rows, or on random numbers: export the model in inference mode, after "

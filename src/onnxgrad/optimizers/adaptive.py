@@ -15,8 +15,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    power,
     to_float64,
+    write_power,
 )
 
 
@@ -43,7 +43,7 @@ class _AdamMoments(Optimizer):
 
     def _bias_corrections(self, op: Any, t: Any) -> tuple[Any, Any]:
         """Write the corrections (1 - b1) / (1 - b1^t) of m, (1 - b2) / (1 - b2^t) of v, float64."""
-        one, two = (1.0 - power(op, b, t) for b in (self.b1, self.b2))
+        one, two = (1.0 - write_power(op, b, t) for b in (self.b1, self.b2))
         return (1 - self.b1) / one, (1 - self.b2) / two
 
 
@@ -70,11 +70,11 @@ class ScaleByAdam(_AdamMoments):
         return (*(("m",) if self.b1 else ()), "v", *(("largest",) if self.amsgrad else ()))
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of both moments and of the step, their quotient."""
+        """Write the nodes of both moments and of the step, a quotient of the moments."""
         t, unit = to_float64(op, inputs.step), sqrt(1 - self.b2)
-        root = op.Sqrt(1.0 - power(op, self.b2, t))
+        root = op.Sqrt(1.0 - write_power(op, self.b2, t))
         # sqrt(v') = unit / root sqrt(slot), so that all corrections are scalars
-        scale = root * ((1 - self.b1) / unit) / (1.0 - power(op, self.b1, t))
+        scale = root * ((1 - self.b1) / unit) / (1.0 - write_power(op, self.b1, t))
         new = {"v": self._updated_mean_square(slots, u)} | (
             {"m": self._updated_mean(slots, u)} if self.b1 else {}
         )
@@ -86,7 +86,7 @@ class ScaleByAdam(_AdamMoments):
         return quotient * _cast_like(op, scale, u), new
 
     def _eps_factor(self, root: Any) -> Any:
-        """Return the factor of eps in the denominator of the step; `root` is sqrt(1 - b2^t)."""
+        """Return the factor of eps in the denominator of the step, for `root` = sqrt(1 - b2^t)."""
         return root
 
 
@@ -127,7 +127,7 @@ class ScaleByAdamax(_AdamMoments):
         """Write the nodes of the mean, the maximum norm and the step."""
         m = self._updated_mean(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
-        first = (1 - self.b1) / (1.0 - power(op, self.b1, to_float64(op, inputs.step)))
+        first = (1 - self.b1) / (1.0 - write_power(op, self.b1, to_float64(op, inputs.step)))
         return m / norm * _cast_like(op, first, u), {"m": m, "norm": norm}
 
 
@@ -160,9 +160,8 @@ class ScaleByNadam(_AdamMoments):
         """Write the nodes of both moments and of the step with Nesterov's look-ahead."""
         t = to_float64(op, inputs.step)
         root = op.Sqrt(self._bias_corrections(op, t)[1])
-        mu, mu_next = (
-            self.b1 * (1.0 - 0.5 * power(op, 0.96, self.momentum_decay * s)) for s in (t, t + 1.0)
-        )
+        powers = (write_power(op, 0.96, self.momentum_decay * s) for s in (t, t + 1.0))
+        mu, mu_next = (self.b1 * (1.0 - 0.5 * p) for p in powers)
         product = to_float64(op, slots["mu_product"]) * mu
         of_u = (1.0 - mu) / (1.0 - product) / root
         of_m = (1 - self.b1) * mu_next / (1.0 - product * mu_next) / root
@@ -190,7 +189,7 @@ class ScaleByRadam(_AdamMoments):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of both moments and of the step, their rectified quotient."""
+        """Write the nodes of both moments and of the step, a rectified quotient of the moments."""
         m, v = self._updated_mean(slots, u), self._updated_mean_square(slots, u)
         t = to_float64(op, inputs.step)
         first, second = self._bias_corrections(op, t)
@@ -198,7 +197,7 @@ class ScaleByRadam(_AdamMoments):
         mean = m * _cast_like(op, first, u)
         if longest <= 5:  # rho stays below it
             return mean, {"m": m, "v": v}
-        decayed = power(op, self.b2, t)
+        decayed = write_power(op, self.b2, t)
         rho = longest - 2.0 * t * decayed / (1.0 - decayed)
         square = (rho - 4.0) * (rho - 2.0) / rho * (longest / ((longest - 4) * (longest - 2)))
         rectified = op.Sqrt(op.Max(square, 0.0) / second)
@@ -349,7 +348,7 @@ class ScaleByLion(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the mean of gradients and of the step, a sign."""
+        """Write the nodes of the mean of gradients and of the step, the sign of a mean."""
         mean = self.b1 * slots["m"] + (1 - self.b1) * u
         return op.Sign(mean), {"m": self.b2 * slots["m"] + (1 - self.b2) * u}
 

@@ -22,26 +22,28 @@ from onnxgrad.optimizers.base import (
 )
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
 
+StepAndSlots = tuple[ir.Value, Slots]
+
 
 @dataclass(frozen=True)
-class Around(Composite):
-    """Base of transforms that wrap a whole optimizer, learning rate included.
+class OptimizerWrapper(Composite):
+    """Base of transforms that wrap a whole optimizer, with its learning rate.
 
-    A subclass names the slots that it adds in `own`, and overrides `around`.
+    A subclass names the slots that it adds in `added_slots`, and overrides `write_average`.
     """
 
     optimizer: Optimizer
-    own: ClassVar[tuple[str, ...]] = ()
+    added_slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         name, inner = type(self).__name__, self.optimizer
         if not isinstance(inner, Optimizer):
-            raise ValueError(f"{name} takes an optimizer such as adam(), not {inner!r}")
-        if self.own and inner.averages:
+            raise ValueError(f"optimizer of {name} must be one such as adam(), not {inner!r}")
+        if self.added_slots and inner.averages:
             raise ValueError(
                 f"{inner} averages weights already: use this optimizer or {name}, not both"
             )
-        if taken := set(self.own) & set(inner.slots):
+        if taken := set(self.added_slots) & set(inner.slots):
             raise ValueError(
                 f"both {inner} and {name} have a slot {min(taken)!r}: rename the slot of the "
                 "optimizer"
@@ -49,21 +51,21 @@ class Around(Composite):
 
     @property
     def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
-        """The wrapped optimizer, as a tuple of one."""
+        """The wrapped optimizer, as a tuple."""
         return (self.optimizer,)
 
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the slots of the wrapped optimizer, and of the added slots."""
-        return (*self.optimizer.slots, *self.own)
+        return (*self.optimizer.slots, *self.added_slots)
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         """Return the shape of the slot `slot` of a weight of shape `shape`."""
-        return shape if slot in self.own else self.optimizer.slot_shape(slot, shape)
+        return shape if slot in self.added_slots else self.optimizer.slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
         """Return the weight for an added slot, else the initial value of the optimizer's slot."""
-        return weight if slot in self.own else self.optimizer.slot_initial(slot, weight)
+        return weight if slot in self.added_slots else self.optimizer.slot_initial(slot, weight)
 
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return this transform around the wrapped optimizer's version for one weight."""
@@ -74,32 +76,32 @@ class Around(Composite):
         return self.optimizer.across(op, gradients)
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the wrapped optimizer, then the nodes of `around`."""
+        """Write the nodes of the wrapped optimizer, then the nodes of `write_average`."""
         inner = {slot: slots[slot] for slot in self.optimizer.slots}
         u, new = self.optimizer.update(op, u, inner, self.inner_inputs(inputs))
-        u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
+        u, own = self.write_average(op, u, {slot: slots[slot] for slot in self.added_slots}, inputs)
         return u, new | own
 
     def inner_inputs(self, inputs: UpdateInputs) -> UpdateInputs:
         """Return the `UpdateInputs` that the wrapped optimizer gets."""
         return inputs
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write nodes behind the wrapped optimizer's step `u`; return new step and added slots."""
+    def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
+        """Write the nodes that average weights after a step `u`; return new step and slots."""
         return u, {}
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight to evaluate and export, as the wrapped optimizer says."""
+        """Return the weight to evaluate and export, from the wrapped optimizer."""
         return self.optimizer.evaluated(weight, slots, steps)
 
 
 @dataclass(frozen=True)
-class Ema(Around):
+class Ema(OptimizerWrapper):
     """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights."""
 
     decay: float = 0.999
     debias: bool = False
-    own = ("average",)
+    added_slots = ("average",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,9 +109,9 @@ class Ema(Around):
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
         """Return the initial average: the weight, or zero with bias correction."""
-        return 0.0 if self.debias and slot in self.own else super().slot_initial(slot, weight)
+        return 0.0 if self.debias and slot == "average" else super().slot_initial(slot, weight)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
+    def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
         """Write the nodes of the moving average."""
         new = inputs.weight + u
         return u, {"average": self.decay * slots["average"] + (1 - self.decay) * new}
@@ -123,21 +125,21 @@ class Ema(Around):
 
 
 @dataclass(frozen=True)
-class Swa(Around):
+class Swa(OptimizerWrapper):
     """a <- a + (w + u - a) / n at the steps `start`, `start + every`, ..., the n-th of them.
     Izmailov et al. 2018, arXiv:1803.05407.
     """
 
     start: int = 1
     every: int = 1
-    own = ("average",)
+    added_slots = ("average",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(1, np.inf, start=self.start, every=self.every)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
-        """Write the nodes of the average; at other steps, the new weights have the share 0."""
+    def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
+        """Write the nodes of the average, which only changes at steps that enter the average."""
         since = to_float64(op, inputs.step) - float(self.start)
         counts = op.And(
             op.GreaterOrEqual(since, 0.0), op.Equal(op.Mod(since, float(self.every), fmod=1), 0.0)
@@ -153,18 +155,18 @@ class Swa(Around):
 
 
 @dataclass(frozen=True)
-class Lookahead(Around):
+class Lookahead(OptimizerWrapper):
     """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, 1907.08610."""
 
     every: int = 5
     alpha: float = 0.5
-    own = ("slow",)
+    added_slots = ("slow",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(1, np.inf, every=self.every)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
+    def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
         """Write the nodes of the slow weights, which change at every k-th step only."""
         t = to_float64(op, inputs.step)
         syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
@@ -178,7 +180,7 @@ class Lookahead(Around):
 
 
 @dataclass(frozen=True)
-class ScheduleFree(Around):
+class ScheduleFree(OptimizerWrapper):
     """z <- z + u;  x <- (1 - c) x + c z;  w <- (1 - b1) z + b1 x, where c is the share of this step
     in the sum of max(lr)^power.  Defazio et al. 2024, arXiv:2405.15682.
 
@@ -187,7 +189,7 @@ class ScheduleFree(Around):
 
     b1: float = 0.9
     weight_lr_power: float = 2.0
-    own = ("z", "weight_sum", "largest_rate")
+    added_slots = ("z", "weight_sum", "largest_rate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,13 +198,13 @@ class ScheduleFree(Around):
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
         """Return () for slots of learning rates, which are scalars, else the weight's shape."""
-        return () if slot in self.own[1:] else super().slot_shape(slot, shape)
+        return () if slot in self.added_slots[1:] else super().slot_shape(slot, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
         """Return the initial value of a slot: the weight for z, 0 for scalars."""
-        return 0.0 if slot in self.own[1:] else super().slot_initial(slot, weight)
+        return 0.0 if slot in self.added_slots[1:] else super().slot_initial(slot, weight)
 
-    def around(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
+    def write_average(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> StepAndSlots:
         """Write z, and w without a slot of x: w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
         rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
         weight = op.Pow(to_float64(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))

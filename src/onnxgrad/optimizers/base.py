@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 
 Slots = dict[str, ir.Value]
 Arrays = Mapping[str, np.ndarray]
@@ -105,9 +105,9 @@ class Optimizer:
         return ()
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of a slot for a weight of shape `shape`; by default that shape.
+        """Return the shape of a slot for a weight of shape `shape`; by default `shape`.
 
-        () is one number, which weights that are updated together share.
+        () is one number, which all weights share that are updated together.
         """
         return shape
 
@@ -118,8 +118,8 @@ class Optimizer:
     def for_weight(self, name: str, shape: Shape) -> Optimizer:
         """Return the optimizer for one weight; by default `self`.
 
-        Weights with equal optimizers are updated together. Only what this returns is asked for
-        `slots`, `slot_shape`, `slot_initial`, `update` and `evaluated`.
+        Weights with equal optimizers are updated together. Training calls `slots`, `slot_shape`,
+        `slot_initial`, `update` and `evaluated` of the returned optimizer only.
         """
         return self
 
@@ -154,17 +154,17 @@ class Composite(Optimizer):
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Return whether all members are elementwise."""
+        """Return whether all members compute each element of a step from the same element only."""
         return all(member.elementwise for member in self.members)
 
     @property
     def joint(self) -> bool:  # type: ignore[override]
-        """Return whether a member needs all gradients at once."""
+        """Return whether a member needs the gradients of all weights at once."""
         return any(member.joint for member in self.members)
 
     @property
     def averages(self) -> bool:  # type: ignore[override]
-        """Return whether a member averages weights."""
+        """Return whether a member exports averages of weights, not the weights."""
         return any(member.averages for member in self.members)
 
     @property
@@ -209,8 +209,7 @@ class Chain(Composite):
             if part.averages and i + 1 < len(self.parts):
                 raise ValueError(
                     f"{part} averages the new weights: pass the transforms behind it as part of "
-                    "its "
-                    "argument optimizer"
+                    "its argument optimizer"
                 )
 
     @property
@@ -229,12 +228,12 @@ class Chain(Composite):
         return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
 
     def slot_shape(self, slot: str, shape: Shape) -> Shape:
-        """Return the shape of a slot, as the transform with this slot states it."""
+        """Return the shape of a slot, from the transform that has the slot."""
         part, own = self._transform_of_slot(slot)
         return part.slot_shape(own, shape)
 
     def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
-        """Return the initial value of a slot, as the transform with this slot states it."""
+        """Return the initial value of a slot, from the transform that has the slot."""
         part, own = self._transform_of_slot(slot)
         return part.slot_initial(own, weight)
 
@@ -259,12 +258,12 @@ class Chain(Composite):
         return u, new
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight to evaluate and export, as the last transform says."""
+        """Return the weight to evaluate and export, from the last transform."""
         own = {slot: slots[name] for slot, name in self._slot_names()[-1].items() if name in slots}
         return self.parts[-1].evaluated(weight, own, steps)
 
     def _slot_names(self) -> list[dict[str, str]]:
-        """Return for every transform `{name of a slot: name of this slot in the chain}`."""
+        """Return for each transform `{name of a slot: name of the slot in the chain}`."""
         all_slots = [slot for part in self.parts for slot in part.slots]
         return [
             {slot: f"{slot}{i}" if all_slots.count(slot) > 1 else slot for slot in part.slots}
@@ -272,7 +271,7 @@ class Chain(Composite):
         ]
 
     def _transform_of_slot(self, name: str) -> tuple[Optimizer, str]:
-        """Return the transform with the chain's slot `name`, and its own name of the slot."""
+        """Return the transform of the slot `name` of the chain, and its name for the slot."""
         parts = zip(self.parts, self._slot_names(), strict=True)
         return {new: (part, old) for part, names in parts for old, new in names.items()}[name]
 
@@ -295,7 +294,7 @@ class Excluding(Optimizer):
 
     def excludes(self, name: str) -> bool:
         """Return whether a pattern in `exclude` matches the name of a weight."""
-        return matches(name, self.exclude)
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
 
 def to_float64(op: Any, scalar: ir.Value) -> ir.Value:
@@ -303,19 +302,14 @@ def to_float64(op: Any, scalar: ir.Value) -> ir.Value:
     return op.Cast(scalar, to=ir.DataType.DOUBLE)
 
 
-def power(op: Any, base: float, t: ir.Value) -> ir.Value:
-    """Write the node of the power base^t."""
+def write_power(op: Any, base: float, t: ir.Value) -> ir.Value:
+    """Write the node that computes base^t, a scalar."""
     return op.Pow(op.const(base, t.dtype), t)
 
 
-def norm(op: Any, x: ir.Value) -> ir.Value:
-    """Write the Euclidean norm of all elements of a tensor, a scalar."""
+def write_norm(op: Any, x: ir.Value) -> ir.Value:
+    """Write the nodes of the Euclidean norm of a tensor, a scalar."""
     return op.Sqrt(op.ReduceSumSquare(x, keepdims=0))
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether one of the patterns of `fnmatch`, case-sensitive, matches the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
@@ -323,10 +317,9 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(printable(name) for name in names[:10])
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            shown = join_first([*map(printable, names)], 10)
             raise ValueError(
-                f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
+                f"the pattern {pattern!r} matches none of the trained weights ({shown}): "
                 "correct the pattern, or remove it from the groups"
             )
 

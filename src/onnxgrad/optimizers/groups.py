@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.checks import check_count
 from onnxgrad.errors import printable
-from onnxgrad.optimizers.averages import Around
+from onnxgrad.optimizers.averages import OptimizerWrapper
 from onnxgrad.optimizers.base import (
     Arrays,
     Composite,
@@ -22,7 +23,6 @@ from onnxgrad.optimizers.base import (
     UpdateInputs,
     check_patterns,
     check_range,
-    matches,
 )
 from onnxgrad.optimizers.matrix_updates import Adafactor
 from onnxgrad.optimizers.scaling import AddDecayedWeights
@@ -30,7 +30,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """The optimizer, learning rate factor and start of a group of weights.
+    """The optimizer of a group of weights, a factor of the learning rate, and the first step.
 
     Args:
         optimizer: None is the `default` of `param_groups`.
@@ -68,7 +68,7 @@ class ParamGroup:
         optimizer = self.optimizer or default
         if optimizer is None:
             raise ValueError(
-                f"{self} has no optimizer: give it optimizer=, or give param_groups default="
+                f"{self} has no optimizer: pass optimizer= to it, or default= to param_groups"
             )
         if self.weight_decay is not None:
             changed = with_weight_decay(optimizer, self.weight_decay)
@@ -82,8 +82,8 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
-class WithRate(Around):
-    """An optimizer whose learning rate is multiplied by a factor."""
+class WithRate(OptimizerWrapper):
+    """An optimizer whose learning rate is multiplied by the factor `rate`."""
 
     rate: float = 1.0
 
@@ -97,7 +97,7 @@ class WithRate(Around):
 
 
 @dataclass(frozen=True)
-class Starting(Around):
+class Starting(OptimizerWrapper):
     """An optimizer that begins after `start` steps, and counts its own steps from then on."""
 
     start: int = 0
@@ -130,7 +130,7 @@ class Starting(Around):
         }
 
     def evaluated(self, weight: np.ndarray, slots: Arrays, steps: int) -> np.ndarray:
-        """Return the weight to evaluate, as the wrapped optimizer says for steps since `start`."""
+        """Return the weight that the wrapped optimizer evaluates, for the steps since `start`."""
         return self.optimizer.evaluated(weight, slots, max(steps - self.start, 0))
 
 
@@ -141,7 +141,9 @@ class OptimizerChoice(Composite):
         """Raise ValueError for a member that needs the gradients of all weights at once."""
         for member in self.members:
             if not isinstance(member, Optimizer):
-                raise ValueError(f"pass an optimizer such as adam(), not {member!r}")
+                raise ValueError(
+                    f"a group of weights needs an optimizer such as adam(), not {member!r}"
+                )
             if member.joint:
                 raise ValueError(
                     f"{member} needs all gradients at once: put it first in a Chain, before the "
@@ -195,7 +197,7 @@ class ParamGroups(OptimizerChoice):
 
     def _group_of_weight(self, name: str) -> tuple[str | None, Optimizer]:
         for pattern, optimizer in self.groups:
-            if matches(name, (pattern,)):
+            if fnmatchcase(name, pattern):
                 return pattern, optimizer
         if self.default is None:
             raise ValueError(
@@ -207,7 +209,7 @@ class ParamGroups(OptimizerChoice):
 
 @dataclass(frozen=True)
 class ByRank(Excluding, OptimizerChoice):
-    """One optimizer for matrices, and another one for all other weights and for excluded names."""
+    """An optimizer for matrices, and an optimizer for all other weights and excluded names."""
 
     matrices: Optimizer
     other: Optimizer

@@ -19,8 +19,8 @@ from onnxgrad.optimizers.base import (
     Slots,
     UpdateInputs,
     check_range,
-    norm,
     to_float64,
+    write_norm,
 )
 
 
@@ -36,7 +36,7 @@ class ScaleByTrustRatio(Optimizer):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of both norms and of the scaled step."""
-        of_w, of_u = norm(op, inputs.weight), norm(op, u)
+        of_w, of_u = write_norm(op, inputs.weight), write_norm(op, u)
         positive = op.And(op.Greater(of_w, 0.0), op.Greater(of_u, 0.0))
         return u * op.Where(positive, of_w / of_u, op.const(1.0, u.dtype)), {}
 
@@ -83,23 +83,23 @@ class Adafactor(Excluding):
         eps1 = self.eps[0] or float(np.finfo(u.dtype.numpy()).eps)
         share = op.Cast(op.Pow(t, op.const(self.beta2_decay, t.dtype)), to=u.dtype)
 
-        def mean(slot: str, x: Any) -> Any:
+        def moving_mean(slot: str, x: Any) -> Any:
             return slots[slot] + (x - slots[slot]) * share
 
         if self.factored:
-            row = mean("row", op.ReduceSum(u * u, [-1], keepdims=1) / shape[-1])
-            column = mean("column", op.ReduceSum(u * u, [-2], keepdims=1) / shape[-2])
+            row = moving_mean("row", op.ReduceSum(u * u, [-1], keepdims=1) / shape[-1])
+            column = moving_mean("column", op.ReduceSum(u * u, [-2], keepdims=1) / shape[-2])
             average = op.ReduceSum(row, [-2], keepdims=1) / shape[-2]
             v, new = row * column / op.Max(average, eps1), {"row": row, "column": column}
         else:
-            v = mean("v", u * u)
+            v = moving_mean("v", u * u)
             new = {"v": v}
         u = u / op.Sqrt(op.Max(v, eps1 * eps1))
         count = sqrt(prod(shape))
         rate = op.Neg(inputs.minus_learning_rate)
         limited = op.Min(rate, op.Cast(1.0 / op.Sqrt(t), to=u.dtype))
-        size = op.Max(norm(op, w) / count, self.eps[1]) * limited
-        u = u * op.Neg(size / op.Max(norm(op, u) / (count * self.d), 1.0))
+        size = op.Max(write_norm(op, w) / count, self.eps[1]) * limited
+        u = u * op.Neg(size / op.Max(write_norm(op, u) / (count * self.d), 1.0))
         if self.weight_decay:
             u = u + w * (self.weight_decay * inputs.minus_learning_rate)
         return u, new
@@ -141,7 +141,7 @@ class Orthogonalize(Optimizer):
         tall = rows > columns
         # onnxruntime would fuse a number and a MatMul, and round the number to float32
         column = np.full((min(rows, columns), 1), c, u.dtype.numpy())
-        x = x / op.Max(norm(op, x), self.eps)
+        x = x / op.Max(write_norm(op, x), self.eps)
         for _ in range(self.ns_steps):
             square = op.Gemm(x, x, transA=1) if tall else op.Gemm(x, x, transB=1)
             mixed = b * square + op.MatMul(square, square) * column
@@ -157,7 +157,7 @@ _RATIOS = {
 
 
 def _static_shape(u: ir.Value) -> Shape:
-    """Return the static shape of a step."""
+    """Return the static shape of the step `u` of a weight."""
     shape = shapes.static(shapes.dims(u))
     assert shape is not None
     return shape

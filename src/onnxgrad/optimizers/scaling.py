@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.checks import check_positive
-from onnxgrad.optimizers.base import Excluding, Optimizer, Shape, Slots, UpdateInputs, norm
+from onnxgrad.optimizers.base import Excluding, Optimizer, Shape, Slots, UpdateInputs, write_norm
 
 _EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
 
@@ -115,7 +115,7 @@ class ClipByNorm(Optimizer):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: UpdateInputs) -> tuple[ir.Value, Slots]:
         """Write the nodes of the norm and of the scaled step."""
-        return u * op.Min(self.norm / (norm(op, u) + _EPS), 1.0), {}
+        return u * op.Min(self.norm / (write_norm(op, u) + _EPS), 1.0), {}
 
 
 @dataclass(frozen=True)

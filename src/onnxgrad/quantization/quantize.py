@@ -219,7 +219,7 @@ def calibration_feeds(
     source = Dataset(as_dataset(data).X).source(fields, size)
     left = rows
     for piece in source.epoch(None, 0, lambda batch: 1):
-        arrays = piece.one_batch()
+        arrays = piece.first_batch()
         if fields.fixed_rows is None and piece.own > left:
             arrays = fields.row_axes.take_rows(arrays, slice(0, left))
         data = fields.row_axes.as_declared(arrays)

@@ -14,11 +14,9 @@ from onnxgrad.schedules.curves import (
     inverse_sqrt as inverse_sqrt,
     linear as linear,
     one_cycle as one_cycle,
+    plateau as plateau,
     polynomial as polynomial,
     step_decay as step_decay,
-)
-from onnxgrad.schedules.plateaus import (
-    plateau as plateau,
 )
 from onnxgrad.training.range_test import (
     RangeTest as RangeTest,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from onnxgrad.checks import check_count, check_number
 from onnxgrad.errors import named
 
 if TYPE_CHECKING:
-    from onnxgrad.schedules.rates import Rates
+    import numpy as np
 
 Check = Callable[[str, Any], Any]
 
@@ -23,8 +23,22 @@ def checked_field(check: Check, default: Any = MISSING, called: str = "") -> Any
     return field(default=default, metadata={"check": check, "called": called})
 
 
+class Rates(Protocol):
+    """Interface of the learning rates of all steps of one training."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether no metric in the history changes a later learning rate."""
+
+    def rates_from(self, step: int, count: int) -> np.ndarray:
+        """Return the learning rates of `count` steps from the step `step` on, counted from 0."""
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Keep the metrics in an entry of the history, on which later learning rates may depend."""
+
+
 class LearningRate:
-    """Base of the learning rates that a trainer takes."""
+    """Base of the objects that trainers take as the learning rate."""
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -96,7 +110,7 @@ class Schedule(LearningRate):
         return replace(self, **filled) if filled else self  # type: ignore[type-var]
 
     def rate(self, step: int, state: Mapping[str, Any]) -> float:
-        """Return the learning rate of a step in a state of observed metrics, {} at the start."""
+        """Return the learning rate of a step for a `state` of observed metrics, {} at the start."""
         return self(step)
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
@@ -111,11 +125,9 @@ class Schedule(LearningRate):
 
     def rates_of_training(self, state: Any, steps: int | None, member: int | None = None) -> Rates:
         """Return the rates of one training, whose `state` keeps what the schedule observed."""
-        from onnxgrad.schedules.rates import ScheduleRates  # which imports numpy
-
         schedule = self if steps is None else self.over(steps)
         rates = ScheduleRates(schedule, state, member)
-        rates.at(0, 1)  # raises if the schedule needs the number of steps
+        rates.rates_from(0, 1)  # raises if the schedule needs the number of steps
         return rates
 
     @property
@@ -138,7 +150,7 @@ class Schedule(LearningRate):
         """
         steps = self.length if steps is None else steps
         if steps is None:
-            raise ValueError(f"{self!r} has no end: pass the number of steps to plot")
+            raise ValueError(f"{self!r} has no end: pass steps=, the number of steps to plot")
         filled = self.over(steps)
         rates = [filled(step) for step in range(steps)]
         if ax is None:
@@ -149,6 +161,72 @@ class Schedule(LearningRate):
         before = f", before any observation of {', '.join(self.monitors)}" if self.monitors else ""
         ax.set(xlabel="step", ylabel="learning rate", title=type(self).__name__ + before)
         return ax
+
+
+class ScheduleRates:
+    """The learning rates of a `Schedule`, whose state is kept in the `TrainState` of the training.
+
+    `member` is the index of the model in a stack; None: there is one model.
+    """
+
+    def __init__(self, schedule: Any, state: Any, member: int | None = None) -> None:
+        self.schedule, self.state = schedule, state
+        self.member = None if member is None else str(member)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the schedule reads no entry of the history."""
+        return not self.schedule.monitors
+
+    def rates_from(self, step: int, count: int) -> np.ndarray:
+        """Return the learning rates of `count` steps from the step `step` on, counted from 0."""
+        state = self._schedule_state
+        import numpy as np  # imported here, so that the help of commands prints without numpy
+
+        return np.array([self.schedule.rate(step + i, state) for i in range(count)])
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Let the schedule observe an entry of the history."""
+        new = self.schedule.observed(self._schedule_state, entry)
+        if self.member is not None:
+            new = {**self.state.schedule, self.member: new}
+        self.state.schedule = new
+
+    @property
+    def _schedule_state(self) -> dict[str, Any]:
+        """The state of the schedule for this model, in the `TrainState` of the training."""
+        every = self.state.schedule
+        return every if self.member is None else every.get(self.member, {})
+
+
+class MemberRates:
+    """The learning rates of the models that train together in a stack."""
+
+    def __init__(self, members: list[Rates], state: Any) -> None:
+        self.members, self.state = members, state
+
+    @property
+    def steady(self) -> bool:
+        """Whether no metric in the history changes a learning rate of a model."""
+        return all(rates.steady for rates in self.members)
+
+    def rates_from(self, step: int, count: int) -> np.ndarray:
+        """Return learning rates (steps, models) of `count` steps from the step `step` on."""
+        import numpy as np
+
+        return np.stack([rates.rates_from(step, count) for rates in self.members], axis=1)
+
+    def observe(self, entry: dict[str, Any]) -> None:
+        """Pass an entry of the history to the rates of each model that still trains."""
+        import numpy as np
+
+        frozen = self.state.frozen
+        for k, rates in enumerate(self.members):
+            if k not in frozen:
+                own = {n: v[k] if isinstance(v, np.ndarray) else v for n, v in entry.items()}
+                rates.observe(
+                    {n: v.item() if isinstance(v, np.generic) else v for n, v in own.items()}
+                )
 
 
 def steps_or_none(name: str, value: Any) -> int | None:
@@ -170,7 +248,7 @@ def count_or_share(name: str, value: Any) -> int | float:
 
 
 def resolve_share(value: int | float, steps: int) -> int:
-    """Return a step count, computed from `steps` if the argument is a share of the training."""
+    """Return `value`, a step count, or `value` times `steps` if it is a share of the training."""
     return max(round(value * steps), 1) if isinstance(value, float) else value
 
 

@@ -94,8 +94,9 @@ class Join(Schedule):
         super().__post_init__()
         if len(self.boundaries) != len(self.schedules) - 1:
             raise ValueError(
-                f"{len(self.schedules)} schedules need {len(self.schedules) - 1} boundaries, "
-                f"not {len(self.boundaries)}"
+                f"boundaries has {len(self.boundaries)} steps, and {len(self.schedules)} schedules "
+                f"need {len(self.schedules) - 1}: give the first step of each schedule after the "
+                "first schedule"
             )
 
     def __call__(self, step: int) -> float:
@@ -109,7 +110,7 @@ class Join(Schedule):
         return self.schedules[i].rate(step - starts[i], state.get(str(i), {}))
 
     def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
-        """Return the state after an entry of the history, observed by the current schedule."""
+        """Return the state after an entry of the history, which the current schedule observes."""
         if not self.monitors:
             return dict(state)
         starts = self._start_steps()

@@ -137,7 +137,7 @@ def cause_in_fit(loop: Any) -> str:
     outputs = call.recipe.loss.outputs(call.job.proto)
     batches = [] if evaluator.failed is None else [evaluator.failed]
     if loop.failed is not None:
-        batches = list(loop.failed.each())
+        batches = list(loop.failed.each_batch())
     seen = [getattr(call.source, "arrays", {}), *(batch.arrays for batch in batches)]
     weight = evaluator.fields.weight
     texts = (largest_number(arrays, call.names.columns, weight) for arrays in seen)
@@ -357,7 +357,7 @@ def find_failed_step(call: Any) -> FailedStep | None:
     model = to_proto(step.model)
     running = session(model, recipe.job.device, step.work, step.recomputes)
     states, fed = _states_and_feeds(step, loop.runner, loop.failed)
-    for index, batch in enumerate(loop.failed.each()):
+    for index, batch in enumerate(loop.failed.each_batch()):
         inputs = states | {name: np.asarray(stack[index]) for name, stack in fed.items()}
         results = running.run(None, inputs)
         if not all(np.isfinite(y).all() for y in results):
@@ -407,7 +407,7 @@ def _states_and_feeds(
     """
     states = map(to_numpy, runner.state_values(call.piece).values())
     names = [str(v.name) for v in step.carried]
-    return dict(zip(names, states, strict=True)), step.fed(runner.next_call(call))
+    return dict(zip(names, states, strict=True)), step.input_arrays(runner.complete_call(call))
 
 
 def _states_at_start(step: Step, file: ModelProto) -> dict[str, np.ndarray]:

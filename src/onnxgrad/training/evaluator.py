@@ -330,7 +330,7 @@ class Evaluator:
         states = list(self.member_objective.states)
         axis = [] if self.members is None else [self.members]
         for number, piece in enumerate(self._watched_batches(source)):
-            arrays = piece.one_batch()
+            arrays = piece.first_batch()
             data = piece.row_axes.as_declared(arrays)
             if piece.begins is not None:
                 carried = {}
@@ -347,7 +347,7 @@ class Evaluator:
                 raise
             losses, end = results[:parts], len(results) - len(states)
             if notes and self.failed is None and not all(np.isfinite(y).all() for y in losses):
-                (self.failed,) = piece.each(number)
+                (self.failed,) = piece.each_batch(number)
             carried = dict(zip(states, results[end:], strict=True))
             found = dict(zip(self.member_objective.predictions, results[parts:end], strict=False))
             yield arrays if piece.counted else {}, losses, found

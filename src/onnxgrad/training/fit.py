@@ -16,10 +16,9 @@ from onnxgrad.data.torch_data import has_random_sampler
 from onnxgrad.errors import argument, named
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.reporting import frames_inside, logger
-from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.base import MemberRates, Rates, Schedule
 from onnxgrad.schedules.compose import Warmup
 from onnxgrad.schedules.curves import InverseSqrt
-from onnxgrad.schedules.rates import MemberRates, Rates
 from onnxgrad.training.batches import BatchSource, Split, hold_out
 from onnxgrad.training.callbacks.checkpoint import newest_checkpoint
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
@@ -149,7 +148,7 @@ class Fit:
         if not self.further:
             _log_fixed_batch(objective, fields, compiled.adds_losses)
         self.rates = self._training_rates(None if self.further else source.batches, epochs)
-        runner.step.warn()
+        runner.step.warn_of_weights()
         if runner.step.rounding:
             text = straight_through_warning(runner.step.rounding)
             warnings.warn(text, stacklevel=frames_inside() + 1)

@@ -18,7 +18,7 @@ from onnxgrad.training.batches import ArraySource
 from onnxgrad.training.callbacks.base import TrainingControl
 from onnxgrad.training.diagnose import divergence_error, warn_of_no_label
 from onnxgrad.training.run.runner import Losses, Runner
-from onnxgrad.training.run.stages import Asked
+from onnxgrad.training.run.stages import StepRefused
 from onnxgrad.training.state import FitProgress, Totals, TrainState, mean_over_members
 from onnxgrad.training.step.gradients import SCALE, SKIPPED
 from onnxgrad.training.step.inputs import FIRST, Call, Slice
@@ -125,7 +125,7 @@ class Loop:
                     self._run_epochs_at_once(count)
                 else:
                     self._run_epoch()
-            self.runner.collect()
+            self.runner.collect_slots()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
         except BaseException as e:
             interrupted = isinstance(e, (KeyboardInterrupt, SystemExit))
@@ -166,7 +166,7 @@ class Loop:
         begun = state.position or state.pending
         if begun or step.has_loss_scale or FIRST.name in step.feeds or not call.rates.steady:
             return 1
-        most = min(source.most_joined_epochs, runner.budget() // source.batches)
+        most = min(source.most_joined_epochs, runner.batches_of_next_call() // source.batches)
         return min(most, self.last_epoch - state.epoch)
 
     def _run_epochs_at_once(self, count: int) -> None:
@@ -181,7 +181,7 @@ class Loop:
             call, batches = self._call_for_slice(source.join_epochs(orders)), source.batches
             losses = self._run_runtime_call(call)
             for i in range(0, count * batches, batches):
-                own = call.part_of(i, batches)
+                own = call.batches_from(i, batches)
                 self._totals = self._resumed_totals()
                 if losses is None:  # run each epoch, to find the step that is not finite
                     self._run_slice(own.piece)
@@ -238,7 +238,7 @@ class Loop:
         try:
             with self.interrupts.held(), self._restoring_after_errors():
                 self._run_slice(piece)
-        except Asked as e:
+        except StepRefused as e:
             self.control.stop, self.control.save, self.control.evaluate = e.requests
             return False
         finally:
@@ -261,7 +261,7 @@ class Loop:
                 self._share_requests()
                 return restore  # requests are carried out after the epoch is in the history
             requests = [control.stop, control.save, control.evaluate]
-            self._asked = not control.freeze and self.runner.ask(requests)
+            self._asked = not control.freeze and self.runner.send_requests(requests)
             if self._asked:
                 self._restore_before = restore
             else:
@@ -275,7 +275,7 @@ class Loop:
         done = state.step - state.position  # the count of steps of earlier epochs
 
         def most_batches_from(batch: int) -> int:
-            most = self.runner.budget()
+            most = self.runner.batches_of_next_call()
             return min(most, call.callbacks.steps_until_stop(done + batch) or most)
 
         order = state.row_order() if call.shuffle else None
@@ -294,7 +294,7 @@ class Loop:
     def _call_for_slice(self, piece: Slice) -> Call:
         """Return the `Call` that runs the steps of a slice next, at their learning rates."""
         state = self.state
-        return Call(piece, self.call.rates.at(state.step, piece.batches), state.position)
+        return Call(piece, self.call.rates.rates_from(state.step, piece.batches), state.position)
 
     def _run_slice(self, piece: Slice) -> None:
         """Run the steps of a slice, and count them in the state.
@@ -321,10 +321,10 @@ class Loop:
         """
         try:
             return self.runner.run(call)
-        except Asked:
+        except StepRefused:
             raise
         except Exception as e:
-            misfits = map(self.call.label_misfit, call.each())
+            misfits = map(self.call.label_misfit, call.each_batch())
             if misfit := next(filter(None, misfits), None):
                 raise ValueError(misfit) from e
             raise
@@ -339,7 +339,7 @@ class Loop:
 
     def _finish_epoch(self) -> None:
         """Record a finished epoch in the history, and evaluate the validation data."""
-        self.runner.collect()
+        self.runner.collect_slots()
         self._record_epoch()
         entry = self.state.history[-1]
         if self.call.validated is not None:
@@ -372,7 +372,7 @@ class Loop:
 
     def _evaluate_and_record(self, entry: dict[str, Any]) -> None:
         """Evaluate the validation data, and add the results to `entry`, the last of the history."""
-        self.runner.collect()  # an average of weights may be among the slots
+        self.runner.collect_slots()  # an average of weights may be among the slots
         results, history = self.call.validation_results(), self.state.history
         if not results:
             return
@@ -381,7 +381,7 @@ class Loop:
             epoch, kept = self.state.epoch - self.first_epoch, "the state after that epoch is kept"
             raise divergence_error(self, "the validation loss", epoch, kept)
         if not fine.all():
-            self.runner.freeze(np.flatnonzero(~fine).tolist(), not_finite=True)
+            self.runner.freeze_members(np.flatnonzero(~fine).tolist(), not_finite=True)
         entry.update(results)
         if not history or history[-1] is not entry:
             history.append(entry)
@@ -402,7 +402,7 @@ class Loop:
     def _share_requests(self) -> None:
         """Exchange requests of callbacks, so that all processes of a group carry out the same."""
         control = self.control
-        requests = self.runner.agree([control.stop, control.save, control.evaluate])
+        requests = self.runner.any_requests([control.stop, control.save, control.evaluate])
         control.stop, control.save, control.evaluate = requests
 
     def _obey_requests(self) -> None:
@@ -415,7 +415,7 @@ class Loop:
                     f"a callback added {unknown} to control.freeze, and the stack has the members "
                     f"0 to {members - 1}: add indices of these members only"
                 )
-            self.runner.freeze(asked)
+            self.runner.freeze_members(asked)
             control.freeze = set()
             control.stop |= len(self.state.frozen) == members
         if control.evaluate and self.call.validated is not None:
@@ -424,7 +424,7 @@ class Loop:
         if control.save:
             control.save = False
             with self.interrupts.held():
-                self.runner.collect()
+                self.runner.collect_slots()
                 self.call.callbacks.save(self.call.trainer, self.state)
             self._call_event("on_save")
 

@@ -300,7 +300,7 @@ def mix_rows(
 
     inputs_of_mix = ("partners", ir.DataType.INT64, length), ("mix_numbers", _DOUBLE, count)
     partners, numbers = (
-        Feed(name, dtype, partial(drawn_values, index=i), (n,), of_rows=True).input(op)
+        Feed(name, dtype, partial(drawn_values, index=i), (n,), of_rows=True).input_in(op)
         for i, (name, dtype, n) in enumerate(inputs_of_mix)
     )
     with op.at(next(iter(op.graph), None)):

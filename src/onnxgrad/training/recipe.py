@@ -48,7 +48,7 @@ from onnxgrad.training.objective import Objective, TrainingLoss
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.build import Step, build_step
-from onnxgrad.training.step.gradients import Across, build_gradients
+from onnxgrad.training.step.gradients import StepShare, build_gradients
 from onnxgrad.training.step.inputs import DRAW, FIRST, remove_unread_feeds
 from onnxgrad.training.step.members import Members
 from onnxgrad.training.step.update import build_update
@@ -207,7 +207,7 @@ class Recipe:
         norms: bool | None = None,
         in_place: bool = True,
         blocks: bool = True,
-        across: Across | None = None,
+        across: StepShare | None = None,
         members: Members | None = None,
         fixed_rows: int | None = None,
         rows: int = 1,
@@ -335,7 +335,7 @@ def build_objective(
     graph, data, op = model.graph, list(model.graph.inputs), Emit(model.graph)
     buffers, mixed = dict[ir.Value, ir.Value](), None
     if training:
-        draw, first = DRAW.input(op), FIRST.input(op)
+        draw, first = DRAW.input_in(op), FIRST.input_in(op)
         buffers = training_form(
             op,
             batch_norm=job.batch_norm,

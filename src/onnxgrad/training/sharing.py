@@ -22,7 +22,7 @@ from onnxgrad.training.job import Job
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.row_parts import is_sum_over_rows, mixes_rows
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.step.gradients import Across
+from onnxgrad.training.step.gradients import StepShare
 from onnxgrad.training.step.inputs import Slice
 
 _SHOWN = 80  # characters of a value in a message
@@ -49,10 +49,10 @@ class Sharing:
         return self.part if self.options.sync_batch_norm else None
 
     @property
-    def across(self) -> Across:
-        """The arguments of a step that processes share: rank, count of processes, and options."""
+    def across(self) -> StepShare:
+        """How processes share a step: the part of this process, and the options of the step."""
         shards = self.options.shard_optimizer and self.part.size > 1
-        return Across(self.part, self.options.sync_batch_norm, shards)
+        return StepShare(self.part, self.options.sync_batch_norm, shards)
 
     def compared_options(self, batch_norm: str) -> dict[str, Any]:
         """Return the options on which the trained weights depend by more than rounding, by name."""
@@ -271,7 +271,7 @@ class OwnDataSource(GroupSource):
                 if piece is not None:
                     last = piece
                 elif last is not None:
-                    first = last.take_rows(slice(0, 1))
+                    first = last.rows_of_first_batch(slice(0, 1))
                     last = replace(last, arrays=first, own=1, counted=0)
                 else:
                     raise ValueError(
@@ -295,7 +295,7 @@ class SharedDataSource(GroupSource):
                 self._require_same_batch(number, piece)
                 if piece is None:
                     return
-                own = piece.take_rows(self._part.fed(piece.rows))
+                own = piece.rows_of_first_batch(self._part.fed(piece.rows))
                 yield Slice(own, 1, piece.rows, piece.row_axes, self._part)
 
     def _require_same_batch(self, number: int, piece: Slice | None) -> None:

@@ -227,7 +227,7 @@ class TrainState:
         values = self._values if values is None else values
         runner.load(values)
         self._runner, self._read, self._values = runner, (runner.now, values), values
-        if runner.holds_all:
+        if runner.unpacks_cheaply:
             self._read, self._names = None, tuple(values.weights)
             on_device = runner.unpacked(runner.now, copies=False)
             self._values = replace(

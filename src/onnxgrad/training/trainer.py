@@ -255,7 +255,7 @@ class TrainerBase:
         """
         before, self.state, self._call = self.state, loop.state, call
         averages = self._job.averages_weights
-        if loop.runner.holds_all and before is not loop.state and not averages:
+        if loop.runner.unpacks_cheaply and before is not loop.state and not averages:
             # both states have equal weights, of which memory holds one copy
             before.values = replace(before.values, weights={})
         try:

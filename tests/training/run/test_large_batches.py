@@ -9,7 +9,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.optimizers import ParamGroup, param_groups
 from onnxgrad.training.run import row_parts, stages
-from onnxgrad.training.run.row_parts import rows_at_once
+from onnxgrad.training.run.row_parts import rows_per_part
 from tests.support.models import parse_model
 from tests.support.running import in_sweep
 from tests.support.trainings import assert_close_arrays
@@ -21,12 +21,12 @@ def sizes(monkeypatch):
     found: list[list[int]] = []
 
     def noted(rows, most):
-        size = rows_at_once(rows, most)
+        size = rows_per_part(rows, most)
         found.append([size] * (rows // size) + [rows % size] * (rows % size > 0))
         return size
 
     def divide(rows: int = 4) -> list[list[int]]:
-        monkeypatch.setattr(stages, "rows_at_once", noted)
+        monkeypatch.setattr(stages, "rows_per_part", noted)
         monkeypatch.setattr(row_parts, "FORWARD_BYTES", 1)
         monkeypatch.setattr(
             row_parts, "WORK_PER_WEIGHT", rows
@@ -206,6 +206,6 @@ def test_a_training_in_parts_goes_on_bit_for_bit(sizes, worker, tmp_path):
 @pytest.mark.parametrize("rows", [1, 7, 64, 577, 1000, 24499])
 def test_the_last_part_is_small(rows):
     most = 64
-    size = rows_at_once(rows, most)
+    size = rows_per_part(rows, most)
     assert min(rows, most // 2) <= size <= most
     assert rows % size <= rows // size  # fewer rows than there are parts

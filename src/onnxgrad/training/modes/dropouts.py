@@ -26,19 +26,20 @@ from onnxgrad.operators import OPERATORS, marks
 from onnxgrad.operators.shapes import constant, dims, is_real, static
 from onnxgrad.reporting import logger
 
-_SECOND_IS_NO_DATA = ("Dropout", "BatchNormalization")  # but a mask, or a statistic
+# operators whose second output is no data, but a mask or a statistic
+_SECOND_IS_NO_DATA = ("Dropout", "BatchNormalization")
 
 
 @dataclass
 class DropoutSite:
-    """A Dropout node of the file, or an output after which dropout is inserted."""
+    """A Dropout node of the file, or an output after which dropout is to be inserted."""
 
     node: ir.Node
     value: ir.Value
     ratio: float
 
     @property
-    def of_file(self) -> bool:
+    def is_file_node(self) -> bool:
         """Whether the site is a Dropout node of the file."""
         return _is_dropout(self.node)
 
@@ -54,7 +55,7 @@ def dropout_sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Dropout
     for node, around in nodes:
         for value in _droppable_outputs(node):
             if value in ratios or _is_dropout(node):
-                ratio = ratios[value] if value in ratios else _file_ratio(node)
+                ratio = ratios[value] if value in ratios else _ratio_in_file(node)
                 repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
                 if ratio and repeated:
                     raise ValueError(
@@ -75,7 +76,10 @@ def write_dropouts(
     masks = None
     if active:
         if draw is None:
-            raise ValueError(f"dropout at {describe_node(active[0].node)} needs `draw`: pass it")
+            raise ValueError(
+                f"dropout at {describe_node(active[0].node)} needs draw=: pass a scalar that "
+                "differs from step to step"
+            )
         masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
     graphs = {site.node.graph for site in chosen}
     following = dict(chain.from_iterable(pairwise(graph or ()) for graph in graphs))
@@ -83,12 +87,12 @@ def write_dropouts(
     for site in chosen:
         inner = emitter_inside(op, site.node.graph)
         if not site.ratio or masks is None:
-            if site.of_file:
+            if site.is_file_node:
                 _remove_dropout(inner, site.node)
             continue
         logger.info("dropout %g at %s", site.ratio, describe_node(site.node))
-        with inner.at(site.node if site.of_file else following.get(site.node)):
-            x = site.node.inputs[0] if site.of_file else site.value
+        with inner.at(site.node if site.is_file_node else following.get(site.node)):
+            x = site.node.inputs[0] if site.is_file_node else site.value
             assert x is not None
             uses = list(x.uses())  # without the nodes for the mask, which read the shape of x
             keep, scale = masks.write_mask(inner, index, x, site.ratio)
@@ -98,12 +102,12 @@ def write_dropouts(
                 settings = inner.const(np.float32(site.ratio)), inner.const(np.True_)
                 node = y.producer()
                 assert node is not None
-                node.name = site.node.name if site.of_file else None
+                node.name = site.node.name if site.is_file_node else None
                 node.meta[marks.RULED_AS] = partial(_AsDropout, settings)
-            if site.of_file:
+            if site.is_file_node:
                 replace_node(inner, site.node, [y, keep])
             else:
-                _insert_behind(inner, x, y, uses)
+                _redirect_uses(inner, x, y, uses)
         index += 1
 
 
@@ -145,8 +149,8 @@ def _droppable_outputs(node: ir.Node) -> Sequence[ir.Value]:
     return node.outputs[:1] if node.op_type in _SECOND_IS_NO_DATA else node.outputs
 
 
-def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
-    """Let the nodes `uses`, which read `x`, and a graph output `x` read `y`.
+def _redirect_uses(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
+    """Let the reads `uses` of `x`, and a graph output that is `x`, read `y`, the result of dropout.
 
     A graph output keeps its name.
     """
@@ -158,7 +162,7 @@ def _insert_behind(op: Emit, x: ir.Value, y: ir.Value, uses: Iterable) -> None:
 
 
 def _remove_dropout(op: Emit, node: ir.Node) -> None:
-    """Remove a Dropout; if it has a user's rule, only its inputs `ratio` and `training_mode`."""
+    """Remove a Dropout; if a user's rule gives its gradient, remove only the optional inputs."""
     x = node.inputs[0]
     assert x is not None
     if _has_user_rule():
@@ -174,8 +178,8 @@ def _remove_dropout(op: Emit, node: ir.Node) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def _file_ratio(node: ir.Node) -> float:
-    """Return the ratio of a Dropout that no pattern matches: 0 in inference mode."""
+def _ratio_in_file(node: ir.Node) -> float:
+    """Return the probability of a Dropout node in the file; 0 for a node in inference mode."""
     ratio, training = (*node.inputs, None, None)[1:3]
     mode, number = constant(training), constant(ratio)
     active = mode is not None and mode.all()
@@ -193,9 +197,9 @@ def _file_ratio(node: ir.Node) -> float:
 
 
 def _require_probability(name: str, ratio: float) -> None:
-    """Raise `ValueError` if the `ratio` of the dropout at `name` is no probability below 1."""
+    """Raise `ValueError` if the dropout called `name` has a `ratio` outside of [0, 1)."""
     if not 0 <= ratio < 1:
-        raise ValueError(f"dropout of {name!r} is {ratio}: give a probability of [0, 1)")
+        raise ValueError(f"dropout of {name!r} is {ratio}: give a probability in [0, 1)")
 
 
 def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Value, float]:
@@ -209,14 +213,14 @@ def _ratios_by_value(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict
         if not values:
             floats = [v for node in nodes for v in node.outputs if is_real(v)]
             names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
-            raise unknown("node or output for dropout", pattern, dict.fromkeys(names))
+            raise unknown(f"node or output ({argument('dropout')})", pattern, dict.fromkeys(names))
         own = [v for v in values if _is_dropout(v.producer())]
         ratios |= dict.fromkeys(own or values, float(ratio))
     return ratios
 
 
 def _matched_values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
-    """Return the float outputs for which `matches` is true of their name, or of their node's."""
+    """Return the float outputs whose name, or whose node's name, `matches` accepts."""
     values: list[ir.Value] = []
     for node in nodes:
         whole = bool(node.name) and matches(str(node.name))
@@ -259,10 +263,10 @@ class Masks:
             self._keys = op.Cast(_write_mix(op, counters), to=ir.DataType.INT64)
 
     def write_mask(self, op: Emit, index: int, x: ir.Value, ratio: float) -> tuple[ir.Value, float]:
-        """Return the mask of the dropout number `index`, bool of the shape of `x`, and the scale.
+        """Return a random mask, booleans of the shape of `x`, and the factor of kept elements.
 
-        An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the scale
-        is the inverse of the exact probability of True.
+        An element is False with the probability `ratio`, rounded to a multiple of 2**-16; the
+        factor is the inverse of the exact probability of True. `index` is the index of the dropout.
         """
         dropped = min(max(round(ratio * _LEVELS), 1), _LEVELS - 1)
         lengths = static(dims(x))
@@ -285,7 +289,7 @@ class Masks:
 
 
 def _as_int64(number: int) -> np.int64:
-    """Return the int64 with the bits of a 64-bit number; sums and products are taken mod 2**64."""
+    """Return the int64 with the bits of a 64-bit number; products mod 2**64 have equal bits."""
     return np.uint64(number).astype(np.int64)
 
 
@@ -298,7 +302,7 @@ def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
     """Return SplitMix64's output, uint64, for the int64 counters `z`, as nodes of the graph.
 
     onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
-    are artifacts, multiply signed ones only.
+    are artifacts, multiply signed integers only.
     """
     for shift, factor in _ROUNDS:
         z = op.Cast(_write_fold(op, z, shift), to=ir.DataType.INT64) * _as_int64(factor)
@@ -306,7 +310,7 @@ def _write_mix(op: Emit, z: ir.Value) -> ir.Value:
 
 
 def _write_fold(op: Emit, z: ir.Value, shift: int) -> ir.Value:
-    """Return `z ^ (z >> shift)` of the bits of z, uint64."""
+    """Return the uint64 value `z ^ (z >> shift)` for the bits of `z`."""
     bits = op.Cast(z, to=ir.DataType.UINT64)
     return op.BitwiseXor(bits, _shift_bits(op, bits, shift, "RIGHT"))
 
@@ -321,10 +325,9 @@ def _mix_counters(z: np.ndarray) -> np.ndarray:
 def walk_with_outer_nodes(
     graph: ir.Graph, around: tuple[ir.Node, ...] = ()
 ) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
-    """Yield pairs of a node of `graph` or its subgraphs and the nodes around it, outermost first.
+    """Yield (node, the nodes whose subgraphs contain it, outermost first) for all nodes of `graph`.
 
-    The subgraphs of the nodes around it contain the node. The graph may be modified at nodes that
-    were yielded.
+    Nodes of subgraphs are yielded, too. The graph may be modified at nodes that were yielded.
     """
     for node in list(graph):
         yield node, around
@@ -344,7 +347,7 @@ def emitter_inside(op: Emit, graph: ir.Graph | ir.Function | None) -> Emit:
 
 
 def replace_node(op: Emit, node: ir.Node, results: Sequence[ir.Value]) -> None:
-    """Replace the outputs of `node` by `results`, which take over their names; remove `node`."""
+    """Replace the outputs of `node` by `results`, under the same names, and remove `node`."""
     for old, new in zip(node.outputs, results, strict=False):
         replace_value(op, old, new, keep=() if new in node.inputs else (old.name,))
     remove_node(node)

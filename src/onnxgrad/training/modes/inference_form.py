@@ -30,11 +30,12 @@ _LAST_IS_TEST = 6  # opset: until then, the attribute `is_test` tells the mode
 _RUNNING = {1: 3, 2: 4}  # output of a BatchNormalization: the operand that it updates
 
 
-def has_training_nodes(proto: ModelProto) -> list[str]:
-    """Return the names of the nodes in training mode, or of the first output of unnamed nodes.
+def names_of_training_nodes(proto: ModelProto) -> list[str]:
+    """Return the names of the nodes in training mode; an unnamed node has its first output's name.
 
-    These are BatchNormalization nodes that normalize by the statistics of the batch, and Dropout
-    nodes that drop elements, or whose mode is computed; in subgraphs and local functions too.
+    In training mode are BatchNormalization nodes that normalize by the statistics of the batch, and
+    Dropout nodes that drop elements, or whose mode is computed, also in subgraphs and local
+    functions.
     """
     return [name for name, _ in _names_and_types(proto)]
 
@@ -53,16 +54,16 @@ def warn_of_stale_statistics(proto: ModelProto) -> None:
 def inference_form(proto: ModelProto) -> ModelProto:
     """Return `proto` with BatchNormalization and Dropout in inference mode.
 
-    All else stays, byte for byte. BatchNormalization uses its stored statistics; outputs of
-    statistics are the stored statistics.
-    Dropout loses the inputs `ratio` and `training_mode`, and constants that nothing else reads are
+    All other parts of the file stay, byte for byte. BatchNormalization uses its stored statistics,
+    also for its outputs of statistics.
+    Dropout loses the inputs `ratio` and `training_mode`, and constants that no other node reads are
     removed with them. A model without nodes in training mode is returned itself.
 
     Raises:
         ModelError: a BatchNormalization before opset 14 returns statistics of the batch, and they
             are used.
     """
-    if not has_training_nodes(proto):
+    if not names_of_training_nodes(proto):
         return proto
     model = deepcopy(proto)
     for holder, opset in _graphs_with_opset(model):
@@ -93,7 +94,7 @@ def export_model(proto: ModelProto, values: Mapping[str, np.ndarray], names: Nam
 
 
 def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
-    """Return pairs of name and operator of the nodes in training mode.
+    """Return (name, operator) for each node of a model that is in training mode.
 
     An unnamed node has the name of its first output.
     """
@@ -102,22 +103,20 @@ def _names_and_types(proto: ModelProto) -> list[tuple[str, str]]:
 
 
 def _graphs_with_opset(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
-    """Yield pairs of graph and opset version: of the main graph, and of each local function."""
+    """Yield (graph, opset version) for the main graph and each local function."""
     yield proto.graph, opset_versions(proto.opset_import).get("", 0)
     yield from ((f, opset_versions(f.opset_import).get("", 0)) for f in proto.functions)
 
 
 def _training_nodes(holder: GraphLike, opset: int) -> list[tuple[NodeProto, GraphLike]]:
-    """Return pairs of node and graph, for the nodes in training mode of `holder` and subgraphs."""
-    off, nodes = (
-        _names_of_false_constants(holder),
-        ((g, n) for g in all_graphs(holder) for n in g.node),
-    )
-    return [(node, graph) for graph, node in nodes if _is_training_node(node, opset, off)]
+    """Return (node, its graph) for each node in training mode of `holder` and its subgraphs."""
+    off = _names_of_false_constants(holder)
+    nodes = ((node, graph) for graph in all_graphs(holder) for node in graph.node)
+    return [(node, graph) for node, graph in nodes if _is_training_node(node, opset, off)]
 
 
 def _is_training_node(node: NodeProto, opset: int, off: set[str]) -> bool:
-    """Return whether `node` is in training mode; `off` names the constants that are False."""
+    """Return whether `node` is in training mode; `off` names the boolean constants with False."""
     domain = standard(node.domain)
     attributes = {a.name: a for a in node.attribute}
     if not domain and node.op_type in ("BatchNormalization", "Dropout") and opset <= _LAST_IS_TEST:
@@ -143,7 +142,7 @@ def _names_of_false_constants(holder: GraphLike) -> set[str]:
 
 
 def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:
-    """Put a BatchNormalization into inference mode; return the names of the outputs it loses."""
+    """Put a BatchNormalization into inference mode; return the names of its removed outputs."""
     keep_only(node.attribute, lambda a: a.name != "training_mode")
     if opset <= _LAST_IS_TEST:
         _set_is_test(node)
@@ -165,7 +164,7 @@ def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str])
 
 
 def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
-    """Put a Dropout into inference mode; return the names of the inputs it loses."""
+    """Put a Dropout into inference mode; return the names of its removed inputs."""
     if opset <= _LAST_IS_TEST and not node.domain:
         _set_is_test(node)
         return set()
@@ -178,13 +177,13 @@ def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
 
 
 def _set_is_test(node: NodeProto) -> None:
-    """Set the attribute `is_test` of a node of an opset before 7 to 1: inference mode."""
+    """Put a node of an opset before 7 into inference mode, by its attribute `is_test`."""
     keep_only(node.attribute, lambda a: a.name != "is_test")
     node.attribute.add(name="is_test", type=AttributeProto.INT, i=1)
 
 
 def _remove_names(holder: GraphLike, dropped: set[str]) -> None:
-    """Remove the constants and the declared values called `dropped` from all graphs."""
+    """Remove the constants called `dropped`, and the shapes declared for them, from all graphs."""
     # inner graphs first: `keep_only` copies the nodes that it keeps, and their subgraphs
     for graph in list(all_graphs(holder))[::-1]:
         keep_only(graph.node, lambda n: n.op_type != "Constant" or n.output[0] not in dropped)

@@ -39,9 +39,10 @@ _LEAST = 2.0**-10  # the least share of the scale in the file
 
 
 def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProto, list[str]]:
-    """Return a copy of `proto` in which scales of quantization train, and the names of the changes.
+    """Return a copy of `proto` with quantization scales that train, and the names of new weights.
 
-    The changes are the tensors c that train. `frozen` are names and patterns of scales that stay.
+    The new weights are the changes c of scales. `frozen` are names and patterns of scales that
+    stay.
 
     Raises:
         ValueError: there is no QuantizeLinear with a constant scale in the main graph.
@@ -50,10 +51,12 @@ def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProt
     found = _nodes_by_scale(model)
     chosen = {s: n for s, n in found.items() if not any(fnmatchcase(s, p) for p in frozen)}
     if not chosen:
-        reason = "all are frozen" if found else "onnxgrad.quantize gives a model scales"
+        reason = "onnxgrad.quantize gives a model scales"
+        if found:
+            reason = f"{argument('freeze')} names the scales of all nodes, take one out"
         raise ValueError(
             f"{argument('train_ranges', True)}: no QuantizeLinear with a constant scale has a range"
-            f" to train; {reason}"
+            f" to train: {reason}"
         )
     weights = {pair.node.output[0]: pair for pair in rounded_float_weights(model)}
     held = {t.name: t for t in model.graph.initializer}
@@ -68,7 +71,7 @@ def with_trained_scales(proto: ModelProto, frozen: list[str]) -> tuple[ModelProt
 
 
 def _nodes_by_scale(model: ModelProto) -> dict[str, list[NodeProto]]:
-    """Return the QuantizeLinear nodes that have a constant as scale, by the name of the scale."""
+    """Return the QuantizeLinear nodes with a constant scale, `{name of the scale: nodes}`."""
     inputs = {x.name for x in model.graph.input}
     scales = {t.name for t in model.graph.initializer if t.data_type in FLOATS} - inputs
     found: dict[str, list[NodeProto]] = {}
@@ -100,9 +103,9 @@ class _ScaleWriter:
     def write(
         self, scale: TensorProto, node: NodeProto, count: int | None, largest: float
     ) -> dict[str, Any]:
-        """Write the nodes that compute a trained scale in front of `node`.
+        """Write the nodes that compute a trained scale before `node`; return a record of names.
 
-        Return the note, the entry of the metadata, from which the file gets the learned scale.
+        The record goes into the metadata, where `with_learned_scales` reads it.
 
         Args:
             scale: the scale in the file.
@@ -168,9 +171,10 @@ def _rename_operands(model: ModelProto, old: str, new: str) -> None:
 
 
 def with_learned_scales(proto: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Replace the nodes of `with_trained_scales` by constants, the learned scales, in place.
+    """Replace the nodes that compute trained scales by constants with the learned scales, in place.
 
-    Return the model. `values` has the elements of initializers that lack their elements.
+    `with_trained_scales` has written the nodes. Return the model. `values` has the elements of
+    initializers that lack their elements.
     """
     notes = read_note(proto, RANGES)
     if not notes:

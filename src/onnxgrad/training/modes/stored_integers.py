@@ -37,9 +37,10 @@ from onnxgrad.runtime.session import load_session
 from onnxgrad.training.parameters.equal_constants import add_copy
 
 _DOMAINS = ("", "com.microsoft")
-_MOVES = REORDERS | VIEWS | {"Cast"}  # of a weight, in front of its QuantizeLinear
+# operators that may stand between a weight and its QuantizeLinear
+_MOVES = REORDERS | VIEWS | {"Cast"}
 
-# integers that stand for a weight or, the last one, for a bias
+# types of integers that stand for a weight or, as INT32, for a bias
 _STORED = frozenset(
     TensorProto.DataType.Value(name) for name in "INT4 UINT4 INT8 UINT8 INT16 UINT16 INT32".split()
 )
@@ -65,13 +66,13 @@ class RoundedWeight:
     weight: str
 
     @property
-    def moved(self) -> list[str]:
-        """The names of the results of `moves`."""
+    def moved_names(self) -> list[str]:
+        """The names of the results of the nodes `moves`."""
         return [y for node in self.moves for y in node.output]
 
 
 def is_operator(node: NodeProto, op_type: str) -> bool:
-    """Return whether `node` is the operator, of ONNX or of onnxruntime."""
+    """Return whether `node` is the operator `op_type` of ONNX or of onnxruntime."""
     return node.op_type == op_type and standard(node.domain) in _DOMAINS
 
 
@@ -90,7 +91,7 @@ def rounded_float_weights(proto: ModelProto) -> list[RoundedWeight]:
 def _rounded_weights_in_graph(
     graph: GraphProto, outer: ChainMap[str, TensorProto]
 ) -> Iterator[RoundedWeight]:
-    """Yield the rounded weights of a graph and its subgraphs; `outer` has constants around it."""
+    """Yield the rounded weights of a graph and its subgraphs; `outer` are constants around it."""
     scope = outer.new_child({t.name: t for t in graph.initializer})
     makers: dict[str, NodeProto] = {}
     readers = readers_of(graph)
@@ -110,10 +111,10 @@ def _rounded_weights_in_graph(
 def _trace_constant(
     node: NodeProto, makers: Mapping[str, NodeProto], scope: Mapping[str, TensorProto]
 ) -> tuple[list[NodeProto], dict[str, TensorProto], str] | None:
-    """Return the nodes from a float constant to `node`, which rounds it, the constants, its name.
+    """Return (nodes that move a constant to `node`, constants that the nodes read, its name).
 
-    None if `node` rounds no constant. `makers` has the node that computes each value, and `scope`
-    the constants.
+    None if `node` rounds no constant. The constants are all constants that these nodes read.
+    `makers` has the node that computes each value, and `scope` the constants of the graphs.
     """
     path = [node]
     while (name := path[0].input[0]) not in scope:
@@ -121,15 +122,15 @@ def _trace_constant(
         if maker is None or standard(maker.domain) or maker.op_type not in _MOVES:
             return None
         path.insert(0, maker)
-    moved = {y for n in path[:-1] for y in n.output}
+    moved_names = {y for n in path[:-1] for y in n.output}
     read = dict.fromkeys(x for n in path for x in n.input if x)
-    if any(x not in scope and x not in moved for x in read):
+    if any(x not in scope and x not in moved_names for x in read):
         return None
     return path[:-1], {x: scope[x] for x in read if x in scope}, name
 
 
 def readers_of(graph: GraphProto) -> Mapping[str, list[NodeProto | None]]:
-    """Return the nodes that read each value, by its name.
+    """Return the nodes that read each value, `{value name: nodes}`.
 
     None stands for a read in a subgraph of a node, and for an output of the graph.
     """
@@ -162,18 +163,18 @@ def store_integers(proto: ModelProto, values: Mapping[str, np.ndarray]) -> Model
         pair.graph.initializer.append(tensor)
         _remove_entry(pair.graph.value_info, tensor.name)
     if found:
-        rounded = {name for pair in found for name in (*pair.constants, *pair.moved)}
+        rounded = {name for pair in found for name in (*pair.constants, *pair.moved_names)}
         _remove_unread(proto, rounded - names_read(proto.graph))
     return proto
 
 
 def _remove_entry(entries: Any, name: str) -> None:
-    """Remove the entry called `name` from entries of a graph, such as its initializers."""
+    """Remove the element called `name` from a repeated field of a graph, such as `initializer`."""
     keep_only(entries, lambda entry: entry.name != name)
 
 
 def _remove_unread(proto: ModelProto, unread: set[str]) -> None:
-    """Remove the constants `unread`, and nodes that move them, in place."""
+    """Remove the constants called `unread`, and the nodes that only move them, in place."""
     before: set[str] = set()  # names that the removed nodes read
     for graph in all_graphs(proto.graph) if unread else ():
         assert isinstance(graph, GraphProto)
@@ -199,7 +200,7 @@ def _quantized_tensor(
         if external.is_empty(tensor):
             constants[name] = numpy_helper.from_array(np.asarray(values[name], order="C"))
     # numpy lacks integers of 4 bits: they are read as floats, which are as exact
-    taken = {*constants, *pair.moved, *pair.node.output}
+    taken = {*constants, *pair.moved_names, *pair.node.output}
     one, steps = unused_name("one", taken), unused_name("steps", taken)
     constants[one] = numpy_helper.from_array(np.ones((), np.float32))
     back = NodeProto(op_type="DequantizeLinear", domain=pair.node.domain, output=[steps])
@@ -215,7 +216,7 @@ def compute_constant(
     constants: Mapping[str, TensorProto],
     nodes: Sequence[NodeProto],
 ) -> np.ndarray:
-    """Return the floats that the last of some nodes computes from constants, in onnxruntime."""
+    """Return the float array that the last of `nodes` computes from constants, in onnxruntime."""
     model = ModelProto(opset_import=opsets)
     model.ir_version = min_ir_version(list(opsets))
     model.graph.name = "constants"
@@ -262,7 +263,7 @@ class StoredWeight:
 
 
 def stored_weights(proto: ModelProto) -> list[StoredWeight]:
-    """Return the weights of the main graph stored as integers that can train as floats."""
+    """Return the weights that the main graph stores as integers and that can train as floats."""
     graph = proto.graph
     scope = {t.name: t for t in graph.initializer}
     readers, taken, found = readers_of(graph), set(value_names(graph)), []
@@ -292,7 +293,7 @@ def stored_weights(proto: ModelProto) -> list[StoredWeight]:
 def store_floats(
     proto: ModelProto, chosen: Collection[str], originals: Mapping[str, TensorProto]
 ) -> ModelProto:
-    """Return a copy of `proto` with stored integers as floats that a QuantizeLinear rounds.
+    """Return a copy of `proto` in which `chosen` integers are floats, rounded by a QuantizeLinear.
 
     Args:
         proto: the model.
@@ -325,7 +326,7 @@ def store_floats(
 
 
 def _quantize_node(graph: GraphProto, entry: StoredWeight) -> NodeProto:
-    """Return the QuantizeLinear that rounds a weight, for the DequantizeLinear nodes behind it."""
+    """Return a new QuantizeLinear that rounds the weight `entry` in floats."""
     user, zero = entry.users[0], entry.zero
     if zero is None:  # the type of the zero point decides the type of the integers
         zero = graph.initializer.add(data_type=entry.tensor.data_type, dims=entry.scale.dims)
@@ -344,7 +345,7 @@ _LARGEST = 1.0001 / np.iinfo(np.int32).max  # onnxruntime.quantization leaves th
 
 
 def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> None:
-    """Enlarge scales of weights in place, so that biases fit integers of 32 bits.
+    """Enlarge scales of weights, in place, where a bias would not fit integers of 32 bits.
 
     onnxruntime stores a bias as multiples of the scale of the data times the scale of the weight.
     `weights` are the QuantizeLinear nodes behind weights.
@@ -367,7 +368,7 @@ def leave_room_for_biases(graph: GraphProto, weights: Iterable[NodeProto]) -> No
 
 
 def _enlarge_scale(scale: TensorProto, bias: TensorProto, of_data: TensorProto) -> None:
-    """Enlarge the scale of a weight where the bias is too large for integers of 32 bits."""
+    """Enlarge the scale of one weight if its bias would not fit integers of 32 bits."""
     now = external.tensor_to_array(scale).astype(np.float64)
     steps = np.abs(external.tensor_to_array(bias).astype(np.float64)) * _LARGEST
     least = steps / external.tensor_to_array(of_data).astype(np.float64)

@@ -40,10 +40,10 @@ def training_form(
     seed: int,
     across: Part | None = None,
 ) -> dict[ir.Value, ir.Value]:
-    """Rewrite a prepared graph, in place, into the form that trains.
+    """Rewrite a prepared graph, in place, so that it normalizes and drops elements as in training.
 
     Masks of dropout are a function of `seed`, `draw`, the index of the dropout and the position in
-    the tensor: a resumed run draws the same ones.
+    the tensor: a resumed run draws the same masks.
 
     Args:
         op: writes into the graph, before anything else is added to it.
@@ -91,7 +91,7 @@ _COPIES = frozenset({"Identity", "Cast"})
 
 
 def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
-    """Make every BatchNormalization with stored statistics use them; return no new statistics."""
+    """Let each BatchNormalization normalize by its stored statistics; return {}, no new values."""
     for node, _ in walk_with_outer_nodes(op.graph):
         if not _is_batch_norm(node) or not int_attribute(node, "training_mode"):
             continue
@@ -101,15 +101,15 @@ def _use_stored_statistics(op: Emit) -> dict[ir.Value, ir.Value]:
         with inner.at(node):
             attributes = {"epsilon": float_attribute(node, "epsilon")}
             y = inner.emit("BatchNormalization", node.inputs, attributes, fresh=True)
-            _name_like(y, node)
+            _copy_node_name(y, node)
             replace_node(inner, node, [y, *(v for v in node.inputs[_MEAN:] if v is not None)])
     return {}
 
 
 def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Value]:
-    """Make every BatchNormalization use the statistics of the batch.
+    """Let each BatchNormalization use statistics of the batch; return new running statistics.
 
-    Return the new value of each running statistic. A node may use statistics that another node has
+    The result is `{statistic: its new value}`. A node may use statistics that another node has
     updated: then it updates the new values, as a module of PyTorch does that is called twice.
     `across`: as in `training_form`.
     """
@@ -130,14 +130,14 @@ def _use_batch_statistics(op: Emit, across: Part | None) -> dict[ir.Value, ir.Va
             outer = describe_node(around[-1])
             reason = f"the node is in a subgraph of {outer}, which returns no new statistics"
             _refuse_update(node, reason)
-        pairs.append((_statistic_of(node, _MEAN), _statistic_of(node, _VARIANCE)))
+        pairs.append((_running_statistic(node, _MEAN), _running_statistic(node, _VARIANCE)))
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
         shape = dims(node.inputs[0])
         if shape is not None and static(shape[2:]) == (1,) * len(shape[2:]):
             op.graph.meta[marks.ONE_VALUE_NODE] = describe_node(node)
         with op.at(node):
-            y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
+            y, *new = _write_batch_norm(op, node, latest[mean], latest[variance], across)
             replace_node(op, node, [y, *new])
         latest[mean], latest[variance] = new
     for value in latest:
@@ -152,14 +152,14 @@ def _is_batch_norm(node: ir.Node) -> bool:
 
 
 def _refuse_update(node: ir.Node, reason: str) -> NoReturn:
-    """Raise `ValueError`: the running statistics of `node` cannot be updated, for this reason."""
+    """Raise `ValueError`: the running statistics of `node` cannot change, because of `reason`."""
     raise ValueError(
         f"the running statistics of {describe_node(node)} cannot be updated: {reason}. Use "
         f"{argument('batch_norm', 'frozen')}"
     )
 
 
-def _name_like(y: ir.Value, node: ir.Node) -> None:
+def _copy_node_name(y: ir.Value, node: ir.Node) -> None:
     """Give the node that computes `y` the name of `node`."""
     new = y.producer()
     assert new is not None
@@ -167,13 +167,13 @@ def _name_like(y: ir.Value, node: ir.Node) -> None:
 
 
 def _initializer_of(value: ir.Value | None) -> ir.Value | None:
-    """Return the initializer that `value` is, or is a copy or cast of; else None."""
+    """Return the initializer from which `value` is copied or cast, if at all; else None."""
     source = None if value is None else source_of(value, _COPIES)
     return source if source is not None and source.is_initializer() else None
 
 
-def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
-    """Return the initializer of a running mean or variance, converted to float32.
+def _running_statistic(node: ir.Node, operand: int) -> ir.Value:
+    """Return the initializer of a running mean or variance of `node`, converted to float32.
 
     Raises:
         ValueError: the statistics are computed, or the tensor is used for something else too.
@@ -198,10 +198,10 @@ def _statistic_of(node: ir.Node, operand: int) -> ir.Value:
     return value
 
 
-def _batch_norm(
+def _write_batch_norm(
     op: Emit, node: ir.Node, mean: ir.Value, variance: ir.Value, across: Part | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the normalized data, the new running mean and the new running variance.
+    """Return the normalized data, the new running mean and the new running variance of `node`.
 
     For the variance, BatchNormalization divides by n where PyTorch divides by n - 1, and its
     attribute `momentum`, c, is a float32: 0.9 is 0.89999998 there. Nodes behind it therefore
@@ -220,7 +220,7 @@ def _batch_norm(
     if across is not None:
         y, *batch = normalized_across(op, operands, epsilon, across)
     else:
-        unbiased = _share_of_freedom(op, node, wide)
+        unbiased = _unbiased_variance_ratio(op, node, wide)
         # copies: onnxruntime writes the statistics of the batch over the operands
         operands += [op.Sum(v) for v in old]
         attributes = {"epsilon": epsilon, "momentum": 0.0, "training_mode": 1}
@@ -228,7 +228,7 @@ def _batch_norm(
         for value in batch:
             value.shape = mean.shape
         batch[1] = batch[1] / unbiased
-    _name_like(y, node)
+    _copy_node_name(y, node)
     new = (
         op.set_type_like(op.Cast(momentum * before + (1.0 - momentum) * now, to=v.dtype), v)
         for before, now, v in zip(old, batch, (mean, variance), strict=True)
@@ -236,8 +236,8 @@ def _batch_norm(
     return op.Cast(y, to=x.dtype), *new
 
 
-def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
-    """Return (n - 1) / n for n values per channel; where n is 1, the graph fails when it runs."""
+def _unbiased_variance_ratio(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir.Value:
+    """Return (n - 1) / n for n values per channel; the graph fails when it runs with n = 1."""
     x, reason = node.inputs[0], f"{describe_node(node)} needs more than one value per channel"
     assert x is not None
     shape = dims(x)
@@ -246,7 +246,10 @@ def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir
     if static_lengths is not None:
         n = prod(static_lengths)
         if n < 2:
-            raise ValueError(f"{reason} to train, and its input has the shape {list(shape or ())}")
+            raise ValueError(
+                f"{reason} to train, and its input has the shape {list(shape or ())}: export the "
+                f"model for larger batches, or use {argument('batch_norm', 'frozen')}"
+            )
         return (n - 1) / n
     if shape is None or lengths is None:
         # fresh: another Size node of x, of a dropout, may come later in the graph
@@ -264,9 +267,9 @@ def _share_of_freedom(op: Emit, node: ir.Node, dtype: ir.DataType) -> float | ir
 
 
 def _axis_length(op: Emit, x: ir.Value, axis: int, symbol: str | None) -> ir.Value:
-    """Return the length of an axis of `x`, whose symbol is `symbol`.
+    """Return the length of the axis `axis` of `x`, as a value of the graph.
 
-    It is read from an input of the graph with this symbol, so that all layers share the node.
+    A graph input with the dimension `symbol` tells the length, so that layers share the node.
     """
     axes = ((v, i) for v in op.graph.inputs for i, d in enumerate(dims(v) or ()) if d == symbol)
     value, i = next(axes, (x, axis)) if symbol is not None else (x, axis)
@@ -279,7 +282,7 @@ def _axis_length(op: Emit, x: ir.Value, axis: int, symbol: str | None) -> ir.Val
 def normalized_across(
     op: Any, operands: Sequence[ir.Value], epsilon: float, part: Part
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return normalized data, and the mean and unbiased variance (C,) of the rows of all processes.
+    """Return normalized data, and mean and unbiased variance (C,), over the rows of all processes.
 
     Each process sends the number, the mean and the sum of squared deviations of its values, in its
     row of a sum over the processes. They are combined as in Chan, Golub and LeVeque,
@@ -338,7 +341,7 @@ _ROWS = 16  # of a batch, for which the size of images is compared with the size
 def fold_normalizations(
     op: Emit, trained: Collection[ir.Value], kept: Collection[ir.Value]
 ) -> None:
-    """Write each Conv and the BatchNormalization behind it, in inference form, as one Conv.
+    """Replace each Conv with a BatchNormalization in inference form behind it by one Conv.
 
     With f = s / sqrt(v + e), f (x * w + c - m) + b is x * (f w) + (b + f (c - m)): the step does
     once with the weight, in both directions, the arithmetic of every pixel.
@@ -361,7 +364,7 @@ def fold_normalizations(
 
 
 def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bool:
-    """Return whether only the normalization reads the convolution, and its weight is small."""
+    """Return whether only the normalization reads the convolution, whose weight is small."""
     w = conv.inputs[1]
     if w not in trained or len(conv.outputs[0].uses()) > 1 or len(node.outputs) > 1:
         return False
@@ -374,7 +377,7 @@ def _can_fold(node: ir.Node, conv: ir.Node, trained: Collection[ir.Value]) -> bo
 
 
 def _fuse_normalization(op: Emit, node: ir.Node, conv: ir.Node) -> ir.Value:
-    """Return the result of a Conv and the BatchNormalization `node` behind it, as one Conv."""
+    """Return the result of one Conv in place of `conv` and the BatchNormalization `node`."""
     _, scale, shift, mean, variance = node.inputs
     x, w, bias = (*conv.inputs, None)[:3]
     assert w is not None

@@ -39,21 +39,22 @@ _NAMESPACE = "namespace"  # ": Net/encoder: Encoder/linear_3: aten.linear.defaul
 _FX_NODE = "pkg.torch.onnx.fx_node"  # "... args = (%x, %p_encoder_query_weight, ...)"
 
 _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
-_FUSION = re.compile(r"\w*Fusion\w*")  # that onnxruntime's optimizer appends
-# parts of names of TensorFlow that are operators, not layers
+_FUSION = re.compile(r"\w*Fusion\w*")  # a part that onnxruntime's optimizer appends
+# parts of TensorFlow's names that stand for operators, not for layers
 _OPERATOR = re.compile(
     r"""(ReadVariableOp|resource|BiasAdd|MatMul|BatchMatMul|(Depthwise)?Conv\dD\w*|Tensordot|[Ee]insum
     |batchnorm|FusedBatchNorm\w*|embedding_lookup|Gather\w*|[Rr]eshape|[Tt]ranspose|Const|Cast
     |Identity|Read|[Ee]xpand_?[Dd]ims|Squeeze|[Cc]oncat|[Mm]ul|[Aa]dd|AddV2|[Ss]ub)(_\d+)?""",
     re.VERBOSE,
 )
-_OWNED = re.compile(  # a name that says which layer owns the tensor, of TensorFlow or Paddle
+_OWNED = re.compile(  # a name of TensorFlow or Paddle that contains the layer of the tensor
     r"(?P<tf>.+/ReadVariableOp(_\d+)?(/resource)?)(:\d+)?|(?P<paddle>.+)\.[wb]_\d+(_deepcopy_\d+)?"
 )
 
 
 class ModuleNames:
-    """The modules of nodes, and the parameters of modules, by the metadata of all nodes.
+    """Finds the modules of nodes, and the parameters that nodes read, in metadata that PyTorch
+    writes.
 
     Args:
         metadata: the metadata of all nodes.
@@ -70,16 +71,18 @@ class ModuleNames:
         self._modules = {_mangle_name(m): m for m in sorted(modules, key=len) if m}
 
     def module(self, node: ir.Node) -> str:
-        """Return the path of the module of `node`, such as "encoder.layer.0"; "" if unknown."""
+        """Return the dotted path of the module of `node`, as "encoder.layer.0"; "" if unknown."""
         return module_of(node.name or "", node.metadata_props)
 
-    def parameters(self, metadata: Mapping[str, str]) -> list[str]:
-        """Return the names of the parameters that a node reads, by PyTorch's metadata of it."""
+    def parameter_names(self, metadata: Mapping[str, str]) -> list[str]:
+        """Return the names of the parameters that a node reads, from the node's metadata."""
         noted = re.findall(r"%p_(\w+)", metadata.get(_FX_NODE, ""))
         return [self._parameter_name(name) for name in dict.fromkeys(noted)]
 
     def _parameter_name(self, mangled: str) -> str:
-        """Return the name with dots of a parameter whose dots PyTorch replaced by underscores."""
+        """Return the name with dots, "encoder.query.weight", of the parameter
+        "encoder_query_weight".
+        """
         mangled = _mangle_name(mangled)
         if mangled in self._mangled:
             return self._mangled[mangled]
@@ -91,14 +94,14 @@ class ModuleNames:
 
 
 def module_of(name: str, metadata: Mapping[str, str]) -> str:
-    """Return the path of the module of a node, by its name and metadata; "" if unknown."""
+    """Return the dotted path of the module of a node, from its name and metadata; "" if unknown."""
     if scopes := _module_scopes(metadata):
         return scopes[-2] if len(scopes) > 1 else ""
     return _dotted_path(_name_parts(name)[:-1]) if "/" in name else ""
 
 
 def layer_in_name(name: str) -> str:
-    """Return the layer in the name of a tensor of TensorFlow or Paddle; "" if there is none."""
+    """Return the layer that a tensor name of TensorFlow or Paddle contains; "" for other names."""
     match = _OWNED.fullmatch(name.partition(";")[0])
     if match is None:
         return ""
@@ -106,7 +109,8 @@ def layer_in_name(name: str) -> str:
 
 
 def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
-    """Return the paths of the modules around a node, the outermost first, then its own name.
+    """Return the paths of the modules around a node, the outermost first, then the name of the
+    node.
 
     They are read from the metadata of the node; [] if the metadata do not have them.
     """
@@ -121,7 +125,7 @@ def _module_scopes(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _name_parts(name: str) -> list[str]:
-    """Return the parts between slashes of the name of a node, without parts of programs."""
+    """Return the parts between slashes of a node name, without function calls and fusions."""
     parts = [part for part in name.partition(";")[0].split("/") if part]
     while len(parts) > 1 and _FUSION.fullmatch(parts[-1]):
         parts.pop()
@@ -131,7 +135,7 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _dotted_path(parts: list[str]) -> str:
-    """Return parts of a name as a path with dots, without operators at its end."""
+    """Join parts of a node name by dots, without operators such as MatMul at the end."""
     while parts and _OPERATOR.fullmatch(parts[-1]):
         parts = parts[:-1]
     # PyTorch repeats the name of a container in the names of its members: "mlp/mlp.0"
@@ -140,7 +144,7 @@ def _dotted_path(parts: list[str]) -> str:
 
 
 def _path_tails(name: str) -> list[str]:
-    """Return the ends of a path with dots: "b.c" and "c" for "a.b.c"."""
+    """Return the ends of a dotted path: "b.c" and "c" for "a.b.c"."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1)]
 
@@ -152,7 +156,8 @@ def _mangle_name(name: str) -> str:
 
 # -- aliases ---------------------------------------------------------------------------------------
 
-_SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
+# suffixes that onnxruntime's optimizer appends
+_SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")
 _NUMBERED = re.compile(
     r"""onnx::\w+ | (.*/)?const_fold_opt__\d+ | \w+__\d+(_\w+)? | .+;.+ | p2o\..+
     | (.*/)(ReadVariableOp|resource|Reshape|[Tt]ranspose|Const|Cast|ExpandDims|Squeeze|Identity
@@ -171,7 +176,7 @@ _LAYER_OPERANDS = frozenset("fbst")  # roles of operands of a node that is a lay
 
 
 def aliases(proto: ModelProto) -> dict[str, str]:
-    """Return the aliases of constants, `{name: alias}`.
+    """Return readable names (aliases) for constants with numbered names, `{name: alias}`.
 
     A constant has an alias if it has the role of a weight, an exporter numbered its name, and the
     file tells its name in the module. Aliases are unique, and differ from the names of constants.
@@ -180,7 +185,7 @@ def aliases(proto: ModelProto) -> dict[str, str]:
 
 
 def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return the aliases of the float constants of `graph`, see `aliases`."""
+    """Return the aliases of the weights of `graph` with numbered names, see `aliases`."""
     numbered = [row for row in rows if row.trains and not is_readable(row.name)]
     if not numbered:
         return {}
@@ -189,9 +194,9 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
 
 
 def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return the aliases of quantized weights, `{name: alias}`: the names of their floats.
+    """Return the aliases of quantized weights, `{name: alias}`: the names before quantization.
 
-    If an exporter numbered the name of the floats, the alias is read from the nodes, as for floats.
+    If an exporter numbered that name, too, the alias is read from the nodes, as for float weights.
     """
     floats = {row.name: name_of_floats(row.name) for row in rows}
     numbered = [row for row in rows if not is_readable(floats[row.name])]
@@ -205,18 +210,20 @@ def integer_aliases(proto: ModelProto, rows: Sequence[Tensor]) -> dict[str, str]
 
 
 def _unique_aliases(bases: Mapping[str, str], taken: set[str]) -> dict[str, str]:
-    """Return unique aliases, with a suffix where `taken` has the alias; "" stands for no alias."""
+    """Return the aliases that are not "", with a suffix for each that is among `taken`, by
+    constant.
+    """
     return {name: free_name(base, taken) for name, base in bases.items() if base}
 
 
 def is_readable(name: str) -> bool:
-    """Return whether a person chose the name of a constant, and no program numbered it."""
+    """Return whether a person, not an exporter that numbers names, chose the name of a constant."""
     name = _SUFFIX.sub("", name)
     return not (evidence.is_generated(name) or _NUMBERED.fullmatch(name) or layer_in_name(name))
 
 
 class _AliasReader:
-    """Reads the aliases of weights from the nodes around them in `graph`."""
+    """Reads the aliases of weights from nearby nodes of `graph`."""
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Tensor]) -> None:
         self.sizes = {row.name: row.size for row in rows if is_readable(row.name)}
@@ -228,7 +235,7 @@ class _AliasReader:
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
     def read(self, row: Tensor, quantized: bool = False) -> str:
-        """Return the alias of a constant, which may not be unique; "" if the file tells none.
+        """Return an alias for a constant, not always a unique alias; "" if the file has no name.
 
         A `quantized` weight has the role "weight", whatever operator reads it.
         """
@@ -239,8 +246,8 @@ class _AliasReader:
             return ""
         node, index = use
         role = "weight" if quantized else self._parameter_role(node, index, row.shape)
-        beside = self._from_beside(node, role)
-        noted = self.modules.parameters(node.metadata_props)
+        beside = self._name_from_sibling(node, role)
+        noted = self.modules.parameter_names(node.metadata_props)
         noted = [] if _is_recurrent(node) else noted  # parameters of all gates
         fitting = [p for p in noted if fits_role(p, role)]
         missing = [p for p in fitting if p not in self.sizes]
@@ -268,17 +275,17 @@ class _AliasReader:
                 return _OTHER  # a table of positions
         return role
 
-    def _from_beside(self, node: ir.Node, role: str) -> str:
-        """Return the name that the bias beside a weight implies, or the weight beside a bias.
+    def _name_from_sibling(self, node: ir.Node, role: str) -> str:
+        """Derive the name of a weight from the bias of its layer, or of a bias from the weight.
 
-        "" if there is none. Exporters store equal tensors once. TorchScript's exporter has an
-        Identity for each of these, with its name; otherwise, a tensor that several modules read
-        tells nothing.
+        "" if the layer has none. Exporters store equal tensors once. TorchScript's exporter writes
+        an Identity, with the name of the parameter, for each equal tensor; without an Identity, a
+        tensor that several modules read has no name of one module.
         """
         if role not in ("weight", "bias"):
             return ""
         other = "bias" if role == "weight" else "weight"
-        for neighbor, value in _weight_or_bias_beside(node, role):
+        for neighbor, value in _sibling_operands(node, role):
             source = source_of(value)
             maker = value.producer()
             copied = (
@@ -300,27 +307,27 @@ class _AliasReader:
 
 
 def fits_role(parameter: str, role: str) -> bool:
-    """Return whether the last part of the name of a parameter fits `role`, "weight" or "bias"."""
+    """Return whether a parameter name can have `role`: a bias has "bias" in its last part."""
     is_bias = "bias" in parameter.rpartition(".")[2]
     return role == _OTHER or is_bias == (role == "bias")
 
 
-def _weight_or_bias_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Yield pairs of node and operand: the bias beside a weight of a layer, or the weight.
+def _sibling_operands(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Yield (node, operand) for each bias of the layer of a weight, or each weight for a bias.
 
-    It is an operand of `node`, or of the sum behind a product, or of the product before a sum.
-    `role` is the role that `node` has for the known parameter, "weight" or "bias".
+    `node` reads the known parameter, whose `role` is "weight" or "bias". The operand is read by
+    `node`, by the sum behind a product, or by the product before a sum.
     """
     neighbors, letters = [node], "b" if role == "weight" else "f"
     if role == "bias":
         neighbors += [
             n for x in node.inputs if x is not None and (n := producer_before_moves(x)) is not None
         ]
-    elif not _operand_letters(node).isdisjoint("fq"):
+    elif not _operand_roles(node).isdisjoint("fq"):
         # behind a product of integers, a Mul multiplies by the scale
         through = MOVES | {"Mul"} if node.op_type.endswith("Integer") else MOVES
         users = (n for n, _ in reads_of_values(node.outputs, through) if n.op_type not in through)
-        neighbors += [n for n in users if _operand_letters(n).isdisjoint("fq")]
+        neighbors += [n for n in users if _operand_roles(n).isdisjoint("fq")]
     for neighbor in neighbors:
         adds = role == "weight" and neighbor.op_type == "Add" and not standard(neighbor.domain)
         for i, x in enumerate(neighbor.inputs):
@@ -332,8 +339,8 @@ def _weight_or_bias_beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, 
                 yield neighbor, x
 
 
-def _operand_letters(node: ir.Node) -> set[str]:
-    """Return the roles of all operands of a node, as letters of `operand_role`."""
+def _operand_roles(node: ir.Node) -> set[str]:
+    """Return the set of the roles of all operands of a node, as "f" for a factor."""
     return {operand_role(node, i) for i in range(len(node.inputs))}
 
 

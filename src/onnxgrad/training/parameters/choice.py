@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
-from onnxgrad.errors import argument, named, printable, unknown
+from onnxgrad.errors import argument, join_first, named, printable, unknown
 from onnxgrad.model.notes import ADAPTERS, HEAD, INPUTS, fine_tuned_tensors, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
@@ -25,15 +25,14 @@ from onnxgrad.training.parameters.aliases import integer_aliases, read_aliases
 from onnxgrad.training.parameters.equal_constants import (
     copies_of_tables,
     separate_merged,
-    trains_merged,
-    warn_of_merged,
+    shares_tensors,
+    warn_of_merged_parameters,
 )
 from onnxgrad.training.parameters.roles import QUANTIZED, judge_constants
 from onnxgrad.training.parameters.table import (
     LISTED,
     Tensor,
     Tensors,
-    left_out_text,
     names_and_reasons,
     quoted_name,
 )
@@ -47,9 +46,9 @@ WHY = "a quantized weight: it stays; adapters train beside it"
 
 
 def quantized_rows(proto: ModelProto) -> list[Tensor]:
-    """Return the quantized weights of a model as rows of the table of `trainable`.
+    """Return a row of the table of `trainable` for each quantized weight of a model.
 
-    They are, for each node, the first operand that is a matrix of integers.
+    A quantized weight is the first operand of a node that is a matrix of integers.
     """
     tensors = [(ref, ref.read()) for ref in constant_refs(proto)]
     found = {r.graph_name for r, t in tensors if t.data_type in _TYPES and len(t.dims) > 1}
@@ -76,9 +75,9 @@ def trainable(
 ) -> Tensors:
     """Return the float constants of `model`, which of them train, and why; and quantized weights.
 
-    Without `train`, a tensor trains if its role in the graph is a weight's: factor of a
-    product with data, bias added to one, scale or bias of a normalization, table of an embedding,
-    and so on. Masks, running statistics, tables of sines, scales of attention or of images and
+    Without `train`, a tensor trains if its role in the graph is a weight's: factor of a product
+    with data, bias added to a product, scale or bias of a normalization, table of an embedding, and
+    so on. Masks, running statistics, tables of sines, scales of attention or of images and
     other constants of formulas do not. In a model with adapters, the adapters train, and a new head
     beside them. `Trainer` takes the same `train` and `freeze`.
 
@@ -86,8 +85,8 @@ def trainable(
         model: model, serialized model or path; not modified.
         train: names and patterns of `fnmatch`, as "layer4.*", of tensors that train. A pattern
             chooses among weights; a constant of another role trains if its name is listed. "last",
-            unless a tensor has this name: the weights of the last layer, and of several last ones
-            where an output, or several outputs, are computed from several. None: the weights that
+            unless a tensor has this name: the weights of the last layer, or of all last layers
+            where the outputs are computed from several. None: the weights that
             train by default.
         freeze: names and patterns of tensors that do not train, also if `train` names them.
         pattern: returns only the tensors whose name or alias matches it.
@@ -97,12 +96,12 @@ def trainable(
         `alias`, `shape`, `dtype`, `size`, `trains` and `why`. It prints as a table; so do its
         attributes `trained` and `frozen`, and slices. Where an exporter numbered a weight, as
         `onnx::MatMul_137`, the alias is its name in its module, as `encoder.query.weight`; `train`,
-        `freeze` and `pattern` match it, too. That of a quantized weight is the name or alias of
-        its floats.
+        `freeze` and `pattern` match it, too. The alias of a quantized weight is the name or alias
+        that the weight had in floats.
 
     Raises:
         ModelError: `model` cannot be read, or computes with maps.
-        ValueError: a name or pattern that matches nothing; the message lists close ones.
+        ValueError: a name or pattern that matches nothing; the message lists close names.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -118,7 +117,7 @@ def trainable(
         >>> [t.name for t in og.trainable(model, train=["w", "units"], freeze="w").trained]
         ['units']
     """
-    proto, train, freeze = with_named_integers(read(model), train, freeze)
+    proto, train, freeze = named_integers_as_floats(read(model), train, freeze)
     separated = separate_merged(proto)
     rows = apply_choice(default_rows(separated), train, freeze)
     rows.extend(quantized_rows(separated))
@@ -131,7 +130,7 @@ def trainable(
 
 
 def default_rows(proto: ModelProto) -> Tensors:
-    """Return the float constants of a model, and which of them train by default."""
+    """Return the float constants of a model, with the decision whether each trains by default."""
     graph, judged = judge_constants(proto)
     aliases, tied = read_aliases(graph, judged), copies_of_tables(proto, graph, judged)
     adapted, head = fine_tuned_tensors(proto), read_note(proto, HEAD)
@@ -155,14 +154,14 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     """Return the names of the weights that train by default.
 
     With `announce`, each float constant that does not train is logged with the reason, and a
-    warning names uncertain ones: single numbers that may be learned, large tensors, copies, and
-    parameters that are one tensor.
+    warning names uncertain decisions: on single numbers that may be learned, large tensors, copies,
+    and parameters that share a tensor.
 
     Raises:
         ValueError: weights are `needed`, and none of the float constants trains.
     """
     if announce:
-        warn_of_merged(proto)
+        warn_of_merged_parameters(proto)
     rows = default_rows(proto)
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
@@ -187,18 +186,18 @@ def announce_choice(rows: Tensors) -> None:
         logger.info("not trained: %s", names_and_reasons(untrained, len(untrained)))
     trained, messages = {t.name for t in rows.trained}, []
     if doubtful := [t for t in rows if t.doubtful]:
-        decisions = "; ".join(
+        decisions = [
             f"{quoted_name(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
-            for t in doubtful[:LISTED]
-        )
+            for t in doubtful
+        ]
         remedy = f"{named('List the weights')} to choose otherwise"
-        messages.append(f"{decisions}{left_out_text(doubtful)}. {remedy}")
+        messages.append(f"{join_first(decisions, LISTED, '; ')}. {remedy}")
     if copied := [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]:
-        pairs = "; ".join(f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
+        pairs = [f"{quoted_name(t)} and {printable(t.copy_of)!r}" for t in copied]
         messages.append(
-            f"{pairs}{left_out_text(copied)}: the exporter stored a shared weight twice, and these "
-            "copies become different in training: onnxgrad.graph.tie_copies(model) makes them one "
-            "tensor"
+            f"{join_first(pairs, LISTED, '; ')}: the exporter stored a shared weight twice, and "
+            "these copies become different in training: onnxgrad.graph.tie_copies(model) makes "
+            "them one tensor"
         )
     for message in messages:
         warnings.warn(message, stacklevel=frames_inside() + 1)
@@ -256,20 +255,20 @@ def choose_weights(proto: ModelProto, train: Patterns | None, freeze: Patterns =
 def choose_and_separate(
     proto: ModelProto, train: Patterns | None, freeze: Patterns, statistics: bool
 ) -> tuple[ModelProto, list[str]]:
-    """Return the model to train, and the names of the weights that `choose_weights` chooses.
+    """Return the model to train, without merged parameters, and the names of the weights to train.
 
-    Parameters that an exporter stored as one tensor are separated if one of them trains, or if
-    there are running `statistics` to update. Weights stored as integers that `train` names become
-    floats that are rounded.
+    Parameters that an exporter stored as one tensor become several tensors if one of them trains,
+    or if there are running `statistics` to update. Weights stored as integers that `train` names
+    become floats that a QuantizeLinear rounds.
 
     Raises:
         ValueError: as `choose_weights`, or `train` names a constant that holds no floats.
     """
-    proto, train, freeze = with_named_integers(proto, train, freeze)
+    proto, train, freeze = named_integers_as_floats(proto, train, freeze)
     separated = separate_merged(proto)
-    _require_floats(separated, list_patterns(() if train is None else train))
+    _require_float_elements(separated, list_patterns(() if train is None else train))
     names = choose_weights(separated, train, freeze)
-    return (separated if trains_merged(proto, separated, names) or statistics else proto), names
+    return (separated if shares_tensors(proto, separated, names) or statistics else proto), names
 
 
 def float_constants(proto: ModelProto) -> list[str]:
@@ -294,8 +293,8 @@ def expand_patterns(
 ) -> list[str]:
     """Return the names of the constants that patterns match, in the order of the patterns.
 
-    Each name is there once. With `weights_first`, a pattern chooses among the weights, if it
-    matches any. Names of constants that are no floats count, too.
+    No name is repeated. With `weights_first`, a pattern that matches weights matches only weights.
+    A name of a constant that has no floats is returned, too.
 
     Raises:
         ValueError: as `matching_weights`.
@@ -310,8 +309,8 @@ def expand_patterns(
     return list(names)
 
 
-def _require_floats(proto: ModelProto, names: Collection[str]) -> None:
-    """Raise `ValueError` if one of `names` is the name of a constant that has no floats."""
+def _require_float_elements(proto: ModelProto, names: Collection[str]) -> None:
+    """Raise `ValueError` if a constant among `names` has elements that are no floats."""
     for ref in constant_refs(proto):
         if ref.name in names and (code := ref.read().data_type) not in FLOATS:
             dtype = ir.DataType(code).name.lower()
@@ -333,16 +332,16 @@ def list_patterns(patterns: Patterns) -> list[str]:
 def matching_tensors(
     rows: Sequence[Tensor], pattern: str, kind: str, weights_first: bool = True
 ) -> list[Tensor]:
-    """Return the tensors that `pattern` matches, in the order of `rows`.
+    """Return the tensors among `rows` that `pattern` matches, in the order of `rows`.
 
-    A name counts before an alias, and both before "last", which names the weights of the last
-    layer, and before patterns of `fnmatch`, which match either. A pattern with `weights_first`
-    chooses among the weights, and only if it matches none of them, among the other constants:
-    "layer4.*" means no constants of its formulas.
+    A tensor with that name is returned first, else with that alias, else for "last" the weights of
+    the last layer, else the tensors whose name or alias the pattern of `fnmatch` matches. With
+    `weights_first`, a pattern that matches a weight matches only weights: "layer4.*" does not mean
+    the constants in formulas of layer4.
 
     Raises:
         ValueError: the pattern matches no tensor; the message lists close names and aliases. `kind`
-            is its noun for the pattern.
+            is the noun for the pattern in the message.
     """
     for exact in ([t for t in rows if t.name == pattern], [t for t in rows if t.alias == pattern]):
         if exact:
@@ -364,7 +363,7 @@ def matching_tensors(
 
 
 def apply_choice(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
-    """Return the tensors with `trains` and `why` by the arguments `train` and `freeze`.
+    """Return the tensors with `trains` and `why` set by the arguments `train` and `freeze`.
 
     Raises:
         ValueError: a pattern that matches no tensor.
@@ -391,7 +390,7 @@ def apply_choice(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Ten
 def _patterns_by_name(
     rows: Tensors, patterns: Sequence[str], option: str, weights_first: bool = True
 ) -> dict[str, str]:
-    """Return the first pattern of the argument `option` that matches a tensor, by tensor name."""
+    """Return `{tensor name: first pattern of the argument `option` that matches the tensor}`."""
     kind = f"weight ({argument(option)})"
     return {
         t.name: pattern
@@ -401,7 +400,7 @@ def _patterns_by_name(
 
 
 def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return up to three of `names` that have parts similar to the text of `pattern`."""
+    """Return up to three of `names` with parts between dots that resemble `pattern`."""
     text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
     parts: dict[str, str] = {}
     count = len(re.split(r"[./]", text))
@@ -413,13 +412,14 @@ def _close_names(pattern: str, names: Sequence[str]) -> list[str]:
     return [parts[part] for part in close]
 
 
-def with_named_integers(
+def named_integers_as_floats(
     proto: ModelProto, train: Patterns | None, freeze: Patterns
 ) -> tuple[ModelProto, Patterns | None, Patterns]:
-    """Return a model in which stored integers that `train` names are floats that are rounded.
+    """Return a model in which the stored integers that `train` names are floats, rounded in the
+    graph.
 
-    Also return `train` and `freeze` with the names of the floats. The arguments name a weight by
-    the integers in the file, or by the floats that they become. Without `train`, integers stay.
+    Also return `train` and `freeze` with the names of the float weights. The arguments name a
+    weight by its integers in the file, or by its floats. Without `train`, the integers stay.
     """
     if train is None:
         return proto, train, freeze
@@ -428,7 +428,7 @@ def with_named_integers(
     chosen = {
         entry.tensor.name: entry.weight
         for entry in found
-        if _is_named(entry, train) and not _is_named(entry, freeze)
+        if _matches_stored_weight(entry, train) and not _matches_stored_weight(entry, freeze)
     }
     if not chosen:
         return proto, train, freeze
@@ -436,7 +436,9 @@ def with_named_integers(
     return model, [chosen.get(name, name) for name in train], freeze
 
 
-def _is_named(entry: StoredWeight, patterns: list[str]) -> bool:
-    """Return whether a pattern matches the integers of a stored weight, or its floats."""
+def _matches_stored_weight(entry: StoredWeight, patterns: list[str]) -> bool:
+    """Return whether a pattern matches the name of the integers, or of the floats, of a stored
+    weight.
+    """
     names = entry.tensor.name, entry.weight
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

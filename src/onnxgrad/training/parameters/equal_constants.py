@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS, standard
@@ -41,14 +41,14 @@ from onnxgrad.training.parameters.aliases import (
 )
 from onnxgrad.training.parameters.flow import MOVES, operand_role, reads_of_values
 from onnxgrad.training.parameters.roles import judge_constants
-from onnxgrad.training.parameters.table import LISTED, Tensor, left_out_text
+from onnxgrad.training.parameters.table import LISTED, Tensor
 
 _WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")
 _FIXED = "constant"  # the key of a constant that is no parameter, such as a fixed initial state
 
 
 def separate_merged(model: ModelLike) -> ModelProto:
-    """Return `model` with one tensor for each parameter, where its exporter merged parameters.
+    """Return `model` with one tensor for each parameter, also for equal parameters stored once.
 
     Exporters store equal tensors once. In a network that was never trained, that makes one tensor
     of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
@@ -92,10 +92,11 @@ def separate_merged(model: ModelLike) -> ModelProto:
     return _copy_with_parameters(separated, merged, groups) if groups else separated
 
 
-def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
-    """Return whether parameters train that `proto` stores as one tensor; warn of the new tensors.
+def shares_tensors(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
+    """Return whether `proto` stores a trained weight and another parameter as one tensor.
 
-    `separated` is the model with one tensor for each parameter.
+    Warn of trained weights that are new tensors in `separated`, the model with one tensor for each
+    parameter.
     """
     copies = _separated_names(proto, separated)
     if new := [name for name in copies if name in trained]:
@@ -111,8 +112,10 @@ def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[
     return any(name in stored and before[name] != after[name] for name in trained)
 
 
-def warn_of_merged(proto: ModelProto) -> None:
-    """Warn of parameters that `proto` stores as one tensor, and that train as one tensor."""
+def warn_of_merged_parameters(proto: ModelProto) -> None:
+    """Warn of parameters that `proto` stores as one tensor, and that therefore stay equal in
+    training.
+    """
     if copies := _separated_names(proto, separate_merged(proto)):
         remedy = "pass onnxgrad.graph.separate_merged(model) to train each"
         _warn_of_names(copies, f"they train as one: {remedy}")
@@ -126,14 +129,14 @@ def _separated_names(proto: ModelProto, separated: ModelProto) -> list[str]:
 
 def _warn_of_names(names: list[str], text: str) -> None:
     """Warn of parameters that an exporter stored as one tensor; `text` says what happens."""
-    shown = ", ".join(repr(printable(name)) for name in names[:LISTED])
-    stored = f"{shown}{left_out_text(names)}: the exporter stored parameters with equal values once"
+    shown = join_first([repr(printable(name)) for name in names], LISTED)
+    stored = f"{shown}: the exporter stored parameters with equal values once"
     warnings.warn(f"{stored}; {text}", stacklevel=frames_inside() + 1)
 
 
 @dataclass(frozen=True)
-class _Use:
-    """A use of a tensor as a parameter.
+class _Read:
+    """An operand of a node that reads a tensor, and the parameter that the operand is.
 
     - `node`, `index`: the node that reads the tensor, and the index of the operand.
     - `alias`: the Identity output by which the node reads the tensor; "" without an Identity.
@@ -153,7 +156,7 @@ class _Use:
 
 
 class _MergedParameters:
-    """The initializers of a model that several nodes read, with their uses by parameter.
+    """Finds the parameters that an exporter stored as one initializer, by the nodes that read it.
 
     `reads` has a list of (node, index of the operand, alias or "") for each such initializer.
     """
@@ -187,27 +190,28 @@ class _MergedParameters:
         }
         self.calls = Counter(map(self._module_of_path, self.paths))
 
-    def uses_by_parameter(self, name: str) -> list[list[_Use]]:
-        """Return a list for each parameter of the uses of the tensor `name`.
+    def uses_by_parameter(self, name: str) -> list[list[_Read]]:
+        """Return the reads of the tensor `name`, a list for each parameter stored as this tensor.
 
-        The first parameter keeps the tensor.
+        The parameter of the first list keeps the tensor.
         """
         uses = [self._use_of_parameter(name, *read) for read in self.reads[name]]
         if len({use.key for use in uses}) == 1:
             return [uses]
         tied = {"f", "t"} <= {use.role for use in uses}  # an embedding and a layer
         doubtful = tied or not all(use.certain for use in uses)
-        if doubtful and not self._is_fresh(name):
+        if doubtful and not self._is_untrained(name):
             uses = [u if u.certain and not tied else replace(u, key=name) for u in uses]
-        groups: dict[str, list[_Use]] = {}
+        groups: dict[str, list[_Read]] = {}
         for use in sorted(uses, key=lambda use: (use.name != name, use.alias != "")):
             groups.setdefault(use.key, []).append(use)
         return list(groups.values())
 
     def _operand_role(self, node: NodeProto, index: int, readers: Readers) -> str:
-        """Return the role of an operand, behind nodes that move it and inside local functions.
+        """Return the role of an operand, looking through moves, such as Reshape, and into
+        functions.
 
-        This is a letter of `operand_role`, or "a" for an operand of arithmetic.
+        The role is a letter of `operand_role`, or "a" for an operand of arithmetic.
         """
         inputs, inner = self.functions.get((node.domain, node.op_type, node.overload), ((), {}))
         if index < len(inputs):
@@ -217,23 +221,24 @@ class _MergedParameters:
             return self._operand_role(*uses[0], readers)
         return "a" if node.op_type in PARAMETERS_OF_ARITHMETIC else operand_role(node, index)
 
-    def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Use:
-        """Return the use of a tensor as operand `index` of `node`, with the parameter it is."""
+    def _use_of_parameter(self, tensor: str, node: NodeProto, index: int, alias: str) -> _Read:
+        """Return the read of a tensor as operand `index` of `node`, with a key of the parameter."""
         role, metadata = self._operand_role(node, index, self.readers), _metadata_entries(node)
         word = _WORDS.get(role, "")
         if role == "a":
             word = PARAMETERS_OF_ARITHMETIC.get(node.op_type, "bias")
-        noted = self.modules.parameters(metadata)
+        noted = self.modules.parameter_names(metadata)
         fitting = [p for p in noted if fits_role(p, word)] or noted
         named, has_features = alias or tensor, sum(n > 1 for n in self.tensors[tensor].dims) == 1
-        use = partial(_Use, node, index, alias, role)
+        use = partial(_Read, node, index, alias, role)
         if len(fitting) == 1:
             return use(fitting[0], True, fitting[0])
         if is_readable(named) and (self.aliased or alias):
             return use(named, self.aliased, named)
         if not word or (role == "a" and not has_features):
             return use(_FIXED)
-        several = not self.from_torch or node.op_type in RECURRENT  # of one module
+        # a recurrent node has several parameters with one role
+        several = not self.from_torch or node.op_type in RECURRENT
         module = "" if several else module_of(node.name, metadata)
         base = self._module_of_path(module)
         clear = bool(module) and self.calls[base] == 1
@@ -242,7 +247,7 @@ class _MergedParameters:
         return use(f"{base}:{role}:{layer}", self.aliased and clear, name)
 
     def _module_of_path(self, path: str) -> str:
-        """Return the path of a module without numbers of calls: "norm" for "norm_1".
+        """Return the path of a module without the numbers of calls: "norm" for "norm_1".
 
         A number stays if a tensor has this path in its name.
         """
@@ -253,8 +258,9 @@ class _MergedParameters:
             parts.append(base if again else part)
         return ".".join(parts)
 
-    def _is_fresh(self, name: str) -> bool:
-        """Return whether all elements of a tensor are one number, and no other tensor is equal.
+    def _is_untrained(self, name: str) -> bool:
+        """Return whether all elements of a tensor are one number, and no other stored tensor equals
+        it.
 
         A network that was never trained has such tensors.
         """
@@ -265,11 +271,11 @@ class _MergedParameters:
         return sum(np.array_equal(external.tensor_to_array(t), array) for t in likes) < 2
 
     def _layer_key(self, node: NodeProto, role: str, tensor: str) -> str:
-        """Return a text that identifies the layer of `node`: the names of weights beside it.
+        """Return a text that identifies the layer of `node`: the names of the nearest weights.
 
-        For a bias, these are the weights of the product that it is added to; for a normalization
-        and other nodes, the weights of the next products. Without such weights, the text is the
-        name of the first output of `node`.
+        For a bias, these are the weights of the product to which the bias is added; for other
+        nodes, the weights of the next products. Without such weights, the text is the name of the
+        first output of `node`.
         """
         near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
         for nodes in (near if role in "ab" else [], self._next_products(node)):
@@ -279,9 +285,9 @@ class _MergedParameters:
         return node.output[0]
 
     def _factor_names(self, node: NodeProto) -> Iterator[str]:
-        """Yield the names of the tensors that are factors of a node.
+        """Yield the names of the tensors by which a matrix product or convolution multiplies.
 
-        Nodes that move the tensors, and Identity nodes, may stand between.
+        Nodes that move a tensor, and Identity nodes, may stand between the tensor and `node`.
         """
         for i, x in enumerate(node.input):
             if operand_role(node, i) == "f":
@@ -291,7 +297,7 @@ class _MergedParameters:
                     yield root
 
     def _next_products(self, node: NodeProto) -> list[NodeProto]:
-        """Return the next products behind `node`, up to a normalization or a sum of results."""
+        """Return the nearest products with weights behind `node`."""
         found, waiting = [], [node]
         for n in waiting:  # the loop appends to it
             for user, _ in (use for y in n.output for use in self.readers[y]):
@@ -304,9 +310,12 @@ class _MergedParameters:
 
 
 def _copy_with_parameters(
-    proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_Use]]]
+    proto: ModelProto, merged: _MergedParameters, groups: dict[str, list[list[_Read]]]
 ) -> ModelProto:
-    """Return a copy of `proto` with one tensor for each parameter of `groups`, by old tensor."""
+    """Return a copy of `proto` with one tensor for each parameter in `groups`.
+
+    `groups` has the lists of `_MergedParameters.uses_by_parameter`, by the name of the old tensor.
+    """
     model = deepcopy(proto)
     copied = all_nodes(model.graph.node)
     ours = {id(a): b for a, b in zip(merged.nodes, copied, strict=True)}
@@ -345,10 +354,11 @@ def _metadata_entries(node: NodeProto) -> dict[str, str]:
 def tie_copies(model: ModelLike) -> ModelProto:
     """Return `model` with one tensor for each weight that its exporter stored several times.
 
-    These are copies of the table of an embedding, maybe transposed: in a decoder beside
+    Such weights are copies of the table of an embedding, maybe transposed: in a decoder beside
     its encoder, or the weight of the last layer of a language model. `trainable` lists them as
-    copies. Each trains by itself, and they part; here they are one weight, with the sum of the
-    gradients, as in the network that was exported. The opposite is `separate_merged`.
+    copies. Copies become different when each trains by itself; in the result they are one weight,
+    with the sum of the gradients, as in the network that was exported. The opposite is
+    `separate_merged`.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -399,11 +409,11 @@ def tie_copies(model: ModelLike) -> ModelProto:
 
 
 def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor]) -> dict[str, str]:
-    """Return the weights that are copies of the table of an embedding, `{name: name of table}`.
+    """Return the weights that copy an embedding's table, `{name of copy: name of table}`.
 
-    They are tables and factors with the numbers of the table, maybe transposed, as the last and the
-    first layer of a language model. Two layers may be equal for other reasons, such as how they
-    were initialized, but not an embedding and a layer.
+    A copy is a table or a factor with the numbers of the table, maybe transposed, as the last layer
+    of a language model. Two layers may be equal for other reasons, such as how they were
+    initialized, but not an embedding and a layer.
     """
     groups: dict[tuple, list[Tensor]] = {}
     for row in rows:
@@ -412,7 +422,7 @@ def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor])
     originals: dict[str, str] = {}
     for group in groups.values():
         values = {row.name: graph.initializers[row.name] for row in group}
-        roles = {name: _operand_letters(value) for name, value in values.items() if len(group) > 1}
+        roles = {name: _read_roles(value) for name, value in values.items() if len(group) > 1}
         tables = [name for name, letters in roles.items() if "t" in letters]
         others = [name for name, letters in roles.items() if letters & {"t", "f"}]
         if not tables or len(others) < 2:
@@ -426,7 +436,7 @@ def copies_of_tables(proto: ModelProto, graph: ir.Graph, rows: Sequence[Tensor])
 
 
 def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two matrices are equal, maybe transposed."""
+    """Return whether two matrices, or a matrix and the transpose of the other, are equal."""
     if (table == table[0, 0]).all():
         return False  # matrices of one number may be equal by chance
     return any(
@@ -435,8 +445,10 @@ def _are_equal_or_transposed(table: np.ndarray, other: np.ndarray) -> bool:
     )
 
 
-def _operand_letters(value: ir.Value) -> set[str]:
-    """Return the roles of the operands that `value` is, also behind nodes that only move it."""
+def _read_roles(value: ir.Value) -> set[str]:
+    """Return the roles of all operands that read `value`, or the result of a move such as
+    Transpose.
+    """
     uses = reads_of_values([value], MOVES - {"Gather"})  # Gather looks up rows of a table
     return {operand_role(node, index) for node, index in uses}
 
@@ -447,7 +459,7 @@ _STATISTICS = (3, 4)
 
 
 def separate_statistics(proto: ModelProto) -> ModelProto:
-    """Return `proto` with one tensor for each running statistic, where an exporter merged tensors.
+    """Return `proto` with one tensor for each running statistic that shares a tensor.
 
     Exporters of PyTorch store tensors of equal values once. In a network that was never trained,
     that merges the running variance (1, 1, ...) with the weight of the same layer, and both with
@@ -468,7 +480,7 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     for name, root in replaced.items():
         add_copy(model.graph.initializer, tensors[root], name)
     taken = set(value_names(model.graph))
-    users = _readers_but_copies(model)
+    users = _readers_except_identity(model)
     for node in filter(_is_batch_norm, model.graph.node):
         for operand, word in _OPERANDS.items():
             name = node.input[operand]
@@ -500,7 +512,7 @@ def initializer_aliases(model: ModelProto) -> dict[str, str]:
 
 
 def readers_of(nodes: Iterable[NodeProto]) -> Readers:
-    """Return pairs of node and operand index for the reads of each value, by value name."""
+    """Return the nodes that read each value, `{value name: [(node, operand index), ...]}`."""
     readers: Readers = defaultdict(list)
     for node in nodes:
         for index, name in enumerate(node.input):
@@ -509,25 +521,25 @@ def readers_of(nodes: Iterable[NodeProto]) -> Readers:
 
 
 def add_copy(entries: Any, entry: TensorProto | ValueInfoProto, name: str) -> None:
-    """Add a copy of `entry`, called `name`, to entries of a graph, such as its initializers."""
+    """Append a copy of `entry`, renamed to `name`, to a repeated field, as `initializer`."""
     copy = entries.add()
     copy.CopyFrom(entry)
     copy.name = name
 
 
-def _readers_but_copies(model: ModelProto) -> Readers:
-    """Return the result of `readers_of` for all nodes of a model but Identity nodes."""
+def _readers_except_identity(model: ModelProto) -> Readers:
+    """Return the nodes other than Identity that read each value, as `readers_of` does."""
     return readers_of(node for node in nodes_of(model) if node.op_type != "Identity")
 
 
 def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str]:
-    """Return the initializers that are a running statistic and another operand, or an Identity's.
+    """Return the initializers that are read both as a running statistic and as another operand.
 
-    An initializer also counts if an Identity copies it for a running statistic.
+    An initializer is also returned if an Identity copies it for a running statistic.
     """
     roles: dict[str, set[int]] = {t.name: set() for t in model.graph.initializer}
     copied: set[str] = set()
-    for name, uses in _readers_but_copies(model).items():
+    for name, uses in _readers_except_identity(model).items():
         own, root = _operands_of_batch_norm(uses), aliases.get(name, name)
         if root in roles:
             roles[root] |= own
@@ -536,15 +548,17 @@ def _merged_statistics(model: ModelProto, aliases: Mapping[str, str]) -> set[str
 
 
 def _operands_of_batch_norm(uses: Iterable[tuple[NodeProto, int]]) -> set[int]:
-    """Return the operand indices at which BatchNormalization nodes read; 0 for any other node."""
+    """Return the operand indices of reads by BatchNormalization, and 0 for reads by other nodes."""
     return {operand if _is_batch_norm(node) else 0 for node, operand in uses}
 
 
 def _keeps_tensor(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
-    """Return whether operand `operand` of a BatchNormalization keeps a tensor with several `users`.
+    """Return whether operand `operand` of `node` keeps the tensor that `users` share, without a
+    copy.
 
-    Other nodes keep the tensor, or else the first weight or bias; or else the statistics that share
-    it do, if all are means or all are variances, as in a layer that is applied twice.
+    Nodes other than BatchNormalization keep the tensor; without such nodes, the first weight or
+    bias keeps it; without weights and biases, the statistics do, all means or all variances, as in
+    a layer that is applied twice.
     """
     roles = _operands_of_batch_norm(users)
     if 0 in roles:

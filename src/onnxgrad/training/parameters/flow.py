@@ -82,7 +82,7 @@ def value_operands(node: ir.Node, smooth: bool = False) -> list[ir.Value]:
 def reachable(
     starts: Iterable[ir.Value], onward: Callable[[ir.Value], Iterable[ir.Value | None]]
 ) -> Iterator[ir.Value]:
-    """Yield the values `starts`, and all values that can be reached by `onward`, each once."""
+    """Yield the values `starts`, and all values found by repeated calls of `onward`, each once."""
     seen = dict.fromkeys(starts)
     waiting = list(seen)
     for value in waiting:  # the loop appends to it
@@ -95,22 +95,22 @@ def reachable(
 def reads_of_values(
     starts: Iterable[ir.Value], through: Collection[str] = MOVES
 ) -> Iterator[tuple[ir.Node, int]]:
-    """Yield (node, operand index) for each read of the values `starts`, also behind some nodes.
+    """Yield (node, operand index) for each read of `starts`, and of copies by nodes like Reshape.
 
-    These are nodes of the types `through`, such as Reshape, whose own reads are yielded, too.
+    Nodes of the types `through` make the copies; the reads by these nodes are yielded, too.
     """
 
-    def results(value: ir.Value) -> Iterator[ir.Value]:
+    def moved_results(value: ir.Value) -> Iterator[ir.Value]:
         return (y for node, _ in value.uses() if node.op_type in through for y in node.outputs)
 
-    for value in reachable(starts, results):
+    for value in reachable(starts, moved_results):
         yield from value.uses()
 
 
 def source_of(value: ir.Value, through: Collection[str] = MOVES) -> ir.Value:
     """Return the value of which `value` is a copy, made by nodes of the types `through`.
 
-    Without such nodes, this is `value` itself.
+    If no such node makes `value`, return `value` itself.
     """
     node = value.producer()
     while node is not None and node.op_type in through and node.inputs and node.inputs[0]:
@@ -120,12 +120,12 @@ def source_of(value: ir.Value, through: Collection[str] = MOVES) -> ir.Value:
 
 
 def producer_before_moves(value: ir.Value) -> ir.Node | None:
-    """Return the node that computes `value`, ignoring nodes that only move elements."""
+    """Return the node that computes `value`, looking behind nodes that only move elements."""
     return source_of(value).producer()
 
 
 class StoredIntegers:
-    """The values of a graph that are stored integers, or are computed from stored integers.
+    """The values of a graph that are integers of quantized weights, or computed from the integers.
 
     Attributes:
         sizes: `{value: the most elements that its scale may have}`, for values computed from stored
@@ -142,7 +142,7 @@ class StoredIntegers:
         for node in nodes:
             op, inputs = node.op_type, [x for x in node.inputs if x is not None]
             for x in inputs:
-                if x not in self.sizes and (size := _most_scales(x, op)):
+                if x not in self.sizes and (size := _constant_scale_size(x, op)):
                     self.sizes[x] = size
                     unscaled.add(x)
             known = [x for x in inputs if x in self.sizes]
@@ -161,10 +161,11 @@ class StoredIntegers:
                 self.sizes |= dict.fromkeys(node.outputs, max(self.sizes[x] for x in known))
                 unscaled.update(() if scaled else node.outputs)
 
-    def most_scales_at(self, node: ir.Node, index: int) -> int:
-        """Return the most elements of operand `index` as a scale or shift of integers.
+    def scale_size_at(self, node: ir.Node, index: int) -> int:
+        """Return how many elements operand `index` may have at most, as a scale or shift of
+        integers.
 
-        0: the operand is neither scale nor shift.
+        0: the operand is neither a scale nor a shift.
         """
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
         if node.op_type in _FACTORS and any(x in self.results for x in others):
@@ -173,19 +174,19 @@ class StoredIntegers:
             return max((self.sizes.get(x, 0) for x in others), default=0)
         return 0
 
-    def most_scales_of(self, value: ir.Value) -> int:
-        """Return the most elements of a scale of `value`, also behind nodes that move it."""
+    def scale_size_of(self, value: ir.Value) -> int:
+        """Return how many elements a scale of `value`, or of a moved copy, may have at most."""
         found = 0
         for node, index in value.uses():
             moved = node.outputs if node.op_type in MOVES and index == 0 else ()
-            found = max([found, self.most_scales_at(node, index), *map(self.most_scales_of, moved)])
+            found = max([found, self.scale_size_at(node, index), *map(self.scale_size_of, moved)])
         return found
 
 
-def _most_scales(x: ir.Value, op_type: str) -> int:
-    """Return the most elements that a scale of `x` may have; 0 if `x` has no stored integers.
+def _constant_scale_size(x: ir.Value, op_type: str) -> int:
+    """Return how many elements a scale of `x` may have at most; 0 if `x` is no stored integers.
 
-    Masks of zeros and ones are no stored integers, and neither are sizes.
+    Masks of zeros and ones, and sizes, are not counted as stored integers.
     """
     if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
         return 0
@@ -195,14 +196,15 @@ def _most_scales(x: ir.Value, op_type: str) -> int:
     if not (wide or bias or kind in _FEW_BITS) or size < 2:
         return 0
     array = x.const_value.numpy().astype(np.float32)
-    if evidence.is_binary(array) or (bias and evidence.is_ramp(array)):
+    if evidence.is_binary(array) or (bias and evidence.has_equal_steps(array)):
         return 0
     has_signs_only = bool((np.abs(array) <= 1).all())
     return size - has_signs_only
 
 
 class Surroundings:
-    """How the values of `graph` and its subgraphs are computed: from data, weights or positions.
+    """Says from what the values of `graph` and its subgraphs are computed: data, weights,
+    positions.
 
     Attributes:
         nodes: all nodes, nodes of subgraphs included.
@@ -234,7 +236,7 @@ class Surroundings:
         self.add_fixed_factors(buffers)
 
     def add_fixed_factors(self, factors: Iterable[ir.Value]) -> None:
-        """Add `factors`, which are no weights, to `fixed`; find `weighted` and `hidden` anew."""
+        """Add factors that are no weights to `fixed`, and recompute `weighted` and `hidden`."""
         self.fixed |= set(factors)
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
@@ -250,9 +252,8 @@ class Surroundings:
     def _computed_from(
         self, starts: Callable[[ir.Node], bool], values: Iterable[ir.Value] = ()
     ) -> set[ir.Value]:
-        """Return `values`, and all values computed from them or from results of some nodes.
-
-        These are the nodes for which `starts` is true.
+        """Return `values`, and all values computed from `values` or by the nodes where `starts` is
+        true.
         """
         nodes = (node for node in self.nodes if starts(node) and not any(subgraphs(node)))
         return set(
@@ -267,7 +268,9 @@ class Surroundings:
                 yield from node.outputs
 
     def _smooth_sources(self, value: ir.Value) -> Iterator[ir.Value]:
-        """Yield the operands of the node that computes `value`, if it may be smooth in them."""
+        """Yield the operands of which `value` may be a smooth function, from the node that computes
+        it.
+        """
         yield from self._bound_to.get(value, ())
         node = value.producer()
         yield from () if node is None else value_operands(node, smooth=True)
@@ -292,13 +295,17 @@ class Surroundings:
         return any(x in self.data and x in others for x in value_operands(node))
 
     def product_without_bias(self, value: ir.Value) -> ir.Node | None:
-        """Return the product without bias that `value` moves, or has as a term; else None."""
+        """Return the product without bias whose moved result `value` is, or contains as a term;
+        else None.
+        """
         made = (v.producer() for v in reachable([value], self._sum_terms))
         products = (node for node in made if node is not None and self.is_product(node))
         return next((node for node in products if not operands_of_role(node, "b")), None)
 
     def _sum_terms(self, value: ir.Value) -> Sequence[ir.Value | None]:
-        """Return the terms of the sum `value`, or the operand that a node moves or scales."""
+        """Return the terms of the sum `value`, or the operand that a node moves or scales to
+        `value`.
+        """
         node = value.producer()
         if node is None or self.is_product(node):
             return ()
@@ -322,9 +329,11 @@ class Surroundings:
         return behind or bool(operands_of_role(product, "b"))
 
     def precedes_model(self, node: ir.Node) -> bool:
-        """Return whether a product with a weight or another part of a model is behind `node`."""
+        """Return whether a product with a weight, or a model of scikit-learn, is computed from
+        `node`.
+        """
         users = (user for v in reachable(node.outputs, self.results_from) for user, _ in v.uses())
-        return any(self.is_product(user) or _is_of_model(user) for user in users)
+        return any(self.is_product(user) or _is_sklearn_model(user) for user in users)
 
     def is_quantized(self, node: ir.Node) -> bool:
         """Return whether `node` scales a product of integers, or computes the scale."""
@@ -337,25 +346,29 @@ class Surroundings:
     def is_rounded(self, node: ir.Node) -> bool:
         """Return whether `node` scales data in front of a Round, or behind a Round."""
 
-        def before(value: ir.Value) -> Sequence[ir.Value | None]:
+        def sources_before(value: ir.Value) -> Sequence[ir.Value | None]:
             producer = value.producer()
-            return producer.inputs[:1] if producer and self._near_round(producer) else ()
+            return producer.inputs[:1] if producer and self._shifts_or_clips(producer) else ()
 
-        def after(value: ir.Value) -> Iterator[ir.Value]:
-            return (y for user, _ in value.uses() if self._near_round(user) for y in user.outputs)
+        def results_after(value: ir.Value) -> Iterator[ir.Value]:
+            return (y for n, _ in value.uses() if self._shifts_or_clips(n) for y in n.outputs)
 
-        operands = reachable([x for x in node.inputs if x is not None], before)
+        operands = reachable([x for x in node.inputs if x is not None], sources_before)
         return any(made_by(x, "Round") for x in operands) or any(
-            user.op_type == "Round" for y in reachable(node.outputs, after) for user, _ in y.uses()
+            n.op_type == "Round"
+            for y in reachable(node.outputs, results_after)
+            for n, _ in y.uses()
         )
 
-    def _near_round(self, node: ir.Node) -> bool:
-        """Return whether `node` may add a zero point to rounded numbers, or clip them."""
+    def _shifts_or_clips(self, node: ir.Node) -> bool:
+        """Return whether `node` may add a zero point to rounded numbers, or clip the numbers."""
         constant = sum(x in self.data for x in node.inputs) < 2
         return constant and node.op_type in _AROUND_ROUND
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
-        """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
+        """Return whether `value` is data divided by a deviation; `scaled`: or such data times a
+        constant.
+        """
         node = producer_before_moves(value)
         if node is None or node.op_type in _NORMALIZES:
             return node is not None
@@ -369,7 +382,7 @@ class Surroundings:
         return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _is_from_means(value)
 
     def is_scaled_behind(self, node: ir.Node) -> bool:
-        """Return whether the node behind `node` multiplies its result by a constant.
+        """Return whether the next node behind `node` multiplies the result by a constant.
 
         Exporters write GroupNorm so, behind an InstanceNormalization.
         """
@@ -384,7 +397,9 @@ class Surroundings:
         return WAVES.issubset(user.op_type for user, _ in users)
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Return whether `value` is a score of attention: before a Softmax and a product."""
+        """Return whether `value` becomes a score of attention, which a Softmax reads before a
+        product.
+        """
         return any(
             operand_role(user, index) == "m"
             or (user.op_type == "Softmax" and self._weighs_data(user.outputs[0]))
@@ -392,7 +407,7 @@ class Surroundings:
         )
 
     def _weighs_data(self, weights: ir.Value) -> bool:
-        """Return whether a product with other data reads `weights`, the result of a Softmax."""
+        """Return whether `weights`, the result of a Softmax, are multiplied with other data."""
         return any(
             operand_role(user, index) == "f" and self.reads_other_data(user, index)
             for user, index in reads_of_values([weights], MOVES | {"Where", "Mul"})
@@ -400,11 +415,7 @@ class Surroundings:
 
 
 def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yield pairs of values that are equal: at the inputs and outputs of subgraphs of `node`.
-
-    These are operands of `node` with inputs of the subgraphs, and outputs of the subgraphs with
-    results of `node` and, in a loop, with inputs of the next iteration.
-    """
+    """Yield (source, target) for values passed into or out of subgraphs or to a next iteration."""
     graphs, inputs, results = list(subgraphs(node)), node.inputs, node.outputs
     if not graphs or standard(node.domain):
         return
@@ -425,15 +436,15 @@ def _subgraph_bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def producer_type(value: ir.Value) -> str:
-    """Return the type of the node that computes `value`, ignoring nodes that only move elements."""
+    """Return the type of the node that computes `value`, looking behind moves; "" if none does."""
     node = producer_before_moves(value)
     return "" if node is None else node.op_type
 
 
-def _is_of_model(node: ir.Node) -> bool:
-    """Return whether `node` is part of a model of scikit-learn, and not of a transformer before it.
+def _is_sklearn_model(node: ir.Node) -> bool:
+    """Return whether `node` is of a classifier or regressor of scikit-learn, not of a transformer.
 
-    Parts of models are models of `ai.onnx.ml`, searches for the nearest rows, comparisons with a
+    Models compute with operators of `ai.onnx.ml`, searches for the nearest rows, comparisons with a
     threshold, and logarithms of sums of likelihoods.
     """
     operator = operator_of(node)

@@ -49,11 +49,12 @@ class Verdict(NamedTuple):
     certain: bool = False  # whether it counts even if the exporter calls the constant a parameter
 
 
-Rules = Iterator[tuple[Any, ...]]  # whether a rule applies, then the fields of its `Verdict`
+# of each rule: whether it applies, then the fields of its `Verdict`
+Rules = Iterator[tuple[Any, ...]]
 
 
 class Roles(Surroundings):
-    """The roles of the constants of one graph.
+    """Decides which constants of a graph are weights.
 
     Args:
         graph: the graph, without local functions.
@@ -65,14 +66,14 @@ class Roles(Surroundings):
         self, graph: ir.Graph, producer: str = "", buffers: Collection[ir.Value] = ()
     ) -> None:
         super().__init__(graph, buffers)
-        self.from_torch = producer == "pytorch"  # names of initializers are meaningful
+        self.from_torch = producer == "pytorch"  # PyTorch gives initializers meaningful names
         self.from_sklearn = producer == "skl2onnx"
         # one transform may be behind another
         while transforms := set(self._fixed_transforms()) - self.fixed:
             self.add_fixed_factors(transforms)
 
     def _fixed_transforms(self) -> Iterator[ir.Value]:
-        """Yield the fixed transforms, such as Fourier matrices, among factors before any weight."""
+        """Yield the constants that transform an input before any weight, as Fourier matrices do."""
         for node in filter(self.is_product, self.nodes):
             if self.weighted.isdisjoint(x for x in node.inputs if x):
                 for x in operands_of_role(node, "f"):
@@ -81,9 +82,9 @@ class Roles(Surroundings):
                         yield x
 
     def mark_last_layers(self, rows: Tensors, constants: Mapping[str, ir.Value]) -> Tensors:
-        """Return the tensors with `is_last` set for weights of last layers.
+        """Return the tensors of a table with `is_last` set for the weights of last layers.
 
-        No product with weights is behind a use of such a weight.
+        No product with weights is computed from a node that reads a weight of a last layer.
         """
         self.add_fixed_factors(constants[t.name] for t in rows.frozen if t.name in constants)
         hidden = self.values_before(
@@ -93,13 +94,14 @@ class Roles(Surroundings):
         return Tensors(
             replace(t, is_last=any(hidden.isdisjoint(use.node.outputs) for use in uses))
             for t in rows
-            for uses in [
-                self._uses_of_constant(t.name, unread, constants[t.name]) if t.trains else ()
-            ]
+            for uses in [self._data_reads(t.name, unread, constants[t.name]) if t.trains else ()]
         )
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
-        """Return the verdict on a constant: of its first use as a weight, or else its first use."""
+        """Return whether a constant trains and why, from the nodes that read the constant.
+
+        The first node that reads it as a weight decides; without such a node, the first node does.
+        """
         if array.dtype.itemsize < 4:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
         if (
@@ -110,9 +112,9 @@ class Roles(Surroundings):
             return Verdict(False, "one number, which the exporter wrote as a Constant")
         if evidence.of_final_logits(name):
             return Verdict(False, "a buffer of transformers, which its models do not train")
-        if evidence.are_slopes(array):
+        if evidence.are_alibi_slopes(array):
             return Verdict(False, "slopes of ALiBi", not evidence.is_generated(name))
-        uses = list(self._uses_of_constant(name, array, constant))
+        uses = list(self._data_reads(name, array, constant))
         verdicts = [use.verdict() for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
@@ -128,8 +130,10 @@ class Roles(Surroundings):
         why = f"{learned.why}, stored once with a running statistic, which moves with it"
         return Verdict(True, why, True)
 
-    def _uses_of_constant(self, name: str, array: np.ndarray, constant: ir.Value) -> Iterator[_Use]:
-        """Yield the uses of `constant`, or of a value computed from it, by a node with data."""
+    def _data_reads(self, name: str, array: np.ndarray, constant: ir.Value) -> Iterator[_Operand]:
+        """Yield the reads of `constant`, or of a value computed from it, by nodes that also read
+        data.
+        """
         seen = {constant}
         waiting: list[tuple[ir.Value, frozenset[str], bool, int]]
         waiting = [(constant, frozenset(), False, 0)]
@@ -139,11 +143,11 @@ class Roles(Surroundings):
                 if target not in self.data:
                     onward.append((target, via, moved, scaled))
                 elif (reader := _passing_node(value, target)) is not None:
-                    yield _Use(self, name, array, *reader, value, via, moved, scaled)
+                    yield _Operand(self, name, array, *reader, value, via, moved, scaled)
             for node, index in value.uses():
-                integers = max(scaled, self.stored.most_scales_at(node, index))
+                integers = max(scaled, self.stored.scale_size_at(node, index))
                 if self._defines_role(node, index):
-                    yield _Use(self, name, array, node, index, value, via, moved, integers)
+                    yield _Operand(self, name, array, node, index, value, via, moved, integers)
                 elif value in value_operands(node) and not any(subgraphs(node)):
                     others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
                     at = moved or any(x in self.positions for x in others)
@@ -154,7 +158,9 @@ class Roles(Surroundings):
                     waiting.append(entry)
 
     def _defines_role(self, node: ir.Node, index: int) -> bool:
-        """Return whether `node` decides the role of its operand `index`, as it has data, too."""
+        """Return whether `node` tells the role of its operand `index`, as a product with data
+        does.
+        """
         if node.domain == "ai.onnx.ml":
             return True
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
@@ -166,15 +172,17 @@ class Roles(Surroundings):
 
 
 def _passing_node(value: ir.Value, target: ir.Value) -> tuple[ir.Node, int] | None:
-    """Return the node that passes `value` into or out of a subgraph, and the operand index."""
+    """Return (node, operand index) where `node` passes `value` into its subgraph as `target`, or
+    out.
+    """
     into = ((node, index) for node, index in value.uses() if any(subgraphs(node)))
     producer = target.producer()
     return next(into, None if producer is None else (producer, 0))
 
 
 @dataclass
-class _Use:
-    """A use of a constant by a node that combines it with data.
+class _Operand:
+    """An operand of a node that combines a constant with data, with the rules for its role.
 
     Attributes:
         around: the roles of the graph.
@@ -211,7 +219,7 @@ class _Use:
         self.leads_to_weights = node.outputs[0] in self.around.hidden
 
     def verdict(self) -> Verdict:
-        """Return the verdict on the role of the constant in this use.
+        """Return whether the constant trains and why, by the first rule that applies.
 
         Transformers of scikit-learn in front of a model do not train. Layers of models of
         scikit-learn have a bias, or are operators of `ai.onnx.ml`; projections (PCA), stored rows
@@ -232,10 +240,10 @@ class _Use:
             return verdict
         return Verdict(False, f"of a transformer in front of a model ({verdict.why})")
 
-    # -- rules, of which the first that applies counts ------------------------------------------
+    # -- rules: the first rule that applies gives the verdict -------------------------------------
 
     def _role_rules(self) -> Rules:
-        """Yield the rules for the operand, by its role and its node."""
+        """Yield (applies, trains, why) rules for any operand, by its role and its node."""
         node, index, kind = self.node, self.index, self.kind
         where, size = self.where, self.array.size
         why = f"scale or zero point of stored integers ({where})"
@@ -244,9 +252,9 @@ class _Use:
         multiplies = kind == "f" or node.op_type == "Mul"
         shares = multiplies and any(producer_type(x) == "Softmax" for x in others)
         why = f"numbers of classes, of which {where} computes the expected one"
-        yield shares and evidence.is_ramp(self.array), False, why, False, True
+        yield shares and evidence.has_equal_steps(self.array), False, why, False, True
         if node.domain == "ai.onnx.ml":
-            yield from self._ml_rules()
+            yield from self._ai_onnx_ml_rules()
         # |x - s|^2 = |x|^2 - 2 x sT + |s|^2
         part = node.op_type == "Gemm" and node.attributes.get_float("alpha", 1.0) == -2.0
         distance = node.op_type == "CDist" or (kind == "f" and part)
@@ -257,25 +265,25 @@ class _Use:
             yield from self._RULES[kind](self)
         yield kind in _REASONS, kind == "p", f"{_REASONS.get(kind)} {where}"
         if any(target in self.around.data for target in self.around.bindings.get(self.value, ())):
-            yield from self._state_rules()
+            yield from self._initial_state_rules()
         foreign = standard(node.domain) not in ("", "com.microsoft") and size > 1
         yield foreign, True, f"operand {index} of {where}, an operator of another domain"
         doubtful = size > (_LARGE if self.is_numbered else 1)
         yield True, False, f"operand {index} of {where}, which takes no weights", doubtful
 
-    def _ml_rules(self) -> Rules:
-        """Yield the rules for an operand of an operator of `ai.onnx.ml`."""
+    def _ai_onnx_ml_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for an operand of an operator of `ai.onnx.ml`."""
         index, where, names = self.index, self.where, operator_of(self.node).coefficients
         if 1 <= index <= len(names):
             name, trains = names[index - 1]
             yield True, trains, f"{name} of {where}"
         if self.node.op_type == "ArrayFeatureExtractor" and index == 0:
             yield self.around.from_sklearn, False, f"stored data, from which {where} selects"
-            yield from self._table_rules()
+            yield from self._lookup_table_rules()
         yield True, False, f"operand {index} of {where}"
 
     def _factor_rules(self) -> Rules:
-        """Yield the rules for a factor of a matrix product or convolution."""
+        """Yield (applies, trains, why) rules for a factor of a matrix product or convolution."""
         array, via, where, early = self.array, self.via, self.where, self.early
         yield evidence.is_binary(array) and "Mul" in via, False, f"mask of a factor of {where}"
         yield evidence.is_same_filter(array), False, f"the same filter for all channels of {where}"
@@ -290,7 +298,7 @@ class _Use:
         yield True, True, f"factor of {where}"
 
     def _bias_rules(self) -> Rules:
-        """Yield the rules for a bias, an operand of a product or convolution."""
+        """Yield (applies, trains, why) rules for a bias, an operand of a product or convolution."""
         is_scalar = self.array.size == 1 and "Expand" in self.via
         yield is_scalar, False, f"one number for all features of {self.where}"
         fixed = any(x in self.around.fixed for x in self.node.inputs)
@@ -298,13 +306,13 @@ class _Use:
         yield True, True, f"bias of {self.where}"
 
     def _position_rules(self, applies: object) -> Rules:
-        """Yield the rule for a constant that is combined with positions, if it `applies`."""
+        """Yield (applies, trains, why) rules for a constant that is combined with positions."""
         why = f"it only combines with computed positions before {self.where}"
         doubtful = self.may_be_learned and self.array.size > 1
         yield self.at_positions and applies, False, why, doubtful
 
     def _normalization_rules(self) -> Rules:
-        """Yield the rules for the scale or bias of a normalization."""
+        """Yield (applies, trains, why) rules for the scale or bias of a normalization."""
         node, array, where, scales = self.node, self.array, self.where, self.kind == "s"
         unit = evidence.is_constant_array(array, float(scales))
         follows = node.op_type == "InstanceNormalization" and self.around.is_scaled_behind(node)
@@ -312,11 +320,12 @@ class _Use:
         yield fixed, False, f"the {array.ravel()[0]:g} of {where} without weights"
         yield True, True, f"{'scale' if scales else 'bias'} of {where}"
 
-    def _table_rules(self) -> Rules:
-        """Yield the rules for a table of which a node gathers rows."""
+    def _lookup_table_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for a table of which a node gathers rows."""
         array, around, where, y = self.array, self.around, self.where, self.node.outputs[0]
-        yield evidence.is_wave(array), False, f"table of sines and cosines at positions ({where})"
-        of_integers = around.stored.most_scales_of(y) >= max(array.size, 1)
+        waves = evidence.is_wave_table(array)
+        yield waves, False, f"table of sines and cosines at positions ({where})"
+        of_integers = around.stored.scale_size_of(y) >= max(array.size, 1)
         yield of_integers, False, f"scales of stored integers ({where})", False, True
         indices = self.node.inputs[1]
         nearest = indices is not None and producer_type(indices) == "TopK"
@@ -327,18 +336,18 @@ class _Use:
         yield True, True, f"table of {where}"
 
     def _concat_rules(self) -> Rules:
-        """Yield the rules for a constant that is concatenated with data."""
+        """Yield (applies, trains, why) rules for a constant that is concatenated with data."""
         array, where, last = self.array, self.where, not self.leads_to_weights
         one = array.size == 1 or (evidence.is_constant_array(array) and self.is_numbered)
         yield one, False, f"a fixed value concatenated with data ({where})"
-        table = evidence.is_wave(array) or evidence.is_additive_mask(array)
+        table = evidence.is_wave_table(array) or evidence.is_additive_mask(array)
         yield table, False, f"a fixed table concatenated with data ({where})"
         yield from self._position_rules(not self.via <= MOVES_OR_JOINS | {"Add"})
         yield last, False, f"concatenated with results of the last weights ({where})"
         yield True, True, f"learned rows (a class token, queries) concatenated with data ({where})"
 
-    def _setting_rules(self) -> Rules:
-        """Yield the rules for a bound, a size or another setting of a node."""
+    def _bound_or_size_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for a bound, a size or another setting of a node."""
         learned, several = self.may_be_learned, self.array.size != 1
         doubtful = learned and (self.around.from_torch or several)
         power = self.node.op_type == "Pow" and self.index == 1
@@ -346,30 +355,27 @@ class _Use:
         doubtful = learned and several and self.kind == "v"
         yield True, False, f"bound, size or other setting of {self.where}", doubtful
 
-    def _state_rules(self) -> Rules:
-        """Yield the rules for an initial state of a loop or recurrent layer."""
+    def _initial_state_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for an initial state of a loop or recurrent layer."""
         same = evidence.is_constant_array(self.array, None if self.is_numbered else 0.0)
         yield self.array.size == 1 or same, False, f"fixed initial state of {self.where}"
         yield True, True, f"learned initial state of {self.where}"
 
-    def _score_rules(self) -> Rules:
-        """Yield the rules for a constant that is added to scores of attention."""
+    def _attention_score_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for a constant that is added to attention scores."""
         array, where = self.array, self.where
         yield evidence.is_additive_mask(array), False, f"mask: added before a Softmax ({where})"
-        yield (
-            evidence.is_constant_array(array),
-            False,
-            f"one number added before a Softmax ({where})",
-        )
-        yield evidence.is_linear(array), False, f"distances: added before a Softmax ({where})"
+        one_number = evidence.is_constant_array(array)
+        yield one_number, False, f"one number added before a Softmax ({where})"
+        yield evidence.has_linear_rows(array), False, f"distances: added before a Softmax ({where})"
         yield True, True, f"bias of the scores of attention ({where})"
 
     def _where_rules(self) -> Rules:
-        """Yield the rules for values that a Where chooses."""
+        """Yield (applies, trains, why) rules for values that a Where chooses."""
         array, fixed = self.array, evidence.is_constant_array(self.array) and self.is_numbered
         scores = self.moved and self.around.reaches_softmax(self.node.outputs[0])
         if array.size > 1 and self.at_positions and scores:
-            yield from self._score_rules()  # a bias by distance, -inf at padding
+            yield from self._attention_score_rules()  # a bias by distance, -inf at padding
         fixed = array.size == 1 or fixed or evidence.is_additive_mask(array) or self.at_positions
         yield fixed, False, f"a fixed value or mask of {self.where}"
         yield True, True, f"learned values that {self.where} chooses (a mask token)"
@@ -377,7 +383,9 @@ class _Use:
     # -- sums and products, element by element ------------------------------------------------
 
     def _arithmetic_rules(self) -> Rules:
-        """Yield the rules for an operand of a sum, difference, product or quotient."""
+        """Yield (applies, trains, why) rules for an operand of a sum, difference, product or
+        quotient.
+        """
         node, via, array, where, around = self.node, self.via, self.array, self.where, self.around
         adds, word = self.adds, "bias" if self.adds else "scale"
         other = next(x for i, x in enumerate(node.inputs) if i != self.index and x in around.data)
@@ -401,13 +409,13 @@ class _Use:
         if adds and (evidence.is_additive_mask(array) or around.reaches_softmax(node.outputs[0])):
             masked = "Gather" in via and via & ARITHMETIC <= {"Add"}  # added to a mask
             yield from self._position_rules(via & ARITHMETIC and not masked)
-            yield from self._score_rules()
+            yield from self._attention_score_rules()
         yield from self._position_rules(not via <= MOVES_OR_JOINS and "MatMul" not in via)
-        wave = evidence.is_wave(array) or (not adds and evidence.is_cosine(array))
+        wave = evidence.is_wave_table(array) or (not adds and evidence.may_be_cosine_table(array))
         yield wave, False, f"table of sines and cosines ({where})"
         table = not adds and self.at_positions
         yield table, False, f"table at computed positions that multiplies ({where})"
-        yield from self._neighbor_rules()
+        yield from self._neighboring_weight_rules()
 
     def _is_bias(self, product: ir.Node) -> bool:
         """Return whether the constant, added to `product`, has one number for each feature."""
@@ -415,8 +423,10 @@ class _Use:
         along_one_axis = bool(shape) and sum(n > 1 for n in shape) < 2
         return along_one_axis and (self.array.size > 1 or has_one_feature(product) or affine)
 
-    def _neighbor_rules(self) -> Rules:
-        """Yield the rules that depend on weights in front of the node and behind it."""
+    def _neighboring_weight_rules(self) -> Rules:
+        """Yield (applies, trains, why) rules for a constant between weights, or before or after
+        all.
+        """
         node, early, where, said = (
             self.node,
             self.early,
@@ -443,7 +453,7 @@ class _Use:
         yield True, False, why, doubtful
 
     def _scalar_rules(self) -> Rules:
-        """Yield the rules that decide whether a scalar, such as a temperature, is a weight."""
+        """Yield (applies, trains, why) rules for a scalar, such as a temperature."""
         array, where, early = self.array, self.where, self.early
         sounds = evidence.sounds_learned(self.name)
         formula = f"a single number in a formula ({where})"
@@ -468,9 +478,14 @@ class _Use:
     _RULES = (
         dict.fromkeys("ae", _arithmetic_rules)
         | dict.fromkeys("so", _normalization_rules)
-        | dict.fromkeys("civ", _setting_rules)
-        | {"f": _factor_rules, "b": _bias_rules, "t": _table_rules, "h": _state_rules}
-        | {"m": _score_rules, "w": _where_rules}
+        | dict.fromkeys("civ", _bound_or_size_rules)
+        | {
+            "f": _factor_rules,
+            "b": _bias_rules,
+            "t": _lookup_table_rules,
+            "h": _initial_state_rules,
+        }
+        | {"m": _attention_score_rules, "w": _where_rules}
     )
 
 
@@ -483,7 +498,7 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
     external.with_data(inner, proto)
     make_defaults_constants(inner)
     values = inner.graph.initializers
-    stated = evidence.stated_kinds(proto.graph)
+    stated = evidence.parameters_by_metadata(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
     noted, data = constants.noted_constants(proto), unsized_defaults(proto)
@@ -501,16 +516,17 @@ def judge_constants(proto: ModelProto) -> tuple[ir.Graph, Tensors]:
                 verdict = Verdict(False, "no node reads this constant")
             else:
                 by_role = roles.judge(ref.name, value, array)
-                verdict = _verdict_of_exporter(by_role, array, stated.get(ref.name))
+                verdict = _overrule_by_exporter(by_role, array, stated.get(ref.name))
             dtype, (trains, why, doubtful, _) = str(array.dtype), verdict
             rows.append(Tensor(ref.name, array.shape, dtype, array.size, trains, why, doubtful))
     return inner.graph, roles.mark_last_layers(rows, values)
 
 
-def _verdict_of_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
-    """Return `verdict`, by the role, or the verdict of the exporter if it states one.
+def _overrule_by_exporter(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
+    """Return `verdict`, or the opposite where the exporter states that the constant is a parameter
+    or not.
 
-    `parameter`: whether the constant is a parameter, as the exporter states; None: it does not say.
+    `parameter`: whether the exporter states that the constant is a parameter; None: no statement.
     """
     if parameter is False:
         why = f"a buffer, as its exporter states ({verdict.why})" if verdict.trains else verdict.why

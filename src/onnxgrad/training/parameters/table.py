@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import join_first, printable
 from onnxgrad.reporting import html_table
 
 LISTED = 12  # tensors that a message names
@@ -48,12 +48,12 @@ class Tensor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name, and the alias if there is one."""
+        """The name of the constant, followed by its alias if it has an alias."""
         return (self.name, self.alias) if self.alias else (self.name,)
 
 
 class Tensors(list[Tensor]):
-    """A list of `Tensor` that prints as a table; slices of it do, too."""
+    """A list of `Tensor` that prints as a table, and whose slices print as tables."""
 
     @property
     def trained(self) -> Tensors:
@@ -70,7 +70,7 @@ class Tensors(list[Tensor]):
     @overload
     def __getitem__(self, index: slice, /) -> Tensors: ...
     def __getitem__(self, index: SupportsIndex | slice, /) -> Tensor | Tensors:
-        """Return a tensor, or the tensors of a slice."""
+        """Return a tensor by its index, or `Tensors` by a slice."""
         part = super().__getitem__(index)
         return Tensors(part) if isinstance(part, list) else part
 
@@ -117,21 +117,14 @@ class Tensors(list[Tensor]):
 
 
 def names_and_reasons(rows: Iterable[Tensor], most: int = LISTED) -> str:
-    """Return the names of tensors, each with the reason `why`, as one line of text."""
-    rows = list(rows)
-    text = "; ".join(f"{quoted_name(t)} ({t.why})" for t in rows[:most])
-    return text + left_out_text(rows, most)
+    """Return the names of the first `most` tensors with the reasons `why`, as one line of text."""
+    return join_first([f"{quoted_name(t)} ({t.why})" for t in rows], most, "; ")
 
 
 def quoted_name(tensor: Tensor) -> str:
     """Return the name of a tensor in quotes for a message, with its alias if it has one."""
     alias = f" ({printable(tensor.alias)})" if tensor.alias else ""
     return f"{printable(tensor.name)!r}{alias}"
-
-
-def left_out_text(rows: Sequence[object], most: int = LISTED) -> str:
-    """Return "; and 3 more" for a message that names the first `most` of some rows; "" for none."""
-    return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
 def _shortened_cell(text: str, column: str) -> str:

@@ -55,7 +55,7 @@ class Footprint:
         self._bytes.pop((), None)
 
     def _add_bytes(self, value: ir.Value, times: int) -> None:
-        """Add the bytes of a value, as often as its node keeps results of its shape."""
+        """Add the bytes of `value` times `times`, as its node may keep several such results."""
         shape = dims(value)
         if shape is None or value.dtype is None or not all(map(is_stated, shape)):
             self.unknown |= bool(value.uses())
@@ -67,7 +67,7 @@ class Footprint:
         self._bytes[symbols] = self._bytes.get(symbols, 0) + size
 
     def part_rows(self, shapes: Shapes, rows: int) -> int | None:
-        """Return how many rows of a batch to compute at once; None: all of its `rows` rows."""
+        """Return how many rows of a batch to compute at once at most; None: all `rows` rows."""
         pairs = [(self._data[n], shape) for n, shape in shapes.items() if n in self._data]
         lengths = {d: n for own, s in pairs for d, n in zip(own, s, strict=False)}
         total = sum(n * prod(lengths.get(s, 0) for s in own) for own, n in self._bytes.items())
@@ -116,9 +116,9 @@ def _prove_sums(objective: Objective, axes: Axes, lengths: Shapes) -> ir.Model |
 def micro_batch_effect(
     objective: Objective, axes: Axes, lengths: Shapes
 ) -> tuple[Literal["sum", "mean"], str]:
-    """Return "sum" or "mean", for the loss of a batch over the losses of its micro-batches.
+    """Return whether the losses of micro-batches add up to the loss of a batch: "sum" or "mean".
 
-    Also return the reason why the loss may be neither, the node that may mix rows; "" without one.
+    Also return a reason why it may be neither sum nor mean, a node that may mix rows; "" if proven.
 
     A loss with a sum and a count is the "mean" by counts, and so is a loss that a model computes as
     one number of the batch, unless it is proven to be a "sum" over rows.
@@ -135,13 +135,13 @@ def micro_batch_effect(
 
 
 def mixes_rows(objective: Objective) -> bool:
-    """Return whether an objective has statistics of a batch, or random numbers for its rows."""
+    """Return whether an objective has statistics of a batch, or draws random numbers for rows."""
     feeds = map(feed_of, feed_inputs(objective.model.graph).values())
     return bool(objective.buffers) or any(feed and feed.of_rows for feed in feeds)
 
 
 def _reported_sums(objective: Objective) -> list[ir.Value]:
-    """Return the sums and counts of the loss, in place of sums in blocks the plain sums."""
+    """Return sums and counts of the loss: plain sums in place of sums computed in blocks."""
     return [v.meta.get(marks.PLAIN_SUM, v) for v in objective.reported]
 
 
@@ -155,8 +155,8 @@ def _copy_with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.
     return copy
 
 
-def rows_at_once(rows: int, most: int) -> int:
-    """Return the count of rows of a part of a batch of `rows` rows, at most `most`.
+def rows_per_part(rows: int, most: int) -> int:
+    """Return how many rows each part of a batch of `rows` rows gets, if `most` rows are allowed.
 
     The last part may have fewer rows; the count of parts is chosen so that few rows are left.
     """
@@ -165,7 +165,7 @@ def rows_at_once(rows: int, most: int) -> int:
     return rows // min(counts, key=lambda count: (rows % count, count))
 
 
-def rows_of_part(rows: int, part: Part, most: int | None = None) -> int:
-    """Return how many rows of a batch of `rows` rows a process computes at once, at most `most`."""
+def process_rows_per_part(rows: int, part: Part, most: int | None = None) -> int:
+    """Return how many rows of a batch of `rows` rows a process computes at once, `most` at most."""
     own = part.count(rows)
-    return own if most is None else rows_at_once(own, most)
+    return own if most is None else rows_per_part(own, most)

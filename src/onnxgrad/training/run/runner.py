@@ -41,7 +41,7 @@ from onnxgrad.training.run.stages import Stages
 from onnxgrad.training.run.states import InPlaceStates, ReplacedStates
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.gradients import Across
+from onnxgrad.training.step.gradients import StepShare
 from onnxgrad.training.step.inputs import WHOLE, Call, Slice
 from onnxgrad.training.step.weight_groups import numpy_dtype
 
@@ -54,8 +54,8 @@ Losses = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Now:
-    """Weights, slots and buffers on the device, and the count of steps that led to them.
+class DeviceStates:
+    """Weights, slots and buffers on the device, and the count of steps that have changed them.
 
     - `states`: the weights, slots and buffers; None for a buffer that the first batch sets.
     - `frozen`: the members of a stack that keep their states, and the counts of their steps.
@@ -69,7 +69,7 @@ class Now:
 
 
 class Runner:
-    """Runs slices of batches, and keeps the states on the device between calls.
+    """Runs a training step on batches, and keeps weights and slots on the device between calls.
 
     One model is a stack without the axis of members, so that `member_shape` is ().
 
@@ -79,8 +79,8 @@ class Runner:
         target: the device of the sessions, and the work and rows of a batch.
         work: multiply-adds of the rows that this process computes at once.
         carried: the data inputs with the first values of buffers, by the names of the buffers.
-        group: the processes that share the step; None: this process computes all of it.
-        part_rows: the most rows that a process without others computes at once; None: all.
+        group: the processes that share the step; None: this process computes the whole step.
+        part_rows: the most rows to compute at once, if one process runs the step; None: all.
     """
 
     def __init__(
@@ -106,10 +106,9 @@ class Runner:
             self.states = ReplacedStates(step, self.device)
         self.member_shape = () if step.members is None else (len(step.members.optimizers),)
         self.members = prod(self.member_shape)
-        self.now = Now([], 0)
-        self.not_finite: dict[
-            int, int
-        ] = {}  # members frozen for NaN, and the counts of their steps
+        self.now = DeviceStates([], 0)
+        # members frozen for NaN, and the counts of their steps
+        self.not_finite: dict[int, int] = {}
         self._fine: Any = np.ones(self.member_shape, bool)  # whether members have no NaN
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last_batches = 1  # the count of batches of the last call
@@ -122,7 +121,7 @@ class Runner:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def budget(self) -> int:
+    def batches_of_next_call(self) -> int:
         """Return how many batches the next call may run: 1 if processes share the batches."""
         if self.in_place or self.has_other_processes:
             return 1
@@ -131,12 +130,12 @@ class Runner:
     def run(self, call: Call) -> Losses | None:
         """Train on the batches of a call, and return their losses.
 
-        None, with unchanged states, if the loss or a weight is not finite. A member of a stack for
-        which this happens is frozen in its state before that step, and does not change the steps of
+        None, with unchanged states, if the loss or a weight is not finite. A member of a stack that
+        is not finite is frozen in its state before that step, and does not change the steps of
         other members: its losses are NaN, and None says that all members are frozen.
 
         Raises:
-            Asked: a process has passed requests to `ask`; the states are unchanged.
+            StepRefused: a process has passed requests to `send_requests`; the states are unchanged.
         """
         if len(self.now.frozen) == self.members:
             return None
@@ -153,11 +152,11 @@ class Runner:
 
         None, with unchanged states, if a number is not finite, of a member that is not frozen.
         """
-        start, call = time.perf_counter(), self.next_call(call)
+        start, call = time.perf_counter(), self.complete_call(call)
         piece, now, values = call.piece, self.now, self.state_values(call.piece)
         read = {(n := str(v.name)): values[n] for v in self.step.carried}
-        fed = self.step.fed(call)
-        new, reported = self.compute.run(read, fed, piece, self.states.target_of)
+        fed = self.step.input_arrays(call)
+        new, reported = self.compute.run(read, fed, piece, self.states.output_array)
         losses = self._read_losses(reported, piece.batches)
         self._fine = np.isfinite(losses[0]).all(axis=(0, 1))
         self._fine = self._fine & self.states.are_finite(new, call, now.states)
@@ -165,9 +164,9 @@ class Runner:
             self._fine[k] = True  # a frozen member keeps its state
         bad = not self._fine.all()
         # processes must agree only where each updates some of the weights
-        if any(self.agree([bad])) if self.step.owners else bad:
+        if any(self.any_requests([bad])) if self.step.owners else bad:
             return None
-        kept = self.states.keep(new, call, now.states, now.frozen)
+        kept = self.states.next_states(new, call, now.states, now.frozen)
         # in one assignment, which cannot be interrupted
         self.now = replace(now, states=kept, steps=now.steps + piece.batches, slots=None)
         self.last_batches = piece.batches
@@ -181,16 +180,16 @@ class Runner:
         """
         results = []
         for i in range(call.piece.batches):
-            while (losses := self._run_call(call.part_of(i, 1))) is None:
-                self.freeze(np.flatnonzero(~self._fine).tolist(), not_finite=True)
+            while (losses := self._run_call(call.batches_from(i, 1))) is None:
+                self.freeze_members(np.flatnonzero(~self._fine).tolist(), not_finite=True)
                 if len(self.now.frozen) == self.members:
                     return None
             results.append(losses)
         sums, counts = zip(*results, strict=True)
         return np.concatenate(sums), np.concatenate(counts)
 
-    def next_call(self, call: Call) -> Call:
-        """Return `call` with the count of steps done, and the count of its micro-batches.
+    def complete_call(self, call: Call) -> Call:
+        """Return `call` with the count of steps so far, and the count of micro-batches of a batch.
 
         Raises:
             ValueError: a learning rate that is zero in the dtype of a weight.
@@ -215,7 +214,7 @@ class Runner:
         return replace(call, done=self.now.steps, micro_batches=count)
 
     def state_values(self, piece: Slice) -> dict[str, ort.OrtValue]:
-        """Return the states by input name, with zeros for buffers that have no value yet.
+        """Return weights, slots and buffers by input name, with zeros for buffers without a value.
 
         A buffer has no value before the first batch if its first value is in the data, as in
         `piece`, which has its shape.
@@ -224,7 +223,7 @@ class Runner:
         values = {}
         for name, state in zip(names, self.now.states, strict=True):
             if state is None:
-                first = piece.fed()[self.carried[name]]
+                first = piece.model_arrays()[self.carried[name]]
                 zeros = np.zeros((*self.member_shape, *first.shape[1:]), first.dtype)
                 state = self.device.ortvalue(zeros)
             values[name] = state
@@ -245,30 +244,31 @@ class Runner:
     # -- states -------------------------------------------------------------------------------
 
     def load(self, values: Values) -> None:
-        """Copy values to the device as the states; a slot that is missing gets its initial value.
+        """Copy weights, slots and buffers to the device; a missing slot gets its initial value.
 
         States may share the memory of `values`, unless steps update them in place.
         """
         if self.in_place:
-            self.now = Now([], values.steps)  # frees the old states before new ones are allocated
+            # frees the old states before new states are allocated
+            self.now = DeviceStates([], values.steps)
         arrays: list[np.ndarray | None] = []
         for group in self.step.groups:
             arrays += group.initial(values.weights, values.slots, self.in_place)
         arrays += (values.buffers.get(str(b.name)) for b in self.step.buffers)
         states = [None if array is None else self.device.ortvalue(array) for array in arrays]
-        self.now = Now(states, values.steps, dict(values.frozen))
+        self.now = DeviceStates(states, values.steps, dict(values.frozen))
         self.not_finite = {k: n for k, n in self.not_finite.items() if k in values.frozen}
 
     @property
-    def holds_all(self) -> bool:
-        """Whether `unpacked` costs next to nothing, so that the host needs no copy of the values.
+    def unpacks_cheaply(self) -> bool:
+        """Whether `unpacked` is cheap enough to read the states again instead of keeping a copy.
 
-        For a stack, it copies arrays.
+        It copies the arrays of a stack, and arrays of other devices.
         """
         return self.device == CPU and not self.member_shape
 
-    def unpacked(self, now: Now, copies: bool = True) -> Values:
-        """Return the values of the states `now`, by name.
+    def unpacked(self, now: DeviceStates, copies: bool = True) -> Values:
+        """Return the values of weights, slots and buffers by name, for the states `now`.
 
         The value of a weight that is a group by itself shares the memory of the state, unless steps
         update states in place. Without `copies`, all values may share the memory of states.
@@ -288,13 +288,13 @@ class Runner:
         buffers = {str(b.name): np.array(a) for b, a in pairs if a is not None}
         return Values(weights, slots, now.steps, buffers, dict(now.frozen))
 
-    def freeze(self, ids: Sequence[int], not_finite: bool = False) -> None:
+    def freeze_members(self, ids: Sequence[int], not_finite: bool = False) -> None:
         """Let the members `ids` of a stack keep their states from now on.
 
         `not_finite`: whether they are frozen because a number is not finite.
 
         Raises:
-            ValueError: this is one model.
+            ValueError: the runner trains one model.
         """
         if not self.member_shape:
             raise ValueError(
@@ -307,36 +307,36 @@ class Runner:
 
     # -- what processes have in common --------------------------------------------------------
 
-    def agree(self, requests: Sequence[bool]) -> list[bool]:
-        """Return for each request whether any process of the group has it."""
+    def any_requests(self, requests: Sequence[bool]) -> list[bool]:
+        """Return for each request, such as to stop, whether some process of the group has it."""
         counts = np.array(requests, np.float32)
         self.group.sum(counts)()
         return [bool(count > 0) for count in counts]
 
-    def ask(self, requests: Sequence[bool]) -> bool:
-        """Let the next step exchange the requests of processes; return whether it can."""
-        compute = self.compute
-        return self.has_other_processes and isinstance(compute, Stages) and compute.ask(requests)
+    def send_requests(self, requests: Sequence[bool]) -> bool:
+        """Let the next step exchange requests of processes; return whether the step can do so."""
+        compute = self.compute if self.has_other_processes else None
+        return isinstance(compute, Stages) and compute.send_requests(requests)
 
     @property
     def has_all_slots(self) -> bool:
         """Whether this process has the slots of all weights."""
         return not self.step.owners or self.now.slots is not None
 
-    def collect(self) -> None:
-        """Collect the slots of all weights in every process."""
+    def collect_slots(self) -> None:
+        """Collect in every process the slots of weights that other processes update."""
         if self.has_all_slots:
             return
         own: Slots = {n: s for n, s in self.unpacked(self.now).slots.items() if s}
         every = self.group.gather(own)
-        # a new `Now`, so that values which were read before are read again, with these slots
+        # a new object, so that values which were read before are read again, with these slots
         self.now = replace(self.now, slots={n: s for own in every for n, s in own.items()})
 
 
 class Compiled:
-    """The objective and the step of a recipe, with the runner for the batches of the last call.
+    """The objective and the training step of a recipe, with the runner for the last batches.
 
-    A job keeps it from call to call, while the `step_key` of the recipe stays the same.
+    A job keeps this object from call to call, while the `step_key` of the recipe is the same.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -370,13 +370,15 @@ class Compiled:
             self.adds_losses = self._adds_losses(recipe, source, taken)
             self.running = self._build_runner(recipe, source, taken, work, most)
             self._runner_key = key
-        self.running.compute.expect(source if fixed and isinstance(source, ArraySource) else None)
+        self.running.compute.expect_source(
+            source if fixed and isinstance(source, ArraySource) else None
+        )
         return self.running
 
     def _build_runner(
         self, recipe: Recipe, source: BatchSource, taken: int | None, work: float, most: int | None
     ) -> Runner:
-        """Build the step and its runner.
+        """Build the training step, and return the runner that runs it.
 
         Args:
             recipe: the job, and facts of its data.
@@ -396,7 +398,7 @@ class Compiled:
             proven = is_sum_over_rows(objective, source.axes_of_rows, source.batch_shapes())
             most = most if proven else None
         if most is not None:
-            work, rows, across = work * most / rows, most, Across(WHOLE)
+            work, rows, across = work * most / rows, most, StepShare(WHOLE)
         self.step = recipe.step(
             objective,
             across=across,
@@ -438,7 +440,7 @@ class Compiled:
         return effect == "sum"
 
     def _part_rows(self, recipe: Recipe, source: BatchSource, taken: int | None) -> int | None:
-        """Return the most rows of a batch to compute at once, if gradients of parts add up.
+        """Return how many rows of a batch to compute at once at most, if gradients of parts add up.
 
         None: all rows, as where something else divides a batch, or needs all of its rows.
         """

@@ -20,17 +20,17 @@ from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
 from onnxgrad.runtime.values import Value, bind_output
 from onnxgrad.training.batches import ArraySource
-from onnxgrad.training.run.states import TargetOf
+from onnxgrad.training.run.states import OutputArray
 from onnxgrad.training.state import Arrays
-from onnxgrad.training.step.build import Step, build_epoch, build_half
+from onnxgrad.training.step.build import Step, build_epoch, gradient_half
 from onnxgrad.training.step.inputs import Slice
 
 
 class Sessions:
-    """The sessions that run the steps of an epoch.
+    """The onnxruntime sessions of a step: one for batches of the usual shapes, one for all others.
 
-    Batches of the shapes that `expect` announces have a session in which shapes are constants: it
-    has fewer nodes, and on a CPU its nodes run in an order that saves memory. All other batches,
+    Batches of the shapes that `expect_shapes` announces have a session with constant shapes, which
+    has fewer nodes, and on a CPU runs the nodes in an order that saves memory. All other batches,
     such as a shorter last batch, share a session. Each session is created when it is first used.
     Shapes that do not fit a branch of an If have no session: onnxruntime refuses the branch, though
     it may never run.
@@ -44,8 +44,8 @@ class Sessions:
         self._own: tuple[dict[str, int], ort.InferenceSession] | None = None
         self._small = step.accumulate == 1 and not external.files_of(model)
 
-    def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
-        """Announce the shapes of most batches, by input; an empty mapping announces no shapes.
+    def expect_shapes(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
+        """Announce the shapes of most batches, by input name; empty if they are not known.
 
         Where each call announces other shapes than the call before, shapes get no session.
         """
@@ -107,17 +107,17 @@ class OneSession:
 
     def __init__(self, step: Step, target: Target, work: float) -> None:
         self.device, self.joins_batches = target.device, step.updates is None
-        model = build_epoch(step, target) if self.joins_batches else build_half(step, target)
+        model = build_epoch(step, target) if self.joins_batches else gradient_half(step, target)
         self._sessions = Sessions(model, step, self.device, work)
         self._inputs = [x.name for x in model.graph.input]
         self._outputs = [y.name for y in model.graph.output]
 
-    def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if their shapes are not known."""
-        self._sessions.expect({} if source is None else source.batch_shapes())
+    def expect_source(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches, whose shapes are usual; None if unknown."""
+        self._sessions.expect_shapes({} if source is None else source.batch_shapes())
 
     def run(
-        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
+        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, output_array: OutputArray
     ) -> tuple[list[Value], list[np.ndarray]]:
         """Return the new states after the last batch, and the reports of the step, by batch.
 
@@ -125,17 +125,17 @@ class OneSession:
             states: the states that the step reads, by input name.
             fed: data and feeds by input name, with the axis of batches first.
             piece: the batches.
-            target_of: (input name, state) -> the array into which the new state is written; None:
-                onnxruntime allocates an array.
+            output_array: (input name, state) -> the array for the new state, or None: onnxruntime
+                allocates an array.
         """
-        whole, running = self.joins_batches, self._sessions.session_for(piece.fed())
+        whole, running = self.joins_batches, self._sessions.session_for(piece.model_arrays())
         binding, into = running.io_binding(), {}
         names = iter(self._inputs)
         for state in states.values():
             binding.bind_ortvalue_input(next(names), state)
         for array in fed.values():
             binding.bind_cpu_input(next(names), array if whole else np.asarray(array[0], order="C"))
-        for name, target in zip_longest(self._outputs, map(target_of, states, states.values())):
+        for name, target in zip_longest(self._outputs, map(output_array, states, states.values())):
             bind_output(binding, name, self.device if target is None else target)
             if target is not None:
                 into[name] = target

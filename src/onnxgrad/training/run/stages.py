@@ -23,9 +23,9 @@ from onnxgrad.parallel.process_groups import Group, Part
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import Binding, Value, array_of
 from onnxgrad.training.batches import ArraySource
-from onnxgrad.training.run.row_parts import rows_at_once, rows_of_part
+from onnxgrad.training.run.row_parts import process_rows_per_part, rows_per_part
 from onnxgrad.training.run.sessions import Sessions
-from onnxgrad.training.run.states import TargetOf, as_state
+from onnxgrad.training.run.states import OutputArray, as_state
 from onnxgrad.training.state import Arrays
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import Slice, feed_of
@@ -37,8 +37,8 @@ LARGE = 1 << 23  # bytes from which it pays to send half of a message earlier
 REQUESTS = 3  # requests of callbacks, which are sent with the first message of a step
 
 
-class Asked(Exception):
-    """Raised where a process had `requests` when a step began, so that no process has done it."""
+class StepRefused(Exception):
+    """Raised in place of a step, which no process has run, because a process has `requests`."""
 
     def __init__(self, requests: list[bool]) -> None:
         super().__init__()
@@ -83,30 +83,30 @@ class Stages:
         every = (sent for piece in self._pieces for sent in piece.sums if sent.tells)
         self._telling = next(every, None)
 
-    def expect(self, source: ArraySource | None) -> None:
-        """Announce the source of most batches; None if their shapes are not known."""
+    def expect_source(self, source: ArraySource | None) -> None:
+        """Announce the source of most batches, whose shapes are usual; None if unknown."""
         shapes: dict[str, tuple[int, ...]] = {}
         if source is not None:
-            rows = rows_of_part(source.batch_size, self.part, self.part_rows)
+            rows = process_rows_per_part(source.batch_size, self.part, self.part_rows)
             shapes = dict(source.batch_shapes(rows))
         for piece in self._pieces:
-            piece.expect(shapes)
+            piece.expect_shapes(shapes)
 
-    def ask(self, requests: Sequence[bool]) -> bool:
-        """Send requests with the next step; return whether a message of the step has room."""
+    def send_requests(self, requests: Sequence[bool]) -> bool:
+        """Send requests with the next step; return whether its messages have room for requests."""
         if self._telling is not None:
             self._telling.requests = list(requests)
         return self._telling is not None
 
     def run(
-        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, target_of: TargetOf
+        self, states: Mapping[str, Value], fed: Arrays, piece: Slice, output_array: OutputArray
     ) -> tuple[list[Value], list[np.ndarray]]:
         """Return the new states after the last batch, and the reports of the step, by batch.
 
         See `OneSession.run` for the arguments.
 
         Raises:
-            Asked: a process has requests of callbacks.
+            StepRefused: a process has requests of callbacks.
         """
         every, new = [], list(states.values())
         for i in range(piece.batches):
@@ -120,10 +120,10 @@ class Stages:
         return new, [np.stack(column) for column in zip(*every, strict=True)]
 
     def _split_rows(self, data: Arrays, piece: Slice) -> list[Arrays]:
-        """Return the rows of `data`, a batch of `piece`, in parts that run one after the other."""
+        """Return the rows of one batch, `data`, in parts that run one after the other."""
         if self.part_rows is None:
             return [data]
-        axes, size = piece.row_axes, rows_at_once(piece.own, self.part_rows)
+        axes, size = piece.row_axes, rows_per_part(piece.own, self.part_rows)
         rows_first = axes.rows_first(data)
         parts = [
             axes.as_declared(axes.take_rows(rows_first, slice(i, i + size)))
@@ -142,7 +142,7 @@ class Stages:
             counts: whether these rows count in the loss; if not, the process sends zeros.
 
         Raises:
-            Asked: a process has requests of callbacks.
+            StepRefused: a process has requests of callbacks.
         """
         own: list[dict[str, Value]] = [dict(part) for part in parts]  # values of each part
         waiting: dict[str, Wait] = {}
@@ -150,15 +150,15 @@ class Stages:
             for name in piece.reads:
                 if name in waiting:
                     waiting.pop(name)()
-            self._raise_if_asked(waiting)
+            self._raise_if_requested(waiting)
             repeated = own[: None if piece.reads & self._row_values else 1]
             for i, (part, data) in enumerate(zip(repeated, parts, strict=False)):
                 for name, value in piece.run(ChainMap(part, values), data).items():
                     (part if name in self._row_values else values)[name] = value
                 for sent in piece.sums:
-                    sent.add(ChainMap(part, values), i, len(repeated))
+                    sent.add_part(ChainMap(part, values), i, len(repeated))
             for sent in piece.sums:
-                received, wait = sent.start(values, self.group, counts, waiting)
+                received, wait = sent.start_sum(values, self.group, counts, waiting)
                 values.update(received)
                 waiting.update(dict.fromkeys(received, cache(wait)))
             for exchange in piece.broadcasts:
@@ -170,20 +170,20 @@ class Stages:
                     known.pop(name, None)
         for wait in waiting.values():
             wait()
-        self._raise_if_asked({})
+        self._raise_if_requested({})
         return ChainMap(values, own[0])
 
-    def _raise_if_asked(self, waiting: Mapping[str, Wait]) -> None:
-        """Raise `Asked` once it is known that a process has requests."""
-        if self._telling is None or not any(requests := self._telling.told()):
+    def _raise_if_requested(self, waiting: Mapping[str, Wait]) -> None:
+        """Raise `StepRefused` once messages say that a process has requests."""
+        if self._telling is None or not any(requests := self._telling.received_requests()):
             return
         for wait in waiting.values():
             wait()
-        raise Asked(requests)
+        raise StepRefused(requests)
 
 
 class _PieceRunner:
-    """The sessions of a piece of a step, and the sums and broadcasts of values behind it."""
+    """The sessions of a piece of a step, and the sums and broadcasts of its results."""
 
     def __init__(self, piece: Piece, step: Step, device: Device, work: float) -> None:
         graph = piece.model.graph
@@ -201,13 +201,13 @@ class _PieceRunner:
         self._binding: Binding | None = None
         self._shapes: list[tuple[int, ...]] = []  # the shapes of data for which the binding is
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Announce the shapes of most batches."""
-        self.sessions.expect(shapes)
+    def expect_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Announce the shapes of most batches, by input name."""
+        self.sessions.expect_shapes(shapes)
         self._binding = None
 
     def run(self, values: Mapping[str, Value], data: Arrays) -> dict[str, Value]:
-        """Return the results of the piece, by name, for its inputs among `values`."""
+        """Return the results of the piece by name, for inputs among `values`."""
         if not self.outputs:
             return {}
         direct: dict[str, np.ndarray] = {}
@@ -226,7 +226,7 @@ class _PieceRunner:
 
 
 def _names_of_row_values(step: Step) -> set[str]:
-    """Return the names of the values of a step that depend on the rows of a part."""
+    """Return the names of the values of a step that are computed from the rows of a batch."""
     fed = ((feed_of(v), v) for v in step.feeds.values())
     found = {*step.data.values(), *(v for feed, v in fed if feed and feed.of_rows)}
     for node in step.model.graph:
@@ -263,8 +263,8 @@ class _SummedValues:
         pairs = zip(self.exchanges, parts, shapes, strict=False)
         self.views = {e.sent: part.reshape(shape) for e, part, shape in pairs}
 
-    def add(self, values: Mapping[str, Value], part: int, count: int) -> None:
-        """Copy the values of a part of the rows into the buffer, added to the parts before.
+    def add_part(self, values: Mapping[str, Value], part: int, count: int) -> None:
+        """Add the values of a part of the rows to the values of earlier parts in the buffer.
 
         `part` is the index of the part, and `count` the count of parts. The session may have
         written the values into the buffer already.
@@ -285,14 +285,14 @@ class _SummedValues:
             np.copyto(own, self._total)
             self._total = None
 
-    def start(
+    def start_sum(
         self,
         values: Mapping[str, Value],
         group: Group,
         counts: bool,
         waiting: Mapping[str, Wait],
     ) -> tuple[dict[str, Any], Wait]:
-        """Begin to sum over processes; return the sums by name, and a function that waits for them.
+        """Begin to sum over processes; return the sums by name, and a function that waits for sums.
 
         Args:
             values: all values, by name.
@@ -306,25 +306,25 @@ class _SummedValues:
         told[:], self.requests = self.requests, [False] * REQUESTS
         summed = group.sum(self.buffer)
         received = {e.received: self.views[e.sent] for e in self.exchanges}
-        scale = self._ratio_scaling({**values, **received}, waiting)
+        multiply = self._ratio_scaling({**values, **received}, waiting)
         narrow = received
         if self.wide != self.dtype:
             narrow = {n: np.empty(array.shape, self.dtype) for n, array in received.items()}
 
-        def wait() -> None:
+        def wait_for_sum() -> None:
             summed()
             self._told = told
-            scale()
+            multiply()
             if narrow is not received:
                 for name, array in received.items():
                     np.copyto(narrow[name], array, casting="unsafe")
 
-        return narrow, wait
+        return narrow, wait_for_sum
 
     def _ratio_scaling(
         self, values: Mapping[str, Value], waiting: Mapping[str, Wait]
     ) -> Callable[[], None]:
-        """Return a function that multiplies sums by the ratio of their `Exchange`, often 1."""
+        """Return a function that multiplies sums by the ratio of the expected to the real count."""
         scaled = [e for e in self.exchanges if e.ratio]
         if not scaled:
             return lambda: None
@@ -333,15 +333,15 @@ class _SummedValues:
         size = sum(self.views[e.sent].size for e in scaled)  # these are the last ones
         part = self.buffer[-REQUESTS - size : -REQUESTS]
 
-        def scale() -> None:
+        def scale_by_ratio() -> None:
             if ready is not None:
                 ready()
             if count.item() not in (0, expected.item()):
                 np.multiply(part, expected.item() / count.item(), out=part)
 
-        return scale
+        return scale_by_ratio
 
-    def told(self) -> list[bool]:
-        """Return for each request whether a process has sent it; [] before the sums are there."""
+    def received_requests(self) -> list[bool]:
+        """Return for each request whether some process sent it; [] before messages have arrived."""
         told, self._told = self._told, None
         return [] if told is None else [number > 0 for number in told.tolist()]

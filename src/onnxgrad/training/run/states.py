@@ -4,7 +4,7 @@ Usually, states are replaced by the outputs of a call. Large weights and slots a
 their step consists of two models, of which the first computes all gradients, and the second updates
 one group of weights by its gradient. The second model runs twice: the first time, its results are
 only checked to be finite, so that a step with NaN or infinity changes no state; the second time,
-they replace the states, part by part. Memory holds the states and the gradients only.
+the results replace the states, part by part. Memory holds the states and the gradients only.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import Value, array_of, bind_output, is_finite
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.inputs import FEEDS, Call
-from onnxgrad.training.step.update import is_divided
+from onnxgrad.training.step.update import may_update_by_parts
 from onnxgrad.training.step.weight_groups import Group as WeightGroup
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
 LARGE_STATE = 1 << 20  # elements from which a state is large
 _DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
 States = Sequence[ort.OrtValue | None]
-TargetOf = Callable[[str, ort.OrtValue], np.ndarray | None]
+OutputArray = Callable[[str, ort.OrtValue], np.ndarray | None]
 
 
 class ReplacedStates:
@@ -51,8 +51,8 @@ class ReplacedStates:
         self.device, self.member_axes = device, int(step.members is not None)
         self._memory: dict[str, list[np.ndarray]] = {}  # arrays of large states, by input name
 
-    def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return an array into which a call writes a new state; None: onnxruntime allocates it.
+    def output_array(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return an array into which a call writes a new state; None lets onnxruntime allocate.
 
         A large state gets the array of an earlier state that no object refers to any more.
         onnxruntime would divide freed memory between smaller values, and take more memory for the
@@ -72,7 +72,7 @@ class ReplacedStates:
         """Return whether all new states are finite, for each member of a stack."""
         return reduce(and_, (is_finite(value, self.member_axes) for value in new))
 
-    def keep(
+    def next_states(
         self, new: Sequence[Value], call: Call, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue]:
         """Return the states after a call; `frozen` members of a stack keep their old states."""
@@ -86,7 +86,7 @@ class ReplacedStates:
         return list(map(self.device.ortvalue, arrays))
 
     def release(self) -> None:
-        """Free the arrays that only steps need."""
+        """Free the arrays that were kept for new states."""
         self._memory.clear()
 
 
@@ -110,7 +110,7 @@ class InPlaceStates:
     Args:
         step: the first half of a step; its `updates` are the second half.
         work: multiply-adds of the step.
-        group: the group of processes; if the step has `owners`, each updates some of the weights.
+        group: the group of processes; if the step has `owners`, each process updates some weights.
     """
 
     in_place = True
@@ -127,11 +127,8 @@ class InPlaceStates:
         # arrays for gradients by state; memory that onnxruntime allocates would grow larger
         self._gradients: dict[str, np.ndarray] = {}
 
-    def target_of(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
-        """Return the array into which a call writes a gradient; None for a new buffer.
-
-        onnxruntime allocates buffers.
-        """
+    def output_array(self, name: str, state: ort.OrtValue) -> np.ndarray | None:
+        """Return the array into which a call writes a gradient; None lets onnxruntime allocate."""
         if name in self._shapes and name not in self._gradients:
             shape = self._shapes[name]
             like = array_of(state)
@@ -139,17 +136,17 @@ class InPlaceStates:
         return self._gradients.get(name)
 
     def are_finite(self, results: Sequence[Value], call: Call, old: States) -> bool:
-        """Return whether the new buffers, weights and slots would be finite; keep none of them."""
+        """Return whether the update would give finite buffers, weights and slots; change none."""
         buffers = results[len(self.step.groups) :]
         jobs = self._updates_by_gradients(results, old)
         return all(map(is_finite, buffers)) and all(
             update.run(own, g, call, write=False) for update, own, g in jobs
         )
 
-    def keep(
+    def next_states(
         self, results: Sequence[Value], call: Call, old: States, frozen: Collection[int]
     ) -> list[ort.OrtValue | None]:
-        """Update the states in place, exchange weights between processes; return the states."""
+        """Update the states in place, exchange weights between processes, and return the states."""
         arrays, count = self._arrays_by_group(old), len(self.step.states)
         try:
             for update, own, g in self._updates_by_gradients(results, old):
@@ -166,7 +163,7 @@ class InPlaceStates:
     def _updates_by_gradients(
         self, results: Sequence[Value], states: States
     ) -> Iterator[tuple[GroupUpdate, list[np.ndarray], np.ndarray]]:
-        """Yield each update of this process with the arrays that it changes and the gradient."""
+        """Yield (update, arrays that change, gradient) for each group that this process updates."""
         arrays = self._arrays_by_group(states)
         for update, own, gradient in zip(self.updates, arrays, results, strict=False):
             if update is not None:
@@ -195,7 +192,7 @@ class GroupUpdate:
     """
 
     def __init__(self, group: WeightGroup, model: ModelProto, work: float) -> None:
-        self.session, self.divided = session(model, CPU, work), is_divided(group)
+        self.session, self.divided = session(model, CPU, work), may_update_by_parts(group)
         count = len(group.inputs) + 1
         self.names = [x.name for x in model.graph.input[:count]]
         self.feeds = {
@@ -210,15 +207,15 @@ class GroupUpdate:
         call: Call,
         write: bool,
     ) -> bool:
-        """Compute the new weights and slots, and return whether they are finite.
+        """Compute the new weights and slots of the group, and return whether they are finite.
 
-        With `write`, they are written over `states` instead, and the result is True.
+        With `write`, the new values are written over `states` unchecked, and the result is True.
         """
         whole, size = [*states, gradient], gradient.size
         divided = [self.divided and array.shape == gradient.shape for array in whole]
         binding, length = self.session.io_binding(), PART if self.divided else size
         for name, dtype in self.feeds.items():
-            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays(call, dtype)[0]))
+            binding.bind_cpu_input(name, np.asarray(FEEDS[name].arrays_of_call(call, dtype)[0]))
         results: list[np.ndarray] = []
         for i in range(0, size, length):
             pairs = zip(whole, divided, strict=True)

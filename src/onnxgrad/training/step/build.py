@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.forms import finish
-from onnxgrad.errors import argument
+from onnxgrad.errors import argument, join_first
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_outside
 from onnxgrad.graph.traversal import all_names
@@ -29,9 +29,9 @@ from onnxgrad.runtime.session import count_multiply_adds
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.gradients import (
     SCALE,
-    Across,
     LossScale,
     Ratio,
+    StepShare,
     accumulate_gradients,
     copy_repeated,
     count_over_processes,
@@ -55,14 +55,14 @@ from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 @dataclass
 class Step:
-    """A step as a graph.
+    """A training step: its graph, and the weights, data and feeds that are inputs of the graph.
 
     The inputs of the graph are weights and slots, buffers, data and feeds, in this order. The
     outputs are the new weights and slots, the new buffers, and the sums and counts of the loss.
 
-    With `updates`, the graph is the first half of a step, which reads the weights, not the slots,
-    and returns the gradient of each group instead of new weights and slots. The updates are the
-    second half, a model for each group.
+    With `updates`, the graph is the first half of a step: it reads the weights, not the slots, and
+    returns the gradient of each group instead of new weights and slots. The second half is a model
+    for each group, which updates the weights and slots of the group.
 
     Attributes:
         model: the model of the graph.
@@ -72,8 +72,8 @@ class Step:
         unreached: the names of weights without a gradient, which the step does not change.
         factors: the factors of the parts of the loss.
         accumulate: the count of micro-batches of a batch.
-        norms: the names of the weights the norms of whose gradients are returned.
-        rounding: the operators through whose rounding gradients pass unchanged.
+        norms: the names of the weights for which the step returns the norm of the gradient.
+        rounding: the operators that round, where gradients pass unchanged.
         recomputes: whether the order of the nodes saves memory.
         updates: a model for each group that updates its weights, None for a group that another
             process updates. None: nodes of the graph update all groups.
@@ -82,7 +82,7 @@ class Step:
         work: multiply-adds of the forward pass, per row.
         feeds: the inputs that are fed, by the names of their feeds.
         fixed_rows: rows of a micro-batch, if the model takes a fixed count; otherwise None.
-        warned: whether a warning told of weights that train in 16 bits.
+        warned: whether a warning has named the weights that train in 16 bits.
     """
 
     model: ir.Model
@@ -124,20 +124,20 @@ class Step:
         read = self.states if self.updates is None else [group.state for group in self.groups]
         return [*read, *self.buffers]
 
-    def fed(self, call: Call) -> Arrays:
-        """Return the values of data and feeds for the steps of a call, by input name.
+    def input_arrays(self, call: Call) -> Arrays:
+        """Return the arrays of data, and of feeds such as the learning rate, by input name.
 
         Raises:
-            ValueError: the batches cannot be split into micro-batches; see `Slice.fed`.
+            ValueError: the batches cannot be split into micro-batches; see `Slice.model_arrays`.
         """
-        arrays = call.piece.fed(call.micro_batches)
+        arrays = call.piece.model_arrays(call.micro_batches)
         fed = {str(x.name): arrays[name] for name, x in self.data.items()}
         for value in self.feeds.values():
             if (feed := feed_of(value)) is not None:
-                fed[str(value.name)] = feed.arrays(call, value.dtype)
+                fed[str(value.name)] = feed.arrays_of_call(call, value.dtype)
         return fed
 
-    def warn(self) -> None:
+    def warn_of_weights(self) -> None:
         """Warn of weights without a gradient, and once of weights that train in 16 bits."""
         if self.unreached:
             text = f"the loss does not depend on {self.unreached}: they are not trained"
@@ -145,10 +145,9 @@ class Step:
         half = [group for group in self.groups if numpy_dtype(group.state).itemsize == 2]
         if half and not self.warned:
             self.warned = True
-            names = [name for group in half for name in group.shapes]
-            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            names = [repr(name) for group in half for name in group.shapes]
             warnings.warn(
-                f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
+                f"{join_first(names, 3)} train in {numpy_dtype(half[0].state)}: "
                 "rates, steps and squares of gradients are rounded, small numbers to zero, and NaN "
                 f"is likely. A Trainer with {argument('precision', 'auto')} has weights and slots "
                 "in float32",
@@ -166,16 +165,16 @@ def build_step(
     blocks: bool = True,
     in_place: bool = False,
     members: Members | None = None,
-    across: Across | None = None,
+    across: StepShare | None = None,
     accumulate: int = 1,
     counted: Objective | None = None,
     adds_losses: bool = False,
 ) -> Step:
-    """Return the training step, written into the graph of the objective.
+    """Return the training step, whose nodes are added to the graph of the loss.
 
     Args:
         objective: the loss to minimize.
-        optimizer: of the update.
+        optimizer: the optimizer that updates the weights.
         recompute: as for `Trainer`.
         norms: whether the step also returns the 2-norm of the gradient of every weight.
         packed: elements up to which weights are small, and parts of one input; None: `PACKED`.
@@ -183,12 +182,12 @@ def build_step(
         in_place: whether models update large weights in place, and not nodes of the graph: see
             `Step.updates`.
         members: the members of a stack; None: the step trains one model.
-        across: how processes share the step, whose graph has nodes that exchange values; None: they
-            do not.
+        across: how processes share the step, whose graph then has nodes that exchange values; None:
+            one process runs the step.
         accumulate: the count of micro-batches whose gradients are added up before the update. The
             data have a further first axis, of this length.
-        counted: another objective of the same loss, which counts its terms in all micro-batches;
-            None: the step takes a batch whole.
+        counted: another objective of the same loss, for the counts in all micro-batches by which
+            the loss is divided; None: the step takes a batch whole.
         adds_losses: whether the loss of a batch is the sum of the losses of its micro-batches, of
             equal numbers of rows, and not their mean.
 
@@ -225,7 +224,7 @@ def build_step(
         update = write_update(op, parts.gradients, optimizer, packed, blocks, in_place)
     buffers = parts.buffers
     if scale is not None:
-        buffers = scale.guard(op, parts.gradients, update, buffers)
+        buffers = scale.skip_unless_finite(op, parts.gradients, update, buffers)
     owners: list[int] = []
     if across is not None and across.shards:
         owners = assign_owners(update.groups, across.part.size)
@@ -253,7 +252,7 @@ def build_step(
 def _set_inputs_and_outputs(
     op: Emit, step: Step, new: list[ir.Value], reported: list[ir.Value]
 ) -> None:
-    """Set the inputs of the graph of a step, and its outputs: `new` values, then `reported`."""
+    """Set the inputs of the graph of a step, and its outputs: `new` and `reported` values."""
     graph, carried = op.graph, step.carried
     remove_unread_feeds(graph, but=RATE)
     graph.inputs[:] = [*carried, *step.data.values(), *feed_inputs(graph).values()]
@@ -264,7 +263,7 @@ def _set_inputs_and_outputs(
         for before, after in zip(carried, new, strict=True)
     ] + reported
     if step.members is not None:
-        step.members.push(op, carried)
+        step.members.push_member_axis(op, carried)
     step.feeds = feed_inputs(graph)
     finish(step.model)
 
@@ -310,7 +309,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
     move_out(body, op, is_small)
     results = list(body.outputs)
-    fixed = [i >= count and _is_fixed(y, body) for i, y in enumerate(results)]
+    fixed = [i >= count and _is_outer_value(y, body) for i, y in enumerate(results)]
     Emit(body, outer=op).give(y for y, same in zip(results, fixed, strict=True) if not same)
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = iter(op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs)))
@@ -325,8 +324,8 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
-def build_half(step: Step, target: Target) -> ModelProto:
-    """Return the first half of a step, in the native form of sessions on `target`."""
+def gradient_half(step: Step, target: Target) -> ModelProto:
+    """Return the model that computes only the gradients of a step, for sessions on `target`."""
     graph = step.model.graph
     to_native(graph, target)
     for i in range(len(step.groups)):
@@ -341,14 +340,14 @@ def build_half(step: Step, target: Target) -> ModelProto:
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
-def _is_fixed(value: ir.Value, body: ir.Graph) -> bool:
-    """Return whether `value` comes from outside of `body`, or is a constant."""
+def _is_outer_value(value: ir.Value, body: ir.Graph) -> bool:
+    """Return whether `value` is a constant or is computed outside of `body`, the body of a Scan."""
     node = value.producer()
     return value not in body.inputs and (node is None or node.graph is not body)
 
 
 def _repeat_value(op: Emit, value: ir.Value, scanned: ir.Value) -> ir.Value:
-    """Return a stack of `value`, from outside of the body, for the iterations over `scanned`."""
+    """Return a stack of copies of `value`, one for each element of the first axis of `scanned`."""
     if value.is_initializer() and value.const_value is not None:
         value = op.const(value.const_value.numpy())
     length = op.vector(op.dim(scanned, 0), *[1] * (rank(value) or 0))

@@ -85,7 +85,7 @@ def write_gradients(
     seeds: Mapping[ir.Value, ir.Value],
     recompute: str = "none",
 ) -> Gradients:
-    """Write the gradients of one batch.
+    """Write the gradients of the loss of one batch into the graph of the loss, and return them.
 
     Args:
         op: writes into the graph of the objective.
@@ -133,7 +133,7 @@ def write_gradients(
 
 
 def build_gradients(objective: Objective) -> ModelProto:
-    """Return the first half of a step as a model; `build_update` returns the second half.
+    """Return the model that computes the gradients of a batch; `build_update` returns the update.
 
     Inputs: the weights, the buffers, the data, then the feeds: `draw` if there is dropout, and if
     rows are mixed `partners` and `mix_numbers` (see `mixing.mix_rows`).
@@ -162,7 +162,7 @@ def build_gradients(objective: Objective) -> ModelProto:
 
 
 def copy_repeated(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
-    """Return the values, with copies in place of inputs and of repeated values.
+    """Return values that a Scan can return: copies of inputs and of repeated values, else `values`.
 
     A Scan cannot return an input, or one value twice.
     """
@@ -183,14 +183,14 @@ def accumulate_gradients(
     shared: bool = False,
     adds_losses: bool = False,
 ) -> tuple[Emit, Gradients]:
-    """Return the gradients of a batch, summed over its micro-batches, and the emitter behind them.
+    """Return an emitter, and the gradients of a batch, summed over its micro-batches.
 
-    Its data have a further first axis, of micro-batches. The counts of all micro-batches are
-    computed first, so that the sum is the gradient of the one large batch, whatever the counts are.
+    The data have a further first axis, of micro-batches. The counts of all micro-batches, by which
+    the loss is divided, are computed first, so that the sum is the gradient of the large batch.
 
     Args:
         objective: the loss of a micro-batch, whose graph becomes the body of a Scan.
-        counted: another objective of the same loss, whose graph counts its terms.
+        counted: another objective of the same loss, whose graph computes the counts.
         scale: the scale of the loss.
         recompute: as for `Trainer`.
         shared: whether the counts are summed over processes.
@@ -211,7 +211,7 @@ def accumulate_gradients(
     parts = write_gradients(inner, objective, objective.seed_cotangents(inner, inverses), recompute)
     op = Emit(graph, all_names(body))
     stacks = _stack_inputs(parts, graph)
-    totals = _write_counts(op, counted, stacks)
+    totals = _write_total_counts(op, counted, stacks)
     totals = [all_reduce(op, total) for total in totals] if shared else totals
     number = None
     if adds_losses:
@@ -226,7 +226,7 @@ def accumulate_gradients(
 
 
 def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
-    """Return inputs of `graph` that hold all micro-batches, by the input of one micro-batch.
+    """Return `{input of one micro-batch: new input of `graph` for all micro-batches}`.
 
     Feeds with one value for all micro-batches become inputs of `graph` without a further axis.
     """
@@ -236,7 +236,7 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
         if feed is None or not value.uses():
             continue
         if feed.of_rows:
-            stacks[value] = feed.mark(stacked_input(value, "micro_batches"))
+            stacks[value] = feed.mark_input(stacked_input(value, "micro_batches"))
             graph.inputs.append(stacks[value])
         else:
             parts.model.graph.inputs.remove(value)
@@ -244,10 +244,10 @@ def _stack_inputs(parts: Gradients, graph: ir.Graph) -> Stacks:
     return stacks
 
 
-def _write_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
-    """Return the counts of terms of all micro-batches together, by a Scan over labels and weights.
+def _write_total_counts(op: Emit, objective: Objective, stacks: Stacks) -> list[ir.Value]:
+    """Return the counts by which the loss is divided, summed over all micro-batches.
 
-    The Scan takes over the graph of `objective`.
+    A Scan over labels and weights of rows adds them up; its body is the graph of `objective`.
     """
     body, counts = objective.model.graph, objective.written.counts
     stack_by_name = {str(x.name): stack for x, stack in stacks.items()}
@@ -285,7 +285,7 @@ def _sum_micro_batches(
     totals: list[ir.Value],
     number: ir.Value | None,
 ) -> Gradients:
-    """Return the gradients of all micro-batches, by a Scan whose body is the graph of `parts`.
+    """Return the gradients summed over micro-batches, by a Scan over the graph of one micro-batch.
 
     Args:
         op: writes into the graph around the Scan.
@@ -304,7 +304,7 @@ def _sum_micro_batches(
         before = ir.Value(name=inner.name(f"{w.name}_sum"), type=w.type, shape=w.shape)
         sums.append(before)
         results.append(inner.Add(before, parts.gradients[w]))
-    before_buffers = [_buffer_outside(inner, b) for b in parts.buffers]
+    before_buffers = [_input_for_buffer(inner, b) for b in parts.buffers]
     after = [*results, *parts.buffers.values(), *parts.reported]
     body.inputs[:] = [*sums, *parts.buffers, *stacks]
     body.outputs[:] = []
@@ -329,8 +329,8 @@ def _sum_micro_batches(
     )
 
 
-def _buffer_outside(inner: Emit, buffer: ir.Value) -> ir.Value:
-    """Return an input for outside of the body with the name of `buffer`; rename it in the body."""
+def _input_for_buffer(inner: Emit, buffer: ir.Value) -> ir.Value:
+    """Return a new input outside of a Scan for a buffer; rename the input inside of the body."""
     outside = ir.Value(
         name=buffer.name, type=buffer.type, shape=buffer.shape, const_value=buffer.const_value
     )
@@ -349,7 +349,7 @@ def _buffer_outside(inner: Emit, buffer: ir.Value) -> ir.Value:
 
 @dataclass
 class LossScale:
-    """The scale of the loss, as buffers of a step.
+    """The factor of the loss in mixed precision, as buffers of a step.
 
     - `scale`: the scale.
     - `steps`: the count of steps since the scale changed.
@@ -362,12 +362,12 @@ class LossScale:
 
     @classmethod
     def new(cls) -> Self:
-        """Return a loss scale with new buffers, which begin with the values of `INITIAL`."""
+        """Return a loss scale with new buffers, whose initial values are in `INITIAL`."""
         kinds = {n: ir.TensorType(ir.DataType.from_numpy(v.dtype)) for n, v in INITIAL.items()}
         return cls(*(ir.Value(name=n, type=t, shape=ir.Shape([])) for n, t in kinds.items()))
 
     def unscale(self, op: Emit, parts: Gradients) -> Gradients:
-        """Return `parts` with the gradients of the scaled loss divided by the scale."""
+        """Return the gradients of the scaled loss, `parts`, divided by the scale."""
         with op:
             inverse = op.Reciprocal(self.scale)
             gradients = {
@@ -376,14 +376,14 @@ class LossScale:
             }
         return replace(parts, gradients=gradients)
 
-    def guard(
+    def skip_unless_finite(
         self,
         op: Emit,
         gradients: Mapping[ir.Value, ir.Value],
         update: Update,
         buffers: Mapping[ir.Value, ir.Value],
     ) -> dict[ir.Value, ir.Value]:
-        """Let a step whose gradients are not finite change nothing but the scale.
+        """Let a step whose gradients are not finite change nothing but the loss scale.
 
         Return the new values of `buffers` and of the buffers of the loss scale. The update does not
         count skipped steps. With the least scale, no step is skipped: then the model itself gives
@@ -395,11 +395,11 @@ class LossScale:
             bad = op.Or(op.IsNaN(total), op.IsInf(total))
             bad = op.And(bad, op.Greater(self.scale, op.const(np.float32(_LEAST))))
 
-            def unless_bad(old: ir.Value, new: ir.Value) -> ir.Value:
+            def old_if_bad(old: ir.Value, new: ir.Value) -> ir.Value:
                 return op.set_type_like(op.Where(bad, old, new), new)
 
-            update.new = [unless_bad(*pair) for pair in zip(update.states, update.new, strict=True)]
-            result = {old: unless_bad(old, new) for old, new in buffers.items()}
+            update.new = [old_if_bad(*pair) for pair in zip(update.states, update.new, strict=True)]
+            result = {old: old_if_bad(old, new) for old, new in buffers.items()}
             one, steps = op.const(np.int64(1)), op.Add(self.steps, op.const(np.int64(1)))
             grows = op.Equal(steps, op.const(np.int64(_GROWS_AFTER)))
             half, twice = (op.Mul(self.scale, op.const(np.float32(k))) for k in (0.5, 2.0))
@@ -415,8 +415,8 @@ class LossScale:
         return result
 
     def _subtract_skipped_steps(self, op: Emit) -> None:
-        """Let the nodes that read the number of the step read it without skipped steps."""
-        number = STEP.input(op)
+        """Let all nodes that read the count of steps read the count without skipped steps."""
+        number = STEP.input_in(op)
         readers = list(number.uses())
         if not readers:
             return
@@ -434,8 +434,8 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Across:
-    """How processes share a step.
+class StepShare:
+    """How processes share a step: the part of the rows, and the exchange of buffers and weights.
 
     - `part`: the part of the rows that this process computes.
     - `same_buffers`: whether each process computes the buffers of the whole batch; if not, their
@@ -451,15 +451,16 @@ class Across:
 def count_over_processes(
     op: Emit, objective: Objective, scale: ir.Value | None
 ) -> tuple[Objective, dict[ir.Value, ir.Value], Ratio]:
-    """Return the objective with the counts of terms of all processes, its cotangents, and a ratio.
+    """Return the objective with counts of all processes, the cotangents of its loss, and a ratio.
 
-    The cotangents are of the loss times `scale`. All processes know how many terms the loss of a
-    batch has, unless labels are ignored or weighted, before they exchange anything: each process
-    divides its gradients by this expected number, and the sum over processes is multiplied by the
-    ratio of the expected number to the count of all processes. So the count of a process is in the
-    same message as its gradients. If the ratio is (), the counts are exchanged before the sweep.
+    The loss is a sum divided by a count, and the cotangents are of the loss times `scale`. Unless
+    labels are ignored or weighted, all processes know the count before they exchange anything: each
+    process divides its gradients by this expected count, and the sum over processes is multiplied
+    by the ratio of the expected count to the count of all processes. So the count of a process is
+    in the same message as its gradients. If the ratio is (), the counts are exchanged before the
+    sweep.
     """
-    ratio, own = _expected_terms(op, objective), objective.written.counts
+    ratio, own = _expected_and_own_count(op, objective), objective.written.counts
     counts = [all_reduce(op, n) for n in own]
     objective = replace(objective, written=replace(objective.written, counts=counts))
     if not ratio:
@@ -467,11 +468,11 @@ def count_over_processes(
     return objective, objective.seed_cotangents(op, [inverse_count(op, ratio[0])]), ratio
 
 
-def _expected_terms(op: Emit, objective: Objective) -> Ratio:
-    """Return the expected count of terms of all rows, and the count of terms of this process.
+def _expected_and_own_count(op: Emit, objective: Objective) -> Ratio:
+    """Return the expected count of all processes by which the loss is divided, and the own count.
 
-    The expected count is computed from the feed `ROWS`. (): the counts must be exchanged before the
-    sweep.
+    The expected count is computed from the feed `ROWS`. (): the counts cannot be expected, and are
+    exchanged before the sweep.
     """
     counts, labels = objective.written.counts, objective.written.labels
     n, wide = counts[0], (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -481,14 +482,14 @@ def _expected_terms(op: Emit, objective: Objective) -> Ratio:
         return ()
     lengths = (dims(labels[0]) or ())[1:] if labels else ()
     each = prod(length for length in lengths if isinstance(length, int)) or 1
-    rows = ROWS.input(op, wide=n.dtype == ir.DataType.DOUBLE)
+    rows = ROWS.input_in(op, wide=n.dtype == ir.DataType.DOUBLE)
     with op:
         terms = rows if each == 1 else op.Mul(rows, op.const(float(each), n.dtype))
     return op.set_type_like(terms, n), n
 
 
-def sum_over_processes(op: Emit, parts: Gradients, across: Across, ratio: Ratio) -> Gradients:
-    """Return `parts` with gradients, losses and buffers summed over the processes.
+def sum_over_processes(op: Emit, parts: Gradients, across: StepShare, ratio: Ratio) -> Gradients:
+    """Return the gradients, losses and buffers `parts` of a step, summed over all processes.
 
     The counts in `parts` are summed already. Buffers become the mean of the processes, weighted by
     their rows, unless all processes compute the same buffers.
@@ -497,7 +498,7 @@ def sum_over_processes(op: Emit, parts: Gradients, across: Across, ratio: Ratio)
     sums = [all_reduce(op, total) for total in parts.reported[:half]]
     summed = {w: all_reduce(op, g, ratio) for w, g in parts.gradients.items()}
     if buffers and not across.same_buffers:
-        share = SHARE.input(op)
+        share = SHARE.input_in(op)
         with op:
             for before, after in buffers.items():
                 own = op.set_type_like(after * op.Cast(share, to=after.dtype), after)

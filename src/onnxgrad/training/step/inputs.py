@@ -2,7 +2,7 @@
 
 A feed is an input whose values follow from the call of the runtime, such as the learning rate. It
 is declared once, by its `Feed`: name, dtype, and the values for the steps of a call. A graph reads
-it as `Feed.input`, which carries the `Feed` in its `meta`; a runner feeds all such inputs.
+it as `Feed.input_in`, which carries the `Feed` in its `meta`; a runner feeds all such inputs.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class Slice:
         rows: the count of rows of a batch, in all processes.
         row_axes: the axes on which the model has the rows.
         part: the part of each batch that this process has.
-        own: the count of rows of the arrays, for a batch.
-        counted: the count of these rows that count in the loss, the first ones. If it is 0, there
-            is one row all the same, as a model needs a row.
-        numbers: the indices of all own rows in the data; None for data that are not in memory.
+        own: the count of rows of a batch in the arrays of this process.
+        counted: how many of these rows, from the first on, enter the loss. If it is 0, `own` is 1
+            all the same, as a model needs a row.
+        numbers: the indices in the data of all rows of this process; None for data that are not in
+            memory.
         begins: which batches begin a sequence; None: only the first batch of an epoch does.
     """
 
@@ -67,8 +68,9 @@ class Slice:
         if self.counted < 0:
             self.counted = len(range(self.rows)[self.part.rows(self.rows)])
 
-    def fed(self, micro_batches: int | None = None) -> Mapping[str, np.ndarray]:
-        """Return the arrays with the axes of the model: [batches, ...], or [batches, parts, ...].
+    def model_arrays(self, micro_batches: int | None = None) -> Mapping[str, np.ndarray]:
+        """Return the arrays in the model's layout, [batches, ...] or in parts [batches, parts,
+        ...].
 
         Args:
             micro_batches: the count of parts into which the rows of each batch are cut; None: the
@@ -80,7 +82,7 @@ class Slice:
         if micro_batches is None:
             return self.row_axes.as_declared(self.arrays, 1)
         parts, split = micro_batches, {}
-        whole = self.row_axes.names_without_rows(self.one_batch(), cut=parts > 1)
+        whole = self.row_axes.names_without_rows(self.first_batch(), cut=parts > 1)
         for name, array in self.arrays.items():
             if name in whole:
                 split[name] = np.repeat(array[:, None], parts, axis=1)
@@ -89,17 +91,17 @@ class Slice:
                 split[name] = array.reshape(shape)
         return self.row_axes.as_declared(split, 2)
 
-    def one_batch(self) -> Arrays:
+    def first_batch(self) -> Arrays:
         """Return the arrays of the first batch."""
         return {name: np.asarray(array[0]) for name, array in self.arrays.items()}
 
-    def take_rows(self, rows: slice) -> Arrays:
-        """Return some rows of the first batch, as a stack of one batch."""
-        taken = self.row_axes.take_rows(self.one_batch(), rows)
+    def rows_of_first_batch(self, rows: slice) -> Arrays:
+        """Return the rows `rows` of the first batch, as arrays [1, rows, ...]."""
+        taken = self.row_axes.take_rows(self.first_batch(), rows)
         return {name: array[None] for name, array in taken.items()}
 
-    def part_of(self, first: int, batches: int) -> Slice:
-        """Return the slice of `batches` batches from the batch with the index `first` on."""
+    def batches_from(self, first: int, batches: int) -> Slice:
+        """Return the slice with `batches` batches, of which `first` is the index of the first."""
         taken = slice(first, first + batches)
         numbers = self.numbers
         if numbers is not None:
@@ -108,9 +110,9 @@ class Slice:
         arrays = {name: array[taken] for name, array in self.arrays.items()}
         return replace(self, arrays=arrays, batches=batches, numbers=numbers, begins=begins)
 
-    def each(self, first: int) -> Iterator[Batch]:
-        """Yield the batches, with the axes of the model; `first` is the index of the first."""
-        fed = self.fed()
+    def each_batch(self, first: int) -> Iterator[Batch]:
+        """Yield the batches in the layout of the model; `first` is the index of the first batch."""
+        fed = self.model_arrays()
         for i in range(self.batches):
             arrays = {name: stack[i] for name, stack in fed.items()}
             if self.numbers is None:
@@ -121,7 +123,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Call:
-    """The steps of one call of the runtime.
+    """The batches of one call of the runtime, one for each step, with learning rates.
 
     - `piece`: the batches, one for each step.
     - `rates`: the learning rates of the steps, (steps,); in a stack (steps, members).
@@ -136,14 +138,14 @@ class Call:
     done: int = 0
     micro_batches: int | None = None
 
-    def part_of(self, first: int, batches: int) -> Call:
-        """Return the call for `batches` batches from the batch with the index `first` on."""
-        piece, rates = self.piece.part_of(first, batches), self.rates[first : first + batches]
+    def batches_from(self, first: int, batches: int) -> Call:
+        """Return the call with `batches` batches, of which `first` is the index of the first."""
+        piece, rates = self.piece.batches_from(first, batches), self.rates[first : first + batches]
         return Call(piece, rates, self.position + first)
 
-    def each(self) -> Iterator[Batch]:
-        """Yield the batches of this call, with the axes of the model."""
-        return self.piece.each(self.position)
+    def each_batch(self) -> Iterator[Batch]:
+        """Yield the batches of this call, in the layout of the model."""
+        return self.piece.each_batch(self.position)
 
     @property
     def step_indices(self) -> np.ndarray:
@@ -153,11 +155,11 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """An input of a step whose values follow from the call, one for each step or micro-batch.
+    """An input of a step that the call decides, such as the learning rate: a value for each step.
 
     - `values`: returns the values for the steps of a call, along the first axis.
     - `shape`: the shape of one value.
-    - `of_rows`: whether each part of the rows of a batch has a separate value.
+    - `of_rows`: whether each micro-batch has a separate value.
     - `of_members`: whether each member of a stack has a separate value.
     """
 
@@ -168,10 +170,10 @@ class Feed:
     of_rows: bool = False
     of_members: bool = False
 
-    def input(self, op: Emit, wide: bool = False) -> ir.Value:
-        """Return the input of the graph of `op` that is fed with these values.
+    def input_in(self, op: Emit, wide: bool = False) -> ir.Value:
+        """Return the input of the graph of `op` that gets this feed, after adding a missing input.
 
-        If the graph has none, one is added; its floats are float64 if it is `wide`.
+        An added input has float64 in place of float32 if it is `wide`.
         """
         if (known := feed_inputs(op.graph).get(self.name)) is not None:
             return known
@@ -179,16 +181,16 @@ class Feed:
         value = ir.Value(
             name=op.name(self.name), type=ir.TensorType(dtype), shape=ir.Shape(self.shape)
         )
-        op.graph.inputs.append(self.mark(value))
+        op.graph.inputs.append(self.mark_input(value))
         return value
 
-    def mark(self, value: ir.Value) -> ir.Value:
+    def mark_input(self, value: ir.Value) -> ir.Value:
         """Mark `value` as an input that runners feed with the values of this feed; return it."""
         value.meta[marks.FEED] = self
         return value
 
-    def arrays(self, call: Call, dtype: ir.DataType | None) -> np.ndarray:
-        """Return the values for the steps of a call, in the dtype of an input."""
+    def arrays_of_call(self, call: Call, dtype: ir.DataType | None) -> np.ndarray:
+        """Return the values of this feed for the steps of a call, in the dtype of an input."""
         assert dtype is not None
         return self.values(call).astype(dtype.numpy())
 
@@ -199,33 +201,33 @@ FEEDS: dict[str, Feed] = {}  # by name, in the order of the inputs of a step
 def declare_feed(feed: Feed) -> Feed:
     """Add a feed to `FEEDS`, and return it.
 
-    The updates of optimizers can read a feed if `UpdateInputs` has a field of its name.
+    The updates of optimizers can read a feed if `UpdateInputs` has a field with the feed's name.
     """
     FEEDS[feed.name] = feed
     return feed
 
 
 def feed_of(value: ir.Value) -> Feed | None:
-    """Return the feed of an input; None for weights, slots, buffers and data."""
+    """Return the feed that an input gets; None for weights, slots, buffers and data."""
     return value.meta.get(marks.FEED)
 
 
 def feed_inputs(graph: ir.Graph) -> dict[str, ir.Value]:
-    """Return the inputs of a graph that are fed, by feed name, in the order of `FEEDS`."""
+    """Return the graph inputs that get feeds, `{feed name: input}`, in the order of `FEEDS`."""
     feeds = ((feed_of(v), v) for v in graph.inputs)
     found = {feed.name: v for feed, v in feeds if feed is not None}
     return {name: found[name] for name in (*FEEDS, *found) if name in found}
 
 
 def remove_unread_feeds(graph: ir.Graph, but: Feed | None = None) -> None:
-    """Remove the fed inputs of a graph that no node reads, except the input of the feed `but`."""
+    """Remove the inputs for feeds that no node reads, except the input of the feed `but`."""
     for value in feed_inputs(graph).values():
         if not value.uses() and feed_of(value) is not but:
             graph.inputs.remove(value)
 
 
 def draw_numbers(call: Call) -> np.ndarray:
-    """Return a number for each draw of random numbers: of a step, micro-batch and process."""
+    """Return integers that differ by step, micro-batch and process, as seeds of random numbers."""
     part = call.piece.part
     numbers = call.step_indices * part.size + part.rank
     if call.micro_batches is None:

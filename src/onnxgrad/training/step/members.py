@@ -19,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import attribute_key
 from onnxgrad.graph.walk import Walk
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.optimizers.averages import Around
+from onnxgrad.optimizers.averages import OptimizerWrapper
 from onnxgrad.optimizers.base import Chain, Optimizer, Slots, UpdateInputs
 from onnxgrad.optimizers.scaling import AddDecayedWeights
 from onnxgrad.training.objective import Objective
@@ -33,7 +33,7 @@ Constants = dict[tuple[int, int], np.ndarray]  # by the indices of the node and 
 
 @dataclass
 class GroupOfMembers(Group):
-    """A `Group` of weights of a stack, whose arrays have the axis of members first.
+    """A `Group` of weights of a stack of models, whose arrays have the axis of models first.
 
     `optimizers` are the optimizers of the members.
     """
@@ -46,7 +46,7 @@ class GroupOfMembers(Group):
         slots: Mapping[str, Mapping[str, np.ndarray]],
         copies: bool = True,
     ) -> list[np.ndarray]:
-        """Return the initial arrays of the inputs, see `Group.initial`; they are always copies."""
+        """Return the initial arrays of the inputs, always copies: see `Group.initial`."""
         members = []
         for k, optimizer in enumerate(self.optimizers):
             own = optimizer.for_weight(*next(iter(self.shapes.items())))
@@ -73,7 +73,7 @@ class GroupOfMembers(Group):
 
 @dataclass
 class Members:
-    """The members of a stack, the copies of a model that it trains.
+    """The models that a stack trains together, called members, with their optimizers.
 
     Attributes:
         optimizers: the optimizer of each member.
@@ -90,7 +90,7 @@ class Members:
     def write_update(
         self, op: Emit, gradients: dict[ir.Value, ir.Value], packed: int | None = None
     ) -> Update:
-        """Write the update of one member, with values for the constants that differ by member.
+        """Write the update of one member, with new inputs for the constants that differ by member.
 
         See `write_update` for the arguments.
 
@@ -111,7 +111,7 @@ class Members:
             optimizer.check_names([str(w.name) for w in gradients])
             alike = _groups_with_optimizer(groups, optimizer)
             other = None if alike is None else _UpdateSketch(op, alike, own, optimizer)
-            differences = None if other is None else sketch.differences(other)
+            differences = None if other is None else sketch.constant_differences(other)
             if differences is None:
                 raise ValueError(
                     f"the members 0 and {k} of a stack have optimizers of different kinds, "
@@ -120,12 +120,12 @@ class Members:
                     "out a part of the update, as momentum=0 does"
                 )
             differing.append(differences)
-        return sketch.write(op, self._write_constants(op, sketch, differing))
+        return sketch.write(op, self._values_for_constants(op, sketch, differing))
 
-    def _write_constants(
+    def _values_for_constants(
         self, op: Emit, sketch: _UpdateSketch, differing: list[Constants]
     ) -> dict[tuple[int, int], ir.Value]:
-        """Return values for the constants that differ by member, by node and operand index.
+        """Return `{(node index, operand index): value}` for the constants that differ by member.
 
         `differing` has the constants of each member that differ from the first member's.
         """
@@ -144,11 +144,11 @@ class Members:
             values[i, j] = known[key]
         return values
 
-    def push(self, op: Emit, carried: Sequence[ir.Value]) -> None:
-        """Push the axis of members through the graph of a step.
+    def push_member_axis(self, op: Emit, carried: Sequence[ir.Value]) -> None:
+        """Rewrite the graph of a step so that weights, slots and buffers have an axis of members.
 
-        The inputs `carried`, which are weights, slots and buffers, get the axis of members, and so
-        do learning rates; data have no such axis.
+        The weights, slots and buffers are the inputs `carried`. Learning rates get the axis, too;
+        data have no axis of members.
 
         Raises:
             ValueError: a node that cannot be written for all members.
@@ -160,7 +160,7 @@ class Members:
         for v in (*carried, *own):
             axis.set_stacked(v, axis.set_member_type(ir.Value(name=v.name), v))
         for v, feed in own.items():
-            feed.mark(axis.value_for(v))
+            feed.mark_input(axis.value_for(v))
         for v, array in self.constants.items():
             axis.set_stacked(v, op.const(array))
         for name in [name for name in graph.initializers if name in self.weights]:
@@ -173,7 +173,7 @@ class Members:
 
 @dataclass(frozen=True)
 class _WrittenDecay(AddDecayedWeights):
-    """Weight decay that writes its nodes also for a decay of 0 or 1, where others need no node."""
+    """Weight decay that writes the same nodes for all decays, also for a decay of 0 or 1."""
 
     elementwise = True
 
@@ -183,10 +183,10 @@ class _WrittenDecay(AddDecayedWeights):
 
 
 def _with_written_decays(optimizer: Optimizer) -> Optimizer:
-    """Return an equal optimizer that writes the same nodes whatever its weight decay is."""
+    """Return an equal optimizer whose update has the same nodes for any weight decay."""
     if isinstance(optimizer, Chain):
         return replace(optimizer, parts=tuple(map(_with_written_decays, optimizer.parts)))
-    if isinstance(optimizer, Around):
+    if isinstance(optimizer, OptimizerWrapper):
         return replace(optimizer, optimizer=_with_written_decays(optimizer.optimizer))
     if isinstance(optimizer, AddDecayedWeights):
         return _WrittenDecay(optimizer.decay, optimizer.exclude)
@@ -194,13 +194,13 @@ def _with_written_decays(optimizer: Optimizer) -> Optimizer:
 
 
 def _chain_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the parts of a chain of transforms, or the one optimizer that is no chain."""
+    """Return the parts of a chain of transforms; (optimizer,) for an optimizer that is no chain."""
     return optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
 
 
 def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
     """Return `optimizer` with a weight decay of zero where `other` has a weight decay."""
-    if isinstance(optimizer, Around) and isinstance(other, Around):
+    if isinstance(optimizer, OptimizerWrapper) and isinstance(other, OptimizerWrapper):
         inner = _with_decays_of(optimizer.optimizer, other.optimizer)
         return replace(optimizer, optimizer=inner)
     parts, wanted = _chain_parts(optimizer), _chain_parts(other)
@@ -216,7 +216,7 @@ def _with_decays_of(optimizer: Optimizer, other: Optimizer) -> Optimizer:
 
 
 def _with_equal_parts(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return equal optimizers that write the same nodes, whatever their weight decays are."""
+    """Return equal optimizers whose updates have the same nodes, though weight decays differ."""
     written = [*map(_with_written_decays, optimizers)]
     for other in written:
         written = [_with_decays_of(optimizer, other) for optimizer in written]
@@ -224,7 +224,7 @@ def _with_equal_parts(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 class _UpdateSketch:
-    """The update of groups by an optimizer, in a separate graph, to compare it between members."""
+    """The update of groups by one optimizer in a separate graph, to be compared between members."""
 
     def __init__(
         self, op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
@@ -246,10 +246,10 @@ class _UpdateSketch:
         self.feeds = feed_inputs(graph)
         self.inputs = [*update.states, *own, *self.feeds.values()]
 
-    def differences(self, other: _UpdateSketch) -> Constants | None:
-        """Return the constants of `other` that differ from those here, by node and operand.
+    def constant_differences(self, other: _UpdateSketch) -> Constants | None:
+        """Return the constants of `other` that differ from the constants of this sketch.
 
-        None if the sketches differ in anything else.
+        The keys are (node index, operand index). None if the sketches differ in anything else.
         """
         if len(self.nodes) != len(other.nodes):
             return None
@@ -274,9 +274,9 @@ class _UpdateSketch:
         return differing if all(same.get(x) is y for x, y in pairs) else None
 
     def write(self, op: Emit, constants: Mapping[tuple[int, int], ir.Value]) -> Update:
-        """Write the nodes into the graph of `op`, with values in place of some constants."""
+        """Write the nodes into the graph of `op`, with values in place of the given constants."""
         update, wide = self.update, any(v.dtype == _DOUBLE for v in self.feeds.values())
-        feeds = [FEEDS[name].input(op, wide) for name in self.feeds]
+        feeds = [FEEDS[name].input_in(op, wide) for name in self.feeds]
         states = [v for group in self.groups for v in group.inputs]
         new: dict[ir.Value, ir.Value] = {}
         new.update(zip(self.inputs, [*states, *self.gradients, *feeds], strict=True))
@@ -296,7 +296,7 @@ def _node_key(node: ir.Node) -> tuple:
 
 
 def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Group] | None:
-    """Return groups of weights with the optimizer of another member of a stack, or None.
+    """Return the groups with another optimizer; None if it would change groups or slots.
 
     None: weights would be in other groups, or have other slots, with that optimizer.
     """
@@ -313,7 +313,7 @@ def _groups_with_optimizer(groups: list[Group], optimizer: Optimizer) -> list[Gr
 
 
 def objective_of_stack(objective: Objective, members: int) -> Objective:
-    """Return the objective that evaluates the members of a stack, from the objective of one model.
+    """Return the objective of a stack of `members` models, made from the objective of one model.
 
     The graph is changed in place. Weights get the axis of members, and so do inputs that get an
     output of the batch before.

@@ -66,7 +66,7 @@ def write_update(
     blocks: bool = True,
     in_place: bool = False,
 ) -> Update:
-    """Write the update of weights by their gradients, `{weight: gradient}`.
+    """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
     With `in_place`, a model updates each group. `write_groups` describes the other arguments, and
     the errors.
@@ -82,13 +82,13 @@ def update_groups(
     optimizer: Optimizer,
     in_place: bool = False,
 ) -> Update:
-    """Write the update of `groups`, each by its gradient; with `in_place`, as models."""
+    """Write the update of each group by its gradient; with `in_place`, as a model for each."""
     wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
     if optimizer.joint:  # gradients are zero before the first step of their group
         gradients = list(gradients)
         for i, (group, g) in enumerate(zip(groups, gradients, strict=True)):
             if first := group.optimizer.first_step:
-                begun = op.Greater(STEP.input(op), np.int64(first))
+                begun = op.Greater(STEP.input_in(op), np.int64(first))
                 zero = op.const(0.0, g.dtype)
                 gradients[i] = op.set_type_like(op.Where(begun, g, zero), g)
     cotangents = optimizer.across(op, gradients)
@@ -125,7 +125,7 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
 
 
 def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
-    """Return a model that updates a group, or any part of its elements if `is_divided`.
+    """Return a model that updates a group, or some of its elements if `may_update_by_parts`.
 
     Inputs: `weight`, the slots, `gradient`, and the feeds that the optimizer reads; the learning
     rate is float64 if `wide`.
@@ -133,7 +133,7 @@ def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
     op, like, optimizer = Emit(graph), group.state, group.optimizer
-    part = ir.Shape(["elements"]) if is_divided(group) else like.shape
+    part = ir.Shape(["elements"]) if may_update_by_parts(group) else like.shape
     weight, gradient = (graph_input(op, name, like, part) for name in ("weight", "gradient"))
     slots = {
         slot: graph_input(op, slot, like, part if dims(value) == dims(like) else value.shape)
@@ -150,7 +150,7 @@ def group_update_model(group: Group, wide: bool, opset: int) -> ModelProto:
 
 
 def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> ModelProto:
-    """Return the graph of `op` as a model that returns the new values of inputs."""
+    """Return the graph of `op` as a model whose outputs are new values of its inputs."""
     protected = set(op.graph.inputs)
     op.graph.outputs.extend(
         op.name_output(after, f"{before.name}.new", before, protected)
@@ -162,8 +162,9 @@ def _finish_update_model(op: Emit, results: Mapping[ir.Value, ir.Value]) -> Mode
 
 
 def _optimizer_inputs(op: Emit, weight: ir.Value, wide: bool) -> UpdateInputs:
-    """Return the `UpdateInputs` of a weight, whose feeds are cast to the weight's dtype."""
-    feeds = {f.name: FEEDS[f.name].input(op, wide) for f in fields(UpdateInputs) if f.name in FEEDS}
+    """Return the `UpdateInputs` of a weight: feeds, cast to the dtype of the weight."""
+    names = [f.name for f in fields(UpdateInputs) if f.name in FEEDS]
+    feeds = {name: FEEDS[name].input_in(op, wide) for name in names}
     return UpdateInputs(weight, **{name: op.Cast(v, to=weight.dtype) for name, v in feeds.items()})
 
 
@@ -201,7 +202,7 @@ def shard_update(op: Emit, update: Update, rank: int, owners: Sequence[int]) -> 
 
 
 def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
-    """Return the rank of the process that updates each group, with about equal work for all."""
+    """Return the rank of the process that shall update each group, with equal work for all."""
     elements = [sum(prod(stated_shape(v)) for v in group.inputs) for group in groups]
     loads, owners = [0] * size, [0] * len(groups)
     for i in sorted(range(len(groups)), key=lambda i: -elements[i]):
@@ -210,8 +211,8 @@ def assign_owners(groups: Sequence[Group], size: int) -> list[int]:
     return owners
 
 
-def is_divided(group: Group) -> bool:
-    """Return whether the update of each element of a group depends on no other element."""
+def may_update_by_parts(group: Group) -> bool:
+    """Return whether a group can be updated in parts: no new element reads other elements."""
     return group.optimizer.elementwise and bool(dims(group.state))
 
 
@@ -260,7 +261,7 @@ def build_update(
     new = dict(zip(update.states, update.new, strict=True))
     for group in update.groups:
         if group.in_blocks:
-            _undo_blocks(op, group, new)
+            _replace_block_inputs(op, group, new)
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
     graph.inputs[:] = [*states, *slots, *graph.inputs]
@@ -288,18 +289,18 @@ def weights_to_evaluate(
     }
 
 
-def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
-    """Give the inputs of a group that is updated in blocks, and `new`, the shape of the weight."""
+def _replace_block_inputs(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
+    """Give the inputs of a group that have an axis of blocks the shape of the weight instead."""
     ((name, shape),) = group.shapes.items()
 
-    def whole(blocks: ir.Value, name: str) -> ir.Value:
+    def whole_input(blocks: ir.Value, name: str) -> ir.Value:
         value = ir.Value(name=name, type=blocks.type, shape=ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
             ir.convenience.replace_all_uses_with(blocks, op.reshape_like(value, blocks))
         new[value] = op.reshape_like(new.pop(blocks), value)
         return value
 
-    group.state = whole(group.state, name)
+    group.state = whole_input(group.state, name)
     for slot, value in group.slots.items():
         if dims(value):
-            group.slots[slot] = whole(value, str(value.name))
+            group.slots[slot] = whole_input(value, str(value.name))

@@ -101,7 +101,7 @@ class Group:
     def pack(
         self, arrays: Mapping[str, np.ndarray], slot: str | None = None, copies: bool = True
     ) -> np.ndarray:
-        """Return the array of an input: of the weights, or of one slot of all weights.
+        """Return the array of one input: all weights of the group, or all slots of a name.
 
         Without `copies`, the array of a single weight shares its memory, if that is aligned.
         """
@@ -140,7 +140,7 @@ class Group:
         }
 
     def _part_shapes(self, slot: str | None) -> dict[str, Shape]:
-        """Return the shapes of the weights, or of one slot of each weight, by weight."""
+        """Return the shape of each weight, or of its slot `slot`, by the name of the weight."""
         if slot is None:
             return self.shapes
         return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
@@ -199,7 +199,7 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
 def _partition_weights(
     weights: Iterable[ir.Value], optimizer: Optimizer, packed: int | None
 ) -> list[tuple[Optimizer, list[ir.Value]]]:
-    """Return pairs of an optimizer and the weights of a group.
+    """Return (optimizer, weights) for each group of weights that a step updates together.
 
     Small weights of one dtype and optimizer are a group; each large weight is a group.
     """
@@ -232,7 +232,7 @@ def _write_group(
     blocks: bool,
     pieces: dict[ir.Value, ir.Value],
 ) -> tuple[Group, ir.Value]:
-    """Return the group of `weights`, and the gradient w.r.t. its state.
+    """Return the group of `weights`, and the gradient w.r.t. the input that holds the weights.
 
     Several weights become one input, which the graph splits, so that their update is written once.
     A weight that is updated in blocks becomes an input whose first axis counts the blocks. `pieces`
@@ -241,19 +241,19 @@ def _write_group(
     sizes = [prod(stated_shape(w)) for w in weights]
     w = weights[0]
 
-    def gradient(w: ir.Value) -> ir.Value:
+    def gradient_of(w: ir.Value) -> ir.Value:
         return pieces.get(gradients[w], gradients[w])
 
     alone = len(weights) == 1 and optimizer.elementwise and blocks
     shape = block_shape(w) if alone else None
     if len(weights) == 1 and shape is None:
-        state, g = w, gradient(w)
+        state, g = w, gradient_of(w)
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
             pieces[w] = op.reshape_like(state, w)
         ir.convenience.replace_all_uses_with(w, pieces[w])
-        g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
+        g = op.set_type_like(op.Reshape(gradient_of(w), list(shape)), state)
     else:
         state = ir.Value(name=op.name("packed"), type=weights[0].type, shape=ir.Shape([sum(sizes)]))
         with op.at(next(iter(op.graph), None)):
@@ -262,7 +262,7 @@ def _write_group(
                 part.shape = ir.Shape([size])
                 pieces[w] = part if _is_only_broadcast(w) else op.reshape_like(part, w)
                 ir.convenience.replace_all_uses_with(w, pieces[w])
-        flat = [op.Reshape(gradient(w), [size]) for w, size in zip(weights, sizes, strict=True)]
+        flat = [op.Reshape(gradient_of(w), [size]) for w, size in zip(weights, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
     prefix = state.name if len(weights) > 1 else w.name
     slots = {}
@@ -274,7 +274,7 @@ def _write_group(
 
 
 def _is_only_broadcast(w: ir.Value) -> bool:
-    """Return whether all nodes that read `w` broadcast it, so that its leading axes can go."""
+    """Return whether nodes only broadcast `w`, so that they need no leading axes of length 1."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
         node.op_type in ("Add", "Sub", "Mul", "Div")
