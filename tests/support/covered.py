@@ -12,7 +12,7 @@ from onnx import defs, helper
 
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.operators import OPERATORS, add_facts
-from onnxgrad.operators.registry import Unsupported, taken_gradients
+from onnxgrad.operators.records import Unsupported, taken_gradients
 from tests.support.cases import row_model
 from tests.support.convolution_cases import CONVOLUTIONS, conv_model
 from tests.support.packs import side_by_side

@@ -19,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import captured, dependents, reads, subgraphs
 from onnxgrad.operators.member_forms import write_for_members
-from onnxgrad.operators.registry import members_of
+from onnxgrad.operators.records import members_of
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank, static
 

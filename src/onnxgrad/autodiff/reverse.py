@@ -12,8 +12,7 @@ from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import marks, operator_of
-from onnxgrad.operators.records import remedy_of
-from onnxgrad.operators.registry import Lowering, Rule, Unsupported, taken_gradients
+from onnxgrad.operators.records import Lowering, Rule, Unsupported, remedy_of, taken_gradients
 from onnxgrad.operators.shapes import Dims, dims, is_real
 from onnxgrad.reporting import logger
 

@@ -1,11 +1,11 @@
-"""All that is known of operators: one record for each, one file for each family.
+"""All that is known of operators: one record for each, one file for each group of operators.
 
-`records.py` has the record: traits, named axes, shapes, elements of short vectors, roles of
-operands, rule, lowering, form for members. A file of a family declares its operators and writes
-their rules (`registry.py`), with nodes that several families write (`rule_nodes.py`,
-`windows.py`); `user_rules.py` has the public `rule` and `lowering`. Records are read by
-`outputs.py` (types, shapes and elements of results), `axes.py` (where an axis stands in a result)
-and `member_forms.py`; `marks.py` lists the keys of `meta`.
+`records.py` has the record of an operator (traits, axes, shape, rule, lowering, ...) and the
+decorators that register rules and lowerings. The other files declare their operators and write the
+rules, with nodes that several files write (`rule_nodes.py`, `windows.py`). `user_rules.py` has the
+public `rule` and `lowering`. Records are read by `outputs.py` (types, shapes and elements of
+results), `axes.py` (which axis of a result an axis of an operand becomes) and `member_forms.py`
+(one node for all models of a `TrainerStack`); `marks.py` lists the keys of `meta`.
 """
 
 from importlib import import_module

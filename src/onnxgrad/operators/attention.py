@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import dims, rank
 
@@ -33,9 +32,8 @@ def _work_of_attention(node: ir.Node, lengths_of: Callable) -> int:
 
 
 declare_operators("Attention", "attention", roles="fffmhhc", work=_work_of_attention)
-declare_operators("CausalConvWithState LinearAttention", "float32_in_reference")
-declare_operators("LinearAttention", roles="fffhx")
-declare_operators("CausalConvWithState", roles="xfbh")
+declare_operators("LinearAttention", "float32_in_reference", roles="fffhx")
+declare_operators("CausalConvWithState", "float32_in_reference", roles="xfbh")
 declare_operators("RotaryEmbedding", roles="xkkc")
 
 HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)

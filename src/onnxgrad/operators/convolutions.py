@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import first_operand, row_axis
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.records import Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.sampling import samples_of, taps
 from onnxgrad.operators.shapes import count_bias_additions, dims, rank, static
@@ -49,14 +49,15 @@ def _work_of_transposed_convolution(node: ir.Node, lengths_of: Callable) -> int:
     return products + count_bias_additions(node, 2, lengths_of)
 
 
-declare_operators("Conv ConvTranspose", "convolution", roles="xfb", axes=first_operand(row_axis))
-declare_operators("Conv", "quantizable", work=work_of_convolution(1, 2))
-declare_operators("ConvTranspose", work=_work_of_transposed_convolution)
-declare_operators("DeformConv", roles="xfxbx", work=work_of_convolution(1, 3))
-declare_operators("ConvInteger", "convolution", work=work_of_convolution(1, 4))
-declare_operators("QLinearConv", "convolution", work=work_of_convolution(3, 8))
-declare_operators("Conv ConvInteger ConvTranspose DeformConv", features=(1, 1))
-declare_operators("QLinearConv", features=(3, 1))
+_CONVOLUTION: dict[str, Any] = {"roles": "xfb", "axes": first_operand(row_axis), "features": (1, 1)}
+
+declare_operators("Conv", "convolution quantizable", **_CONVOLUTION, work=work_of_convolution(1, 2))
+declare_operators(
+    "ConvTranspose", "convolution", **_CONVOLUTION, work=_work_of_transposed_convolution
+)
+declare_operators("DeformConv", roles="xfxbx", features=(1, 1), work=work_of_convolution(1, 3))
+declare_operators("ConvInteger", "convolution", features=(1, 1), work=work_of_convolution(1, 4))
+declare_operators("QLinearConv", "convolution", features=(3, 1), work=work_of_convolution(3, 8))
 
 
 @rule("Conv", "ConvTranspose")

@@ -29,8 +29,14 @@ from onnxgrad.operators.outputs import (
     range_if_increasing,
     range_of_all,
 )
-from onnxgrad.operators.records import PIECEWISE, Range, declare_operators
-from onnxgrad.operators.registry import elementwise, lowering, rule
+from onnxgrad.operators.records import (
+    PIECEWISE,
+    Range,
+    declare_operators,
+    elementwise,
+    lowering,
+    rule,
+)
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
 _BOOLEAN: dict[str, Any] = {"traits": "cheap boolean", "no_gradient": "the output is boolean"}
@@ -76,20 +82,22 @@ def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 
-_declare_elementwise("Neg", "cheap arithmetic exact sums")
+_declare_elementwise("Neg", "cheap arithmetic exact sums affine")
 _declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
 _declare_elementwise("Max Min", "cheap arithmetic exact bounds", roles="v", straight_through=())
-_declare_elementwise("Add Sub", "cheap arithmetic exact sums", roles="a", straight_through=())
+_declare_elementwise(
+    "Add Sub", "cheap arithmetic exact sums affine", roles="a", straight_through=()
+)
 declare_operators("Add", elements=of_numbers(operator.add))
 declare_operators("Sub", elements=of_numbers(operator.sub))
-_declare_elementwise("Div Mul", "cheap arithmetic exact powers", roles="e")
+_declare_elementwise("Div Mul", "cheap arithmetic exact powers affine", roles="e")
 declare_operators("Div", elements=of_numbers(_truncated_quotient))
 declare_operators("Mul", elements=of_each(multiply_lengths), straight_through=())
 _declare_elementwise("Abs", "cheap powers")
-_declare_elementwise("Mean", "cheap", roles="a")
+_declare_elementwise("Mean", "cheap affine", roles="a")
 _declare_elementwise("Reciprocal Sqrt", "cheap exact powers")
 _declare_elementwise("Relu", "cheap", straight_through=(0,))
-_declare_elementwise("Sum", "cheap sums", roles="a", straight_through=())
+_declare_elementwise("Sum", "cheap sums affine", roles="a", straight_through=())
 _declare_elementwise("Sign", "cheap", no_gradient=PIECEWISE)
 _declare_elementwise("Mod", "cheap", roles="v", elements=of_numbers(_nonnegative_remainder))
 _declare_elementwise(
@@ -100,9 +108,10 @@ _declare_elementwise(
     elements=of_each(lambda is_first, a, b: None if is_first is None else a if is_first else b),
     straight_through=(1, 2),
 )
-_declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
-declare_operators("BitCast BitShift", no_gradient=_OF_BITS)
-declare_operators("BitShift BitwiseAnd BitwiseOr BitwiseXor", "bits")
+_declare_elementwise("BitwiseNot", "cheap", no_gradient=_OF_BITS)
+_declare_elementwise("BitwiseAnd BitwiseOr BitwiseXor", "cheap bits", no_gradient=_OF_BITS)
+declare_operators("BitCast", no_gradient=_OF_BITS)
+declare_operators("BitShift", "bits", no_gradient=_OF_BITS)
 _declare_elementwise("IsInf IsNaN Xor", **_BOOLEAN)
 _declare_elementwise("Not", **_BOOLEAN, elements=of_numbers(operator.not_))
 _declare_elementwise("And", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a and b)))
@@ -116,9 +125,9 @@ _declare_elementwise(
     "Cast",
     "cheap moves reorders exact never_fails",
     result_type=lambda _, attributes: ir.TensorType(ir.DataType(attributes["to"])),
+    elements=of_known(_cast_elements),
 )
-_declare_elementwise("CastLike", "unary cheap moves", roles="xl")
-declare_operators("Cast CastLike", elements=of_known(_cast_elements))
+_declare_elementwise("CastLike", "unary cheap moves", roles="xl", elements=of_known(_cast_elements))
 _declare_elementwise("Clip", "unary cheap bounds", roles="xc", straight_through=())
 _declare_elementwise("PRelu", "unary cheap", roles="xp")
 _declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")
@@ -137,7 +146,6 @@ declare_operators(
     shape=like_first,
     axes=broadcast_axis,
 )
-declare_operators("Add Div Mean Mul Neg Sub Sum", "affine")
 
 # -- ranges of the elements of results -------------------------------------------------------------
 
@@ -409,36 +417,6 @@ def gelu(op, node, g):
         return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
     normal = 0.5 * (1.0 + op.Erf(x / sqrt(2)))
     return (g * (normal + x * op.Exp(-0.5 * log(2 * pi) - 0.5 * (x * x))),)
-
-
-@rule("Softmax")
-def softmax(op, node, g):
-    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
-
-    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
-    exported attention does for rows that are masked out completely, dx is 0 there.
-    """
-    (y,), axis = node.outputs, int_attribute(node, "axis")
-    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and g does not
-    # say whether one is needed: Clip and Dropout mask it as a Where does.
-    if _is_replaced_by_where(y):
-        y = op.Where(op.IsNaN(y), 0.0, y)
-    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
-
-
-def _is_replaced_by_where(y: ir.Value) -> bool:
-    """Return whether a Where reads `y`, directly or through a Cast."""
-    consumers = [consumer for consumer, _ in y.uses()]
-    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
-    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
-    return any(consumer.op_type == "Where" for consumer in consumers)
-
-
-@rule("LogSoftmax")
-def log_softmax(op, node, g):
-    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
-    (y,), axis = node.outputs, int_attribute(node, "axis")
-    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
 
 
 @lowering("Mod")

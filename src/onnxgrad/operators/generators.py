@@ -18,8 +18,14 @@ from onnxgrad.operators.outputs import (
     of_known,
     product_of_lengths,
 )
-from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
-from onnxgrad.operators.registry import members_of, rule
+from onnxgrad.operators.records import (
+    INDEX,
+    OF_SETTINGS,
+    OF_SHAPE,
+    declare_operators,
+    members_of,
+    rule,
+)
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 
@@ -69,12 +75,14 @@ declare_operators(
     shape=lambda *_: (),
     elements=lambda node, _: product_of_lengths(known_shape(node.inputs[0])),
 )
-declare_operators("ConstantOfShape EyeLike", "cheap shape", no_gradient=OF_SHAPE)
+declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators(
     "ConstantOfShape",
+    "cheap shape",
     elements=of_known(_filled_elements),
     lengths=lambda _, operands: nonnegative_lengths(operands[0]),
     settings=(0,),
+    no_gradient=OF_SHAPE,
 )
 declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
 declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)
@@ -86,7 +94,6 @@ declare_operators(
     lengths=_length_of_range,
     settings=(0, 1, 2),
 )
-declare_operators("AffineGrid", roles="v")
 declare_operators(
     "OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes), settings=(1,)
 )

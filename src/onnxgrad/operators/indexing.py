@@ -16,8 +16,7 @@ from onnxgrad.operators.layouts import FIRST, moved, scatter_flat
 from onnxgrad.operators.member_forms import shift_axes_of_all, shift_named_axes
 from onnxgrad.operators.normalizations import LAST
 from onnxgrad.operators.outputs import Elements, first_dtype, like_first, of_known
-from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import members_of, rule
+from onnxgrad.operators.records import Naming, declare_operators, members_of, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
     last_of_elements,
@@ -57,24 +56,30 @@ def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
 
 
 declare_operators("Gather GatherElements GatherND", "selects", roles="ti")
-declare_operators("Gather GatherElements ScatterElements", naming=FIRST)
-declare_operators("GatherElements ScatterElements", members=shift_axes_of_all)
+declare_operators("GatherElements ScatterElements", naming=FIRST, members=shift_axes_of_all)
 declare_operators("ScatterElements ScatterND", shape=like_first)
-declare_operators("Gather", "cheap moves aligned", axes=_gathered_axis, lookup_operand=1)
-declare_operators("Gather", elements=of_known(_gathered_elements))
+declare_operators(
+    "Gather",
+    "cheap moves aligned",
+    naming=FIRST,
+    axes=_gathered_axis,
+    elements=of_known(_gathered_elements),
+    lookup_operand=1,
+)
 declare_operators(
     "GatherElements",
     shape=lambda inputs, _: None if dims(inputs[0]) is None else dims(inputs[1]),
     axes=lambda node, operand, axis: axis if operand else axis_unless_named(node, 0, axis),
 )
 declare_operators("GatherND", axes=_axis_of_gather_nd)
-declare_operators("Compress TopK", roles="xl", axes=first_operand(axis_unless_named))
-declare_operators("Compress", "moves selects", naming=Naming("axis"))
+_KEPT: dict[str, Any] = {"axes": first_operand(axis_unless_named), "roles": "xl"}
+declare_operators("Compress", "moves selects", naming=Naming("axis"), **_KEPT)
 declare_operators(
     "TopK",
     "searches",
     result_type=_types_of_top_k,
     naming=LAST,
+    **_KEPT,
     settings=(1,),
     fitted=(
         "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
@@ -246,12 +251,9 @@ def tensor_scatter(op, node, g):
 @rule("TopK")
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
-    x, axis, i = (
-        node.inputs[0],
-        int_attribute(node, "axis"),
-        node_output(op, node, 1, ir.DataType.INT64),
-    )
-    return op.ScatterElements(op.zeros_like(x), i, g, axis=axis), None
+    (x, _), i = node.inputs, node_output(op, node, 1, ir.DataType.INT64)
+    zeros, axis = op.zeros_like(x), int_attribute(node, "axis")
+    return op.ScatterElements(zeros, i, g, axis=axis), None
 
 
 @rule("Unique")

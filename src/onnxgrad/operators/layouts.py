@@ -25,8 +25,7 @@ from onnxgrad.operators.axes import (
 )
 from onnxgrad.operators.member_forms import one_by_one, shift_axes_of_all, shift_named_axes
 from onnxgrad.operators.outputs import Elements, like_first, of_known, type_of_first
-from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import lowering, members_of, rule
+from onnxgrad.operators.records import Naming, declare_operators, lowering, members_of, rule
 from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide_dtype
 from onnxgrad.operators.shapes import (
     Dim,
@@ -126,10 +125,11 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
 
 _AXES = Naming("axes", 1)
 
-declare_operators("Flatten Reshape Squeeze Unsqueeze", "view cheap moves reorders")
-declare_operators("Reshape Squeeze Unsqueeze", elements=_viewed_elements)
-declare_operators("Flatten Reshape", axes=reshaped_axis)
-declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths)
+_VIEW = "view cheap moves reorders"
+
+declare_operators("Reshape Squeeze Unsqueeze", _VIEW, elements=_viewed_elements, roles="xl")
+declare_operators("Flatten Reshape", _VIEW, axes=reshaped_axis)
+declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths, settings=(1,))
 declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis)
 declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis)
 declare_operators(
@@ -209,8 +209,12 @@ declare_operators(
     shape=_shape_of_expand,
     lengths=_expand_to_lengths,
     axes=first_operand(broadcast_axis),
+    roles="xl",
+    settings=(1,),
 )
-declare_operators("Tile", "cheap moves reorders aligned", axes=_tiled_axis)
+declare_operators(
+    "Tile", "cheap moves reorders aligned", axes=_tiled_axis, roles="xl", settings=(1,)
+)
 declare_operators(
     "Concat",
     "cheap reorders aligned",
@@ -227,6 +231,7 @@ declare_operators(
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
     members=one_by_one,
+    roles="xl",
 )
 
 # -- parts and surroundings -----------------------------------------------------------------------
@@ -263,26 +268,34 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     return None if pads is None or pads[named.index(axis) :: len(named)].any() else axis
 
 
-declare_operators("Slice Split", "cheap moves selects aligned")
 declare_operators(
     "Slice",
+    "cheap moves selects aligned",
     naming=Naming("axes", 3, _started_axes),
     axes=first_operand(_sliced_axis),
     elements=of_known(_sliced_elements),
+    roles="xl",
     settings=(1, 2, 3, 4),
 )
-declare_operators("Split", naming=FIRST, axes=first_operand(axis_unless_named))
+declare_operators(
+    "Split",
+    "cheap moves selects aligned",
+    naming=FIRST,
+    axes=first_operand(axis_unless_named),
+    roles="xl",
+    settings=(1,),
+)
 declare_operators(
     "Pad",
     "cheap aligned",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=_padded_axis,
     straight_through=(0, 2),
+    roles="xl",
+    settings=(1,),
 )
-declare_operators("Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes)
-declare_operators("Expand Pad Reshape Split Tile", settings=(1,))
 declare_operators(
-    "Expand Pad Reshape ReverseSequence Slice Split Squeeze Tile Trilu Unsqueeze", roles="xl"
+    "Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes, roles="xl"
 )
 
 
@@ -516,11 +529,8 @@ def relayout_of_members(m, node):
     (x, numbers), n = node.inputs, rank(node.outputs[0])
     if numbers in m:
         return None
-    new, front, known = (
-        m.value_for(x),
-        [1 if node.op_type == "Tile" else m.count],
-        constant(numbers),
-    )
+    new, known = m.value_for(x), constant(numbers)
+    front = [1 if node.op_type == "Tile" else m.count]
     if node.op_type == "Expand":
         length = (dims(numbers) or (None,))[0]
         if n is None or not isinstance(length, int):

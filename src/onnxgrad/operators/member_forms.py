@@ -2,7 +2,7 @@
 
 A form takes the `MemberAxis` of `autodiff/members` and a node, and returns the new outputs, or None
 to write the node once for each member. The form of most operators follows from their record; the
-others state one, or register a function in the file of their family (`registry.members_of`).
+others state one, or register a function in the file of the operator (`records.members_of`).
 """
 
 from __future__ import annotations

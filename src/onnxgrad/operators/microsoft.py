@@ -17,8 +17,13 @@ import onnx_ir as ir
 from onnx import NodeProto, defs
 
 from onnxgrad.operators.attributes import has_kernel, schemas_of_onnxruntime
-from onnxgrad.operators.records import DOMAIN_REMEDIES, declare_operators, operator_of
-from onnxgrad.operators.registry import Lowering, lowering
+from onnxgrad.operators.records import (
+    DOMAIN_REMEDIES,
+    Lowering,
+    declare_operators,
+    lowering,
+    operator_of,
+)
 from onnxgrad.operators.shapes import Dim, Dims, dims
 
 DOMAIN = "com.microsoft"

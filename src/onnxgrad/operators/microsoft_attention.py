@@ -36,7 +36,7 @@ from onnxgrad.operators.microsoft import (
 )
 from onnxgrad.operators.microsoft_norms import rms_normalized
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, dims, equal, known_shape, rank
 

@@ -14,8 +14,7 @@ from onnxgrad.operators.attributes import float_attribute, int_attribute, string
 from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, has_output, like_first_twice
 from onnxgrad.operators.normalizations import axes_from
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
@@ -32,7 +31,7 @@ def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dim
     return [x, (*x[:axis], *[1] * (len(x) - axis))]
 
 
-declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm)
+declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm, roles="xs")
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too

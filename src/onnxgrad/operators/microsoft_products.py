@@ -24,8 +24,8 @@ from onnxgrad.operators.microsoft import (
 )
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.products import matrix_product, shape_of_gemm, shape_of_matmul
+from onnxgrad.operators.records import lowering
 from onnxgrad.operators.recurrent import ACTIVATIONS
-from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, broadcast, known_shape, rank
 
@@ -116,11 +116,7 @@ def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 @contrib_lowering(
-    "FusedConv",
-    "convolution",
-    shape_like=("Conv", 3),
-    roles="xfba",
-    work=work_of_convolution(1, 2),
+    "FusedConv", "convolution", shape_like=("Conv", 3), roles="xfba", work=work_of_convolution(1, 2)
 )
 def fused_conv(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(conv(x, w) + b + z)."""

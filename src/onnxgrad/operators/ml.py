@@ -16,8 +16,7 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule, argument
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.records import PIECEWISE, declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import PIECEWISE, declare_operators, lowering
 from onnxgrad.operators.rule_nodes import optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
@@ -34,11 +33,9 @@ _declare_ml(
         "they are, and the layers behind them train"
     ),
 )
-_declare_ml(
-    "CategoryMapper LabelEncoder OneHotEncoder",
-    no_gradient="a lookup by equality: zero almost everywhere",
-)
-_declare_ml("LabelEncoder", lookup_operand=0)
+_LOOKUP = "a lookup by equality: zero almost everywhere"
+_declare_ml("CategoryMapper OneHotEncoder", no_gradient=_LOOKUP)
+_declare_ml("LabelEncoder", lookup_operand=0, no_gradient=_LOOKUP)
 _declare_ml("ArrayFeatureExtractor", lookup_operand=1)
 _declare_ml("CastMap DictVectorizer ZipMap", "maps")
 _SUPPORT_VECTORS = (("coefficients", True), ("rho", True), ("support_vectors", False))

@@ -1,4 +1,4 @@
-"""Operators that normalize along axes: Softmax, normalizations of layers."""
+"""Operators that normalize along axes: Softmax and its losses, normalizations of layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,31 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.attributes import float_attribute, int_attribute, ints_attribute
-from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes, row_axis
+from onnxgrad.operators.attributes import (
+    float_attribute,
+    int_attribute,
+    ints_attribute,
+    string_attribute,
+)
+from onnxgrad.operators.axes import (
+    Answer,
+    Place,
+    axis_unless_named,
+    first_operand,
+    named_axes,
+    row_axis,
+)
+from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.member_forms import one_by_one
 from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
-from onnxgrad.operators.registry import lowering, members_of, rule
+from onnxgrad.operators.records import (
+    PIECEWISE,
+    Naming,
+    declare_operators,
+    lowering,
+    members_of,
+    rule,
+)
 from onnxgrad.operators.rule_nodes import attributes_of, cast_to_inputs, cast_to_wide, node_output
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -27,44 +46,149 @@ def _axis_but_channels(node: Any, _operand: int, axis: int) -> Place:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
 
 
+def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
+    # classes are along axis 1 of the scores; labels have no such axis, and weights no other
+    if operand > 1 or (operand, axis) == (0, 1):
+        return None
+    loss = axis - 1 if operand == 0 and axis > 1 else axis
+    scores = axis + 1 if operand == 1 and axis > 0 else axis
+    reduced = node.attributes.get_string("reduction", "mean") != "none"
+    return (None if reduced else loss, scores)[: len(node.outputs)]
+
+
 LAST = Naming("axis", default=lambda *_: [-1])
 _CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
 _unless_named = first_operand(axis_unless_named)
+_but_channels = first_operand(_axis_but_channels)
+_ALONG_LAST: dict[str, Any] = {"naming": LAST, "axes": _unless_named}
+_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": first_operand(_axis_before_named)}
+_SOFTMAX: dict[str, Any] = _ALONG_LAST | {"traits": "unary transcendental distribution"}
+_LAYER: dict[str, Any] = {"traits": "unary normalizes", "shape": like_first}
 
+declare_operators("LogSoftmax", **_SOFTMAX, shape=like_first, value_range=(-inf, 0.0))
+declare_operators("Softmax", **_SOFTMAX, shape=like_first, value_range=(0.0, 1.0))
 declare_operators(
-    "LogSoftmax Softmax", "unary transcendental", shape=like_first, naming=LAST, axes=_unless_named
+    "Hardmax", "unary distribution", **_ALONG_LAST, value_range=(0.0, 1.0), no_gradient=PIECEWISE
 )
-declare_operators("Hardmax LpNormalization", "unary", naming=LAST, axes=_unless_named)
-declare_operators("Hardmax", no_gradient=PIECEWISE)
-declare_operators("LpNormalization", "normalizes")
-declare_operators("Hardmax Softmax", "distribution", value_range=(0.0, 1.0))
-declare_operators("LogSoftmax", "distribution", value_range=(-inf, 0.0))
-declare_operators("LRN LpNormalization MeanVarianceNormalization RMSNormalization", "aligned")
+declare_operators("LpNormalization", "unary normalizes aligned", **_ALONG_LAST)
+declare_operators("LRN", "unary aligned", axes=_but_channels)
 declare_operators(
     "MeanVarianceNormalization",
-    "normalizes",
+    "normalizes aligned",
     naming=_CENTERED,
     axes=_unless_named,
     members=one_by_one,
 )
+declare_operators("BatchNormalization", **_LAYER, axes=_but_channels, roles="xsor")
 declare_operators(
-    "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",
-    "unary normalizes",
-    shape=like_first,
+    "GroupNormalization InstanceNormalization",
+    **_LAYER,
+    axes=first_operand(row_axis),
+    roles="xso",
 )
-declare_operators("RMSNormalization", "normalizes")
+declare_operators("LayerNormalization", **_LAYER, **_FROM_AXIS, roles="xso")
+declare_operators("RMSNormalization", "normalizes aligned", **_FROM_AXIS, roles="xs")
 declare_operators(
-    "LayerNormalization RMSNormalization", naming=LAST, axes=first_operand(_axis_before_named)
+    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c"
 )
-declare_operators("BatchNormalization", roles="xsor")
-declare_operators("GroupNormalization InstanceNormalization LayerNormalization", roles="xso")
-declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
-declare_operators("LRN", "unary")
-declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
-declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
-
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
+
+
+# -- softmax, and losses of its logarithm ---------------------------------------------------------
+
+
+@rule("Softmax")
+def softmax(op, node, g):
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
+
+    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
+    exported attention does for rows that are masked out completely, dx is 0 there.
+    """
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and g does not
+    # say whether one is needed: Clip and Dropout mask it as a Where does.
+    if _is_replaced_by_where(y):
+        y = op.Where(op.IsNaN(y), 0.0, y)
+    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
+
+
+def _is_replaced_by_where(y: ir.Value) -> bool:
+    """Return whether a Where reads `y`, directly or through a Cast."""
+    consumers = [consumer for consumer, _ in y.uses()]
+    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
+    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
+    return any(consumer.op_type == "Where" for consumer in consumers)
+
+
+@rule("LogSoftmax")
+def log_softmax(op, node, g):
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
+
+
+@rule("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(op, node, g):
+    """y = -w_t x_t, or their sum:  dx_t = -g w_t,  dw_t = -g x_t, 0 where t is ignored;
+    y = -sum w_t x_t / sum w_t:  dx_t = -g w_t / sum w_t,  dw_t = -g (x_t + y) / sum w_t.
+
+    t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
+    """
+    x, g = cast_to_wide(op, node.inputs[0], g)
+    t, share, dweights = _label_gradients(op, node, g, x)
+    zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
+    dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
+    return cast_to_inputs(op, [dx, None, dweights], node.inputs)
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(op, node, g, g_log=None):
+    """y = NegativeLogLikelihoodLoss(f), f = log softmax x:  dx = e^f s, minus s at t, s = -df_t;
+    from the output f:  dx += gf - e^f sum(gf), sums over the classes.
+    """
+    scores = node.inputs[0]
+    log = op.set_type_like(node_output(op, node, 1, scores.dtype), scores)
+    log, g, gf = cast_to_wide(op, log, g, g_log)
+    terms, dweights = [], None
+    if g is not None:
+        t, share, dweights = _label_gradients(op, node, g, log)
+        others = op.Exp(log) * share
+        terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
+    if gf is not None:
+        terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
+    return cast_to_inputs(op, [op.total(terms), None, dweights], node.inputs)
+
+
+def _label_gradients(op, node, g, x):
+    """Return the labels, the gradient of each label's loss, and the gradient of the class weights.
+
+    The labels have an axis for the classes, and are 0 where ignored. The loss of a label is minus
+    its log likelihood. The gradient of the weights is None without weights.
+    """
+    _, labels, weights = (*node.inputs, None)[:3]
+    reduction = string_attribute(node, "reduction")
+    ignored = node.attributes.get_int("ignore_index", None)
+    t, kept = op.Unsqueeze(op.Cast(labels, to=ir.DataType.INT64), [1]), None
+    if ignored is not None:
+        kept = op.Not(op.Equal(t, np.int64(ignored)))
+        t = op.Where(kept, t, np.int64(0))
+
+    def masked(v):
+        return v if kept is None else op.Where(kept, v, 0.0)
+
+    of_class = None if weights is None else op.Gather(cast_to_wide(op, x, weights)[1], t)
+    g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape_of(t))
+    if reduction == "mean" and kept is None and of_class is None:
+        g = g / op.Cast(op.Size(t), to=g.dtype)
+    elif reduction == "mean":
+        g = g / op.ReduceSum(masked(op.ones_like(g) if of_class is None else of_class), keepdims=0)
+    if of_class is None:
+        return t, masked(g), None
+    loss = -op.GatherElements(x, t, axis=1)
+    if reduction == "mean":
+        loss = loss - op.Cast(node.outputs[0], to=x.dtype)
+    return t, masked(g * of_class), scatter_flat(op, weights, t, masked(g * loss))
 
 
 # -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
@@ -328,10 +452,8 @@ def dropout(op, node, g, g_mask=None):
         return g, None
     one = op.const(1.0, g.dtype)
     kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
-    mask, scale = (
-        node_output(op, node, 1, ir.DataType.BOOL),
-        op.Where(training, one / kept, one),
-    )
+    mask = node_output(op, node, 1, ir.DataType.BOOL)
+    scale = op.Where(training, one / kept, one)
     dx = op.Where(mask, g * scale, 0.0)
     if ratio is None:
         return (dx,)
@@ -369,9 +491,8 @@ def batch_normalization_of_members(m, node):
     (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
     if n is None or n < 2:
         return None
-    turned = op.Transpose(
-        m.expanded_value(x), perm=[1, 0, *range(2, n + 1)]
-    )  # (N, members, C, ...)
+    # (members, N, C, ...) -> (N, members, C, ...)
+    turned = op.Transpose(m.expanded_value(x), perm=[1, 0, *range(2, n + 1)])
     lengths = [op.dim(turned, i) for i in range(3, n + 1)]
     merged = op.Reshape(turned, op.vector(op.dim(turned, 0), -1, *lengths))
     merged.type, merged.shape = x.type, ir.Shape([(dims(x) or ())[0], None, *(dims(x) or ())[2:]])

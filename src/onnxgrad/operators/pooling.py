@@ -14,8 +14,7 @@ from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.axes import Answer, first_operand
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.outputs import range_of_first
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.records import declare_operators, lowering, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
     distinct_positions,
@@ -84,15 +83,20 @@ def _shape_of_pool(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | No
     return None if windows is None or shape is None else (*shape[:2], *windows.number.tolist())
 
 
-declare_operators("AveragePool LpPool MaxPool", shape=_shape_of_pool)
+_POOLED = first_operand(_pooled_axis)
+
+declare_operators("AveragePool LpPool", "aligned", shape=_shape_of_pool, axes=_POOLED)
 declare_operators(
-    "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
+    "MaxPool",
     "aligned",
-    axes=first_operand(_pooled_axis),
+    shape=_shape_of_pool,
+    axes=_POOLED,
+    straight_through=(0,),
+    value_range=range_of_first,
 )
-declare_operators("GlobalAveragePool", "moments")
-declare_operators("MaxPool", straight_through=(0,))
-declare_operators("GlobalAveragePool GlobalMaxPool MaxPool", value_range=range_of_first)
+declare_operators("GlobalAveragePool", "aligned moments", axes=_POOLED, value_range=range_of_first)
+declare_operators("GlobalLpPool", "aligned", axes=_POOLED)
+declare_operators("GlobalMaxPool", "aligned", axes=_POOLED, value_range=range_of_first)
 
 
 @lowering("AveragePool", "LpPool", "MaxPool")

@@ -13,8 +13,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axis_before_matrices
 from onnxgrad.operators.member_forms import shift_named_axes
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, lowering, members_of, rule
+from onnxgrad.operators.records import Unsupported, declare_operators, lowering, members_of, rule
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
@@ -122,16 +121,16 @@ def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
     return prod(lengths.values()) * (len(terms) - 1)
 
 
-declare_operators("Gemm MatMul", "product quantizable")
-declare_operators("MatMulInteger QLinearMatMul", "product")
-declare_operators("MatMul MatMulInteger QLinearMatMul", work=_work_of_matmul)
-declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
+declare_operators("Gemm MatMul", "product quantizable", features=(1, -1))
+declare_operators(
+    "MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul, work=_work_of_matmul
+)
 declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm, work=_work_of_gemm)
+declare_operators("MatMulInteger", "product", features=(1, -1), work=_work_of_matmul)
+declare_operators("QLinearMatMul", "product", features=(3, -1), work=_work_of_matmul)
 declare_operators(
     "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_work_of_einsum
 )
-declare_operators("Gemm MatMul MatMulInteger", features=(1, -1))
-declare_operators("QLinearMatMul", features=(3, -1))
 declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
 declare_operators("SwiGLU", roles="f")
 

@@ -22,8 +22,7 @@ from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, declare_contr
 from onnxgrad.operators.microsoft_products import attributes_without, softmax_from
 from onnxgrad.operators.outputs import like_first
 from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
-from onnxgrad.operators.records import INTEGER, declare_operators
-from onnxgrad.operators.registry import Unsupported, lowering, rule
+from onnxgrad.operators.records import INTEGER, Unsupported, declare_operators, lowering, rule
 from onnxgrad.operators.rule_nodes import (
     Operand,
     attributes_of,
@@ -92,29 +91,34 @@ def _product_in_floats(walk: Any, node: Any) -> list[ir.Value]:
     return [walk.steps_within_range(y, scale, zero, node.outputs[0]) if rounds else y]
 
 
-_PRODUCTS = "ConvInteger MatMulInteger QLinearConv QLinearMatMul"
-
-declare_operators(f"QuantizeLinear {_PRODUCTS}", "quantized", no_gradient=INTEGER)
-declare_operators("DynamicQuantizeLinear QLinearConv QLinearMatMul QuantizeLinear", "rounds")
-declare_operators("DequantizeLinear QuantizeLinear", roles="xq")
-declare_operators("DynamicQuantizeLinear", roles="x")
-declare_operators("QuantizeLinear", straight_through=_quantize_in_floats)
-declare_operators("DequantizeLinear", straight_through=_dequantize_in_floats)
-declare_operators("DynamicQuantizeLinear", straight_through=_dynamic_quantize_in_floats)
-declare_operators(_PRODUCTS, roles="q", straight_through=_product_in_floats)
-declare_operators("DequantizeLinear", scaled_operands=((0, 1, 2),))
-declare_operators("QLinearConv QLinearMatMul", scaled_operands=((0, 1, 2), (3, 4, 5)))
-declare_contrib("QAttention", "attention")
-declare_contrib("QLinearConv", "convolution")
-declare_contrib("DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QGemm", "product")
-declare_operators("DequantizeLinear DynamicQuantizeLinear QuantizeLinear", "aligned")
-declare_contrib(
-    "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
-    "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
-    "QLinearLeakyRelu QLinearMul QLinearReduceMean QLinearSigmoid QLinearSoftmax QLinearWhere "
+declare_operators(
     "QuantizeLinear",
-    "quantized",
+    "quantized rounds aligned",
+    roles="xq",
+    straight_through=_quantize_in_floats,
+    no_gradient=INTEGER,
 )
+declare_operators(
+    "DequantizeLinear",
+    "aligned",
+    roles="xq",
+    scaled_operands=((0, 1, 2),),
+    straight_through=_dequantize_in_floats,
+)
+declare_operators(
+    "DynamicQuantizeLinear",
+    "rounds aligned",
+    roles="x",
+    straight_through=_dynamic_quantize_in_floats,
+)
+declare_operators(
+    "ConvInteger MatMulInteger QLinearConv QLinearMatMul",
+    "quantized",
+    roles="q",
+    straight_through=_product_in_floats,
+    no_gradient=INTEGER,
+)
+declare_operators("QLinearConv QLinearMatMul", "rounds", scaled_operands=((0, 1, 2), (3, 4, 5)))
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -306,13 +310,16 @@ def _shift_bytes(op, x, bits):
 
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
+_QUANTIZED: dict[str, Any] = {"traits": "quantized", "roles": "q"}
+
 # operators that have no lowering
-declare_contrib(
-    "DynamicQuantizeLSTM QAttention QEmbedLayerNormalization QLinearConv QOrderedMatMul", roles="q"
-)
-
-
-declare_contrib("MatMulBnb4", traits="product", shape=_shape_by_columns, roles="q")
+declare_contrib("DynamicQuantizeLSTM", **_QUANTIZED)
+declare_contrib("QAttention", "attention quantized", roles="q")
+declare_contrib("QLinearConv", "convolution quantized", roles="q")
+declare_contrib("QLinearReduceMean", "quantized")
+declare_contrib("MatMulInteger16", "product quantized")
+declare_contrib("QEmbedLayerNormalization QOrderedMatMul", roles="q")
+declare_contrib("MatMulBnb4", "product", shape=_shape_by_columns, roles="q")
 
 
 def dequantized_value(
@@ -348,14 +355,15 @@ def _is_quantized(*values: Operand) -> bool:
 
 declare_contrib(
     "QLinearAdd QLinearMul",
+    **_QUANTIZED,
     # the second operand stands behind scale and zero point of the first
     shape=lambda inputs, attributes: shape_of_broadcast([inputs[0], inputs[3]], attributes),
-    roles="q",
 )
-declare_contrib("QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", shape=like_first, roles="q")
-declare_contrib("QLinearAveragePool", shape_like=("AveragePool", 1), roles="q")
-declare_contrib("QLinearGlobalAveragePool", shape_like=("GlobalAveragePool", 1), roles="q")
-declare_contrib("QLinearConcat", roles="q")
+declare_contrib("QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", **_QUANTIZED, shape=like_first)
+declare_contrib("QLinearAveragePool", **_QUANTIZED, shape_like=("AveragePool", 1))
+declare_contrib("QLinearGlobalAveragePool", **_QUANTIZED, shape_like=("GlobalAveragePool", 1))
+declare_contrib("QLinearConcat", **_QUANTIZED)
+declare_contrib("QLinearWhere", "quantized")
 
 
 @lowering(
@@ -399,7 +407,12 @@ def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -
 
 
 # the second matrix stands behind scale and zero point of the first
-@contrib_lowering("QGemm", shape=lambda x, given: shape_of_gemm([x[0], x[3]], given), roles="q")
+@contrib_lowering(
+    "QGemm",
+    "product quantized",
+    shape=lambda x, given: shape_of_gemm([x[0], x[3]], given),
+    roles="q",
+)
 def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = Q(alpha (A B + c)), a step of c being the product of a step of A and a step of B."""
     a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = optional_inputs(node.inputs, 9)
@@ -417,7 +430,9 @@ def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return [y if y_scale is None else quantized_value(op, y, y_scale, y_zero, a)]
 
 
-@contrib_lowering("DynamicQuantizeMatMul", shape=shape_of_matmul, roles="xqqqb")
+@contrib_lowering(
+    "DynamicQuantizeMatMul", "product quantized", shape=shape_of_matmul, roles="xqqqb"
+)
 def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a b + c, a rounded to 256 steps over its range."""
     a, b, scale, zero, bias = optional_inputs(node.inputs, 5)
@@ -430,7 +445,9 @@ def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
 
 
-@contrib_lowering("MatMulIntegerToFloat", shape=shape_of_matmul, roles="xqqqqqb")
+@contrib_lowering(
+    "MatMulIntegerToFloat", "product quantized", shape=shape_of_matmul, roles="xqqqqqb"
+)
 def integer_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
     a, b, a_scale, b_scale, a_zero, b_zero, bias = optional_inputs(node.inputs, 7)
@@ -448,8 +465,8 @@ def _integer_product(
     return sum_terms(op.Cast(product, to=FLOAT) * scale, bias)
 
 
-declare_contrib("DequantizeLinear QuantizeLinear", shape=like_first, roles="xq")
-declare_contrib("DequantizeLinear", scaled_operands=((0, 1, 2),))
+declare_contrib("QuantizeLinear", "quantized", shape=like_first, roles="xq")
+declare_contrib("DequantizeLinear", shape=like_first, roles="xq", scaled_operands=((0, 1, 2),))
 
 
 @lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)

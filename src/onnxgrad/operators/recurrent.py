@@ -14,8 +14,7 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Answer
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, constant, dims, known_shape
 
@@ -32,11 +31,16 @@ def _work_of_recurrent(node: ir.Node, lengths_of: Callable) -> int:
     return x[0] * x[1] * sum(prod(lengths_of(v)) for v in node.inputs[1:4] if v is not None)
 
 
-declare_operators("GRU LSTM RNN", "recurrent", axes=_recurrent_axis, work=_work_of_recurrent)
-declare_operators("RNN", roles="xffbch", kept_results=2)
-declare_operators("GRU", roles="xffbch", kept_results=5)
-declare_operators("LSTM", roles="xffbchhf", kept_results=7)
-declare_operators("GRU LSTM RNN", features=(1, -1))
+_declare_recurrent = partial(
+    declare_operators,
+    traits="recurrent",
+    axes=_recurrent_axis,
+    features=(1, -1),
+    work=_work_of_recurrent,
+)
+_declare_recurrent("RNN", roles="xffbch", kept_results=2)
+_declare_recurrent("GRU", roles="xffbch", kept_results=5)
+_declare_recurrent("LSTM", roles="xffbchhf", kept_results=7)
 
 Function = Callable[[Any, ir.Value], ir.Value]
 

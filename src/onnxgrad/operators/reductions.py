@@ -27,8 +27,7 @@ from onnxgrad.operators.outputs import (
     product_of_lengths,
     range_of_first,
 )
-from onnxgrad.operators.records import INDEX, Naming, declare_operators
-from onnxgrad.operators.registry import elementwise, rule
+from onnxgrad.operators.records import INDEX, Naming, declare_operators, elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others
 from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
@@ -69,22 +68,29 @@ def _product_of_elements(node: ir.Node, x: Elements, axes: Elements | None = Non
     return result.reshape(1) if node.attributes.get_int("keepdims", 1) and x.ndim else result
 
 
-_SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # of the same function of each element
-_OTHERS = "ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd".split()
-for _name in (*_SUMS, *_OTHERS):
+def _declare_reduction(name: str, traits: str = "", **fields: Any) -> None:
     declare_operators(
-        _name,
-        "reduces",
-        shape=_shape_of_reduction(_name),
+        name,
+        f"reduces {traits}",
+        shape=_shape_of_reduction(name),
         naming=Naming("axes", 1, _reduced_axes),
         axes=first_operand(_axis_without_named),
+        **fields,
     )
-declare_operators("ReduceL2 ReduceMean ReduceSum ReduceSumSquare", "moments")
-declare_operators("ReduceMean ReduceSum", terms=lambda op, x: x)
-declare_operators("ReduceL1", terms=lambda op, x: op.Abs(x))
-declare_operators("ReduceSumSquare", terms=lambda op, x: op.Mul(x, x))
-declare_operators("ReduceMax ReduceMean ReduceMin", value_range=range_of_first)
-declare_operators("ReduceProd", elements=of_known(_product_of_elements))
+
+
+_SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # of the same function of each element
+
+_declare_reduction("ReduceL1", terms=lambda op, x: op.Abs(x))
+_declare_reduction("ReduceL2", "moments")
+_declare_reduction("ReduceLogSum")
+_declare_reduction("ReduceLogSumExp")
+_declare_reduction("ReduceMax", value_range=range_of_first)
+_declare_reduction("ReduceMean", "moments", terms=lambda op, x: x, value_range=range_of_first)
+_declare_reduction("ReduceMin", value_range=range_of_first)
+_declare_reduction("ReduceProd", elements=of_known(_product_of_elements))
+_declare_reduction("ReduceSum", "moments", terms=lambda op, x: x)
+_declare_reduction("ReduceSumSquare", "moments", terms=lambda op, x: op.Mul(x, x))
 declare_operators(
     "ArgMax ArgMin",
     "int64 searches",

@@ -16,8 +16,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axes_named_by, first_operand, named_axes
 from onnxgrad.operators.member_forms import one_by_one
-from onnxgrad.operators.records import Naming, Range, declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.records import Naming, Range, Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import attributes_of, wide_dtype
 from onnxgrad.operators.shapes import Dims, constant, dims, equal, known_shape, rank, static
 
@@ -55,17 +54,21 @@ def _range_of_resize(node: ir.Node, ranges: Sequence[Range]) -> Range:
     return (-inf, inf) if is_cubic else ranges[0]
 
 
+_RESIZE: dict[str, Any] = {"traits": "real_settings aligned", "straight_through": (0,)}
+
 declare_operators(
     "Resize",
+    **_RESIZE,
     shape=_shape_of_resize,
     naming=Naming("axes", default=lambda n, *_: range(n)),
     axes=first_operand(_resized_axis),
     value_range=_range_of_resize,
     members=one_by_one,
+    roles="xl",
+    settings=(1, 2, 3),
+    float32_operand=2,
 )
-declare_operators("Resize Upsample", "real_settings aligned", straight_through=(0,))
-declare_operators("Resize", roles="xl", settings=(1, 2, 3), float32_operand=2)
-declare_operators("Upsample", roles="xc", settings=(1,), float32_operand=1)
+declare_operators("Upsample", **_RESIZE, roles="xc", settings=(1,), float32_operand=1)
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
 # modes in which positions may change at scale one

@@ -19,8 +19,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import Place
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.records import Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.shapes import rank
 
@@ -220,6 +219,9 @@ def grid_sample(op, node, g):
     by_axis = zip(samples.positions_gradient(op, samples.read(op), g), factors, strict=True)
     du = op.Concat(*(op.Unsqueeze(d * f, [2]) for d, f in reversed([*by_axis])), axis=2)
     return dx, op.reshape_like(op.Cast(du, to=grid.dtype), grid)
+
+
+declare_operators("AffineGrid", roles="v")
 
 
 @rule("AffineGrid")

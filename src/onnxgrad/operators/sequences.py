@@ -17,8 +17,14 @@ from onnxgrad.errors import ModelError, NoGradientRule
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.outputs import like_first, type_of_first
-from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
-from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.records import (
+    OF_SETTINGS,
+    OF_SHAPE,
+    declare_operators,
+    lowering,
+    made_by,
+    rule,
+)
 from onnxgrad.operators.shapes import (
     Dims,
     constant,
@@ -120,22 +126,22 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
     return optional_content(type_of_first(operands, attributes))
 
 
-def _declare_of_sequences(name: str, shape: Callable, result_type: Callable) -> None:
-    """Declare an operator of sequences or Optionals: the shape and the type of its result."""
+def _declare_on_sequences(name: str, shape: Callable, result_type: Callable) -> None:
+    """Declare an operator that takes or returns a sequence or an Optional."""
     declare_operators(name, "sequences", shape=shape, result_type=result_type)
 
 
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
-declare_operators("ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "moves")
-declare_operators("SequenceAt SplitToSequence", roles="xl")
-_declare_of_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
-_declare_of_sequences("SequenceAt", like_first, _type_of_element)
-_declare_of_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
-_declare_of_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
-_declare_of_sequences("SequenceErase", like_first, type_of_first)
-_declare_of_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
-_declare_of_sequences("Optional", like_first, _type_of_optional)
-_declare_of_sequences("OptionalGetElement", like_first, _content_type)
+declare_operators("ConcatFromSequence SequenceConstruct", "moves")
+declare_operators("SequenceAt SplitToSequence", "moves", roles="xl")
+_declare_on_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
+_declare_on_sequences("SequenceAt", like_first, _type_of_element)
+_declare_on_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
+_declare_on_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
+_declare_on_sequences("SequenceErase", like_first, type_of_first)
+_declare_on_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
+_declare_on_sequences("Optional", like_first, _type_of_optional)
+_declare_on_sequences("OptionalGetElement", like_first, _content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
 declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
 declare_operators(

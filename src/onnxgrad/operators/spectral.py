@@ -11,8 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import rule
+from onnxgrad.operators.records import declare_operators, rule
 from onnxgrad.operators.shapes import dims, rank
 from onnxgrad.operators.windows import Vector, all_alike, floor_quotient
 

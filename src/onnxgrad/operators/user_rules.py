@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from onnxgrad.operators.records import Operator, add_facts
-from onnxgrad.operators.registry import Lowering, Rule, recording_decorator
+from onnxgrad.operators.records import Lowering, Operator, Rule, add_facts, recording_decorator
 
 
 def rule(

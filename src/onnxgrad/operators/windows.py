@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.registry import Unsupported
+from onnxgrad.operators.records import Unsupported
 from onnxgrad.operators.shapes import dims, rank, static
 
 Vector = Any  # np.ndarray | ir.Value: one int64 per spatial axis
