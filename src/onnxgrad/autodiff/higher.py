@@ -27,7 +27,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import require_rows
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims
 
@@ -73,7 +73,7 @@ def vjp(
         >>> [result.tolist() for result in session.run(["y", "x_grad"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         sheet = Sheet(model, weights, inputs, outputs)
         gradients = sheet.gradients(sheet.cotangents())
         return sheet.finish(all_named(sheet, "grad", sheet.wrt, gradients))
@@ -121,7 +121,7 @@ def jvp(
         >>> [result.tolist() for result in session.run(["y", "y_tangent"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         forward = Forward(Sheet(model, weights, inputs, outputs))
         sheet = forward.sheet
         tangents = forward.push_tangents({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
@@ -173,7 +173,7 @@ def hvp(
         >>> [result.tolist() for result in session.run(["x_grad", "x_hvp"], feed)]
         [[8.0, 4.0], [8.0, 8.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         first = Sheet(model, weights, inputs, outputs)
         single = len(first.differentiated) == 1 and is_single(first.differentiated[0], False)
         sheet, gradients = with_gradients(first, first.cotangents(ones=single))
@@ -236,7 +236,7 @@ def jacobian(
         >>> jacobian.tolist()  # of shape (N, 2, 2)
         [[[2.0, 0.0], [0.0, 4.0]]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         sheet, per_row = _open_sheet(model, weights, inputs, outputs, batched), bool(batched)
         if per_row and len(sheet.wrt) > len(sheet.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
@@ -290,7 +290,7 @@ def hessian(
         >>> session.run(["x_hessian"], {"x": np.float32([1, 2])})[0].tolist()
         [[8.0, 8.0], [8.0, 2.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         chosen = None if output is None else [output]
         sheet, per_row = _open_sheet(model, weights, inputs, chosen, batched), bool(batched)
         if per_row and len(sheet.wrt) > len(sheet.inputs):

@@ -19,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import captured, dependents, reads, subgraphs
 from onnxgrad.operators.member_forms import write_for_members
-from onnxgrad.operators.records import members_of
+from onnxgrad.operators.records import member_form
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -246,7 +246,7 @@ def _output_values(
     ]
 
 
-@members_of("Scan")
+@member_form("Scan")
 def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
     """Write a Scan whose slices hold all members: the scanned axis is one further behind."""
     attributes, body = attributes_of(node), _Body(m, node, "body")
@@ -266,7 +266,7 @@ def scan_of_members(m: MemberAxis, node: Any) -> Outputs:
     return _output_values(m, node, outputs, stacked)
 
 
-@members_of("Loop")
+@member_form("Loop")
 def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
     """Write a Loop of as many iterations for all members, which stacks along the first axis."""
     attributes, body = attributes_of(node), _Body(m, node, "body")
@@ -288,7 +288,7 @@ def loop_of_members(m: MemberAxis, node: Any) -> Outputs:
     return _output_values(m, node, outputs, stacked)
 
 
-@members_of("If")
+@member_form("If")
 def branches_of_members(m: MemberAxis, node: Any) -> Outputs:
     """Write an If with one condition for all members."""
     if node.inputs[0] in m:

@@ -24,7 +24,7 @@ from onnxgrad.native.blocked_layout import DOMAIN, Layout, Pixels, sizes
 from onnxgrad.native.target import BLOCKS, LEAST_POOL_ELEMENTS, PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
-from onnxgrad.operators.windows import auto_pad, stated_windows
+from onnxgrad.operators.windows import auto_pad, explicit_windows
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -68,7 +68,7 @@ def pool_of(node: ir.Node | None) -> _DisjointPool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
     if node is None or len(node.outputs) < 2:
         return None
-    x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
+    x, (y, indices), windows = node.inputs[0], node.outputs, explicit_windows(node)
     gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
     lengths, counts = static(sizes(x)[2:]), static(sizes(y)[2:])
     if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:

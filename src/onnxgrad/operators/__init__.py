@@ -21,7 +21,7 @@ from onnxgrad.operators.records import (
     operator_of,
 )
 
-for _module in iter_modules(__path__):  # each file of a family declares its operators
+for _module in iter_modules(__path__):  # each file declares its operators
     import_module(f"{__name__}.{_module.name}")
 
 ELEMENTWISE = names_with_trait("elementwise")
@@ -37,5 +37,5 @@ RANDOM = names_with_trait("random")
 INT64 = names_with_trait("int64")
 RECURRENT = names_with_trait("recurrent")
 WITH_SUBGRAPHS = names_with_trait("subgraphs")
-# each element of the operand once, in their order or transposed, and cast at most
+# the elements of the operand, each once: in the same order or transposed, perhaps cast
 SAME_ELEMENTS = (VIEWS - OF_SHAPES) | {"Cast", "Transpose"}

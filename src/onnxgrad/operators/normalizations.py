@@ -18,19 +18,19 @@ from onnxgrad.operators.axes import (
     Answer,
     Place,
     axis_unless_named,
-    first_operand,
+    first_axis_only,
     named_axes,
-    row_axis,
+    only_first_operand,
 )
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.member_forms import one_by_one
-from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.member_forms import write_each_member
+from onnxgrad.operators.outputs import shape_of_first
 from onnxgrad.operators.records import (
     PIECEWISE,
     Naming,
     declare_operators,
     lowering,
-    members_of,
+    member_form,
     rule,
 )
 from onnxgrad.operators.rule_nodes import attributes_of, cast_to_inputs, cast_to_wide, node_output
@@ -42,12 +42,12 @@ def _axis_before_named(node: Any, _operand: int, axis: int) -> Place:
     return None if named is None or axis >= named[0] else axis
 
 
-def _axis_but_channels(node: Any, _operand: int, axis: int) -> Place:
+def _axis_unless_channels(node: Any, _operand: int, axis: int) -> Place:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
 
 
 def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
-    # classes are along axis 1 of the scores; labels have no such axis, and weights no other
+    # axis 1 of the scores is the axis of classes; labels lack it, and class weights have only this
     if operand > 1 or (operand, axis) == (0, 1):
         return None
     loss = axis - 1 if operand == 0 and axis > 1 else axis
@@ -58,15 +58,15 @@ def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
 
 LAST = Naming("axis", default=lambda *_: [-1])
 _CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
-_unless_named = first_operand(axis_unless_named)
-_but_channels = first_operand(_axis_but_channels)
+_unless_named = only_first_operand(axis_unless_named)
+_but_channels = only_first_operand(_axis_unless_channels)
 _ALONG_LAST: dict[str, Any] = {"naming": LAST, "axes": _unless_named}
-_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": first_operand(_axis_before_named)}
+_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": only_first_operand(_axis_before_named)}
 _SOFTMAX: dict[str, Any] = _ALONG_LAST | {"traits": "unary transcendental distribution"}
-_LAYER: dict[str, Any] = {"traits": "unary normalizes", "shape": like_first}
+_LAYER: dict[str, Any] = {"traits": "unary normalizes", "shape": shape_of_first}
 
-declare_operators("LogSoftmax", **_SOFTMAX, shape=like_first, value_range=(-inf, 0.0))
-declare_operators("Softmax", **_SOFTMAX, shape=like_first, value_range=(0.0, 1.0))
+declare_operators("LogSoftmax", **_SOFTMAX, shape=shape_of_first, value_range=(-inf, 0.0))
+declare_operators("Softmax", **_SOFTMAX, shape=shape_of_first, value_range=(0.0, 1.0))
 declare_operators(
     "Hardmax", "unary distribution", **_ALONG_LAST, value_range=(0.0, 1.0), no_gradient=PIECEWISE
 )
@@ -77,13 +77,13 @@ declare_operators(
     "normalizes aligned",
     naming=_CENTERED,
     axes=_unless_named,
-    members=one_by_one,
+    members=write_each_member,
 )
 declare_operators("BatchNormalization", **_LAYER, axes=_but_channels, roles="xsor")
 declare_operators(
     "GroupNormalization InstanceNormalization",
     **_LAYER,
-    axes=first_operand(row_axis),
+    axes=only_first_operand(first_axis_only),
     roles="xso",
 )
 declare_operators("LayerNormalization", **_LAYER, **_FROM_AXIS, roles="xso")
@@ -106,15 +106,15 @@ def softmax(op, node, g):
     exported attention does for rows that are masked out completely, dx is 0 there.
     """
     (y,), axis = node.outputs, int_attribute(node, "axis")
-    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and g does not
-    # say whether one is needed: Clip and Dropout mask it as a Where does.
+    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and the zeros
+    # of g do not say whether a Where made them: Clip and Dropout make zeros, too.
     if _is_replaced_by_where(y):
         y = op.Where(op.IsNaN(y), 0.0, y)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
 
 
 def _is_replaced_by_where(y: ir.Value) -> bool:
-    """Return whether a Where reads `y`, directly or through a Cast."""
+    """Return whether a Where reads the result of a Softmax, directly or through a Cast."""
     consumers = [consumer for consumer, _ in y.uses()]
     casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
     consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
@@ -174,7 +174,7 @@ def _label_gradients(op, node, g, x):
         kept = op.Not(op.Equal(t, np.int64(ignored)))
         t = op.Where(kept, t, np.int64(0))
 
-    def masked(v):
+    def zero_ignored(v):
         return v if kept is None else op.Where(kept, v, 0.0)
 
     of_class = None if weights is None else op.Gather(cast_to_wide(op, x, weights)[1], t)
@@ -182,33 +182,34 @@ def _label_gradients(op, node, g, x):
     if reduction == "mean" and kept is None and of_class is None:
         g = g / op.Cast(op.Size(t), to=g.dtype)
     elif reduction == "mean":
-        g = g / op.ReduceSum(masked(op.ones_like(g) if of_class is None else of_class), keepdims=0)
+        counted = zero_ignored(op.ones_like(g) if of_class is None else of_class)
+        g = g / op.ReduceSum(counted, keepdims=0)
     if of_class is None:
-        return t, masked(g), None
+        return t, zero_ignored(g), None
     loss = -op.GatherElements(x, t, axis=1)
     if reduction == "mean":
         loss = loss - op.Cast(node.outputs[0], to=x.dtype)
-    return t, masked(g * of_class), scatter_flat(op, weights, t, masked(g * loss))
+    return t, zero_ignored(g * of_class), scatter_flat(op, weights, t, zero_ignored(g * loss))
 
 
 # -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
 
 
-def axes_from(op, x, axis: int):
-    """Return the axes of x from `axis` on."""
+def trailing_axes(op, x, axis: int):
+    """Return the axes of x from `axis` to the last."""
     n = rank(x)
     if n is None and axis >= 0:
         return op.Range(np.int64(axis), op.Size(op.Shape(x)), np.int64(1))
     return list(range(axis if axis < 0 else axis - (n or 0), 0))
 
 
-def _all_but_channels(op, x):
+def _axes_except_channels(op, x):
     """Return all axes of x except the axis of channels, the second."""
-    spatial = axes_from(op, x, 2)
+    spatial = trailing_axes(op, x, 2)
     return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
 
 
-def _along_channels(op, v, x):
+def _channel_view(op, v, x):
     """Return v (C) with axes of length one after it, to broadcast along the channels of x."""
     n = rank(x)
     if n is None:
@@ -252,7 +253,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
 
     m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
-    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    axes = trailing_axes(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, bias, g, gm, gr = cast_to_wide(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
     n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
@@ -289,7 +290,7 @@ def rms_normalization(op, node, g):
     r = sqrt(mean square + epsilon), over the axes from `axis` on.
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    axes = trailing_axes(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, g = cast_to_wide(op, *node.inputs, g)
     inverse = op.Reciprocal(
         op.Sqrt(_mean_along(op, x * x, axes) + float_attribute(node, "epsilon"))
@@ -308,10 +309,10 @@ def instance_normalization(op, node, g):
     Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
     """
     x, scale, bias, g = cast_to_wide(op, *node.inputs, g)
-    axes = axes_from(op, x, 2)
+    axes = trailing_axes(op, x, 2)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
-    dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
-    sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
+    dx = _standardized_gradient(op, g * _channel_view(op, scale, x), n, inverse, axes)
+    sums = _channel_gradients(op, g, n, _axes_except_channels(op, x), scale, bias)
     return cast_to_inputs(op, [dx, *sums], node.inputs)
 
 
@@ -405,37 +406,38 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
     x, scale, bias, mean, variance, *gs = cast_to_wide(op, *node.inputs, g, g_mean, g_variance)
-    axes = _all_but_channels(op, x)
+    axes = _axes_except_channels(op, x)
     if int_attribute(node, "training_mode"):
         return cast_to_inputs(
             op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs
         )
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + float_attribute(node, "epsilon")))
     slope = scale * inverse
-    n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
+    n = (x - _channel_view(op, mean, x)) * _channel_view(op, inverse, x)
     ds, db = _channel_gradients(op, g, n, axes, scale, bias)
-    dx = g * _along_channels(op, slope, x)
+    dx = g * _channel_view(op, slope, x)
     return cast_to_inputs(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
 
 
 def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
-    """m and v of the N elements of a channel:  dx = s (g - db / N - n ds / N) / r;
-    from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
-    dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
+    """Gradients in training mode, m and v being mean and variance of the N elements of a channel:
+    dx = s (g - db / N - n ds / N) / r;  from the running outputs  m' = c m_in + (1 - c) m,
+    v' = c v_in + (1 - c) v, c the momentum:  dm_in = c gm,  dv_in = c gv,
+    dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
     momentum, count = float_attribute(node, "momentum"), _count_elements(op, x, axes)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
         others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)
-        inner = g - _along_channels(op, db / count, x) - n * _along_channels(op, ds / count, x)
-        terms.append(inner * (_along_channels(op, scale, x) * inverse))
+        inner = g - _channel_view(op, db / count, x) - n * _channel_view(op, ds / count, x)
+        terms.append(inner * (_channel_view(op, scale, x) * inverse))
     if g_mean is not None:
         others["mean"] = momentum * g_mean
-        terms.append(op.expand_to(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
+        terms.append(op.expand_to(_channel_view(op, (1.0 - momentum) * g_mean / count, x), x))
     if g_variance is not None:
         others["variance"] = momentum * g_variance
-        each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
+        each = _channel_view(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
         terms.append((x - _mean_along(op, x, axes)) * each)
     return op.total(terms), *others.values()
 
@@ -464,9 +466,11 @@ def dropout(op, node, g, g_mask=None):
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("LayerNormalization", "RMSNormalization")
-def layer_normalization_of_members(m, node):
-    """Write a normalization over the last axes: the scale and bias of a member come behind it."""
+@member_form("LayerNormalization", "RMSNormalization")
+def write_layer_normalization_for_members(m, node):
+    """Write one normalization over the last axes for all members of a `TrainerStack`, then multiply
+    by the scales and add the biases of the members.
+    """
     x, scale, bias = (*node.inputs, None)[:3]
     y, n = node.outputs[0], rank(node.inputs[0])
     if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
@@ -485,9 +489,11 @@ def layer_normalization_of_members(m, node):
     return [new, *node.outputs[1:]]
 
 
-@members_of("BatchNormalization")
-def batch_normalization_of_members(m, node):
-    """Write a normalization of the channels of all members."""
+@member_form("BatchNormalization")
+def write_batch_normalization_for_members(m, node):
+    """Write one BatchNormalization for all members of a `TrainerStack`, over the channels
+    of all.
+    """
     (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
     if n is None or n < 2:
         return None
