@@ -105,8 +105,7 @@ def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
                         count += _visit_nodes(Emit(body, outer=op), table, keep)
             if count > most:
                 raise RuntimeError(
-                    f"rewrites of {node.op_type} (node {node.name!r}) do not end: let none of them "
-                    "apply to the nodes that it writes, or that another one writes"
+                    f"rewrites of {node.op_type} (node {node.name!r}) do not end: drop one of them"
                 )
     return count
 
