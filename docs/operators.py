@@ -21,7 +21,7 @@ import onnx
 
 from onnxgrad.autodiff.primal.bodies import has_function_body
 from onnxgrad.operators import OPERATORS, Operator
-from onnxgrad.operators.registry import Unsupported
+from onnxgrad.operators.records import Unsupported
 from tests.autodiff.control.test_control import CASES as SUBGRAPH_CASES
 from tests.support import covered
 from tests.support.microsoft_rows import CASES

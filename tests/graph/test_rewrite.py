@@ -138,7 +138,7 @@ def test_rewrites_that_undo_each_other():
         ("", "Neg"): [lambda op, node: [op.Abs(node.inputs[0])]],
         ("", "Abs"): [lambda op, node: [op.Neg(node.inputs[0])]],
     }
-    with pytest.raises(RuntimeError, match=r"rewrites.* (Abs|Neg) "):
+    with pytest.raises(RuntimeError, match=r"rewrites of (Abs|Neg) \(node"):
         rewrite(scaled_model("a = Neg(x)  y = Tanh(a)").graph, table)
 
 

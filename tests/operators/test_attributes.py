@@ -14,8 +14,10 @@ from onnxgrad.operators.attributes import (
     schemas_of_onnxruntime,
     string_attribute,
 )
+from tests.support.errors import naming
 
 OLDEST_OPSET = 18  # of a prepared graph
+
 READERS = {
     AttributeProto.INT: int_attribute,
     AttributeProto.INTS: lambda node, name: [*ints_attribute(node, name)],
@@ -39,7 +41,7 @@ def test_a_node_of_onnx_without_an_attribute_has_the_default_of_its_schema():
         for name, attribute in schema.attributes.items():
             expected = stated_default(attribute)
             if expected is None:
-                with pytest.raises(KeyError, match=name):
+                with pytest.raises(KeyError, match=naming(f"{schema.name} lacks", f"'{name}'")):
                     default_attribute(schema.domain, schema.name, name)
             else:
                 assert READERS[attribute.default_value.type](node, name) == expected
@@ -103,7 +105,7 @@ def test_what_a_node_states_goes_before_the_default():
 
 
 def test_an_operator_without_schema_has_no_default():
-    with pytest.raises(KeyError, match="Wave"):
+    with pytest.raises(KeyError, match=naming("Wave", "'axis'", "write it")):
         int_attribute(ir.Node("doc.unknown", "Wave", []), "axis")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from onnxgrad import rule
 from onnxgrad.operators import ELEMENTWISE, OPERATORS
-from onnxgrad.operators.axes import SUMMED, common_places, named_axes, places
+from onnxgrad.operators.axes import SUMMED, named_axes, output_axes, shared_output_axes
 from onnxgrad.operators.shapes import dims
 from tests.support.axes_cases import DRAWS, NOT_RUN, NodeCase
 from tests.support.running import session_of
@@ -90,7 +90,7 @@ def compare_places(rng, case: NodeCase, symbols: bool) -> int:
     compared = 0
     for i, a in one.arrays.items():
         for axis, n in enumerate(a.shape):
-            for k, place in enumerate(places(one.node, i, axis)):
+            for k, place in enumerate(output_axes(one.node, i, axis)):
                 what = f"{case}, {dims(one.inputs[i])}: axis {axis} of operand {i} at {place}"
                 if place == SUMMED:
                     terms = [one.run(one.arrays | {i: a.take([j], axis)})[k] for j in range(n)]
@@ -128,7 +128,7 @@ def check_positions(rng, one: Node, k: int, place: int, operands: dict[int, int]
     what = f"{one.case}: output {k} permuted along {place}, with {whole}"
     np.testing.assert_allclose(after, expected, 1e-5, 1e-6, err_msg=what)
     followed = {one.inputs[i]: axis for i, axis in operands.items()}
-    assert common_places(one.node, followed)[k] == place, what
+    assert shared_output_axes(one.node, followed)[k] == place, what
 
 
 def random_checks(seed: int, count: int) -> Counter:
@@ -239,30 +239,30 @@ KEPT = [
 @pytest.mark.parametrize(("op_type", "inputs", "attributes", "output", "axis", "expected"), KEPT)
 def test_places(op_type, inputs, attributes, output, axis, expected):
     node = node_of(op_type, inputs, attributes, output, len(expected))
-    assert places(node, 0, axis) == expected
+    assert output_axes(node, 0, axis) == expected
 
 
 def test_equal_lengths_do_not_prove_that_a_resize_keeps_an_axis():
     scales = of_lengths(constant=[1, 1])
     scales.const_value = ir.tensor(np.float32([1.2, 1]))
     node = node_of("Resize", [of_lengths(4, 3), None, scales], {"mode": "linear"}, (4, 3))
-    assert (places(node, 0, 0), places(node, 0, 1)) == ([None], [1])
+    assert (output_axes(node, 0, 0), output_axes(node, 0, 1)) == ([None], [1])
 
 
 def test_operands_are_followed_together():
     a, b = of_lengths("N", 3), of_lengths("N", 3)
     product = node_of("Mul", [a, b], {}, ("N", 3))
-    assert common_places(product, {a: 0, b: 0}) == [0]
-    assert common_places(product, {a: 0, b: 1}) == [None]
-    assert common_places(product, {a: 1}) == [1]
-    assert common_places(product, {}) == [None]
+    assert shared_output_axes(product, {a: 0, b: 0}) == [0]
+    assert shared_output_axes(product, {a: 0, b: 1}) == [None]
+    assert shared_output_axes(product, {a: 1}) == [1]
+    assert shared_output_axes(product, {}) == [None]
 
 
 def test_a_users_rule_leaves_the_axes_of_its_operator(monkeypatch):
     monkeypatch.setitem(OPERATORS, ("", "Softmax"), OPERATORS["", "Softmax"])
     rule("Softmax")(lambda op, node, dy: [dy])
     softmax = node_of("Softmax", [X], {}, ("N", 3, 4))
-    assert (places(softmax, 0, 0), named_axes(softmax)) == ([0], [2])
+    assert (output_axes(softmax, 0, 0), named_axes(softmax)) == ([0], [2])
 
 
 def test_axes_are_named_in_their_order():

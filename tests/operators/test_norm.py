@@ -215,7 +215,7 @@ def test_scale_of_dynamic_quantization(x, expected):
 def test_quantized_and_back_has_the_gradient_of_its_last_scale():
     x, s = floats_of(3, 4), np.array([0.1, 0.2, 0.3, 0.4], np.float32)
     body = "q = QuantizeLinear<axis=-1>(x, s)  y = DequantizeLinear<axis=-1>(q, s)"
-    with pytest.raises(NoGradientRule, match="quantized"):
+    with pytest.raises(NoGradientRule, match=naming("QuantizeLinear", "'q'", "straight_through")):
         check_gradient(norm_model(body, {"x": x, "s": s}), feed={"x": x}, inputs=["x"])
     up = floats_of(3, 4)
     found = gradients_for(norm_model(body, {"x": x, "s": s}), {"x": x, "s": s}, {"y": up}, ["s"])
@@ -237,7 +237,7 @@ def test_a_float8_has_no_gradient():
     text = """<ir_version: 10, opset_import: ["": 21]>
         g (float[3] x, float s) => (float[3] y) {{ q = {}  y = DequantizeLinear(q, s) }}"""
     made = onnx.parser.parse_model(text.format("Cast<to=17>(x)"))
-    with pytest.raises(NoGradientRule, match="too coarse"):
+    with pytest.raises(NoGradientRule, match=naming("'q'", "FLOAT8E4M3FN", "use float16 or wider")):
         onnx_derivative(made)
     assert len(onnx_derivative(made, inputs=["s"]).graph.output) == 1
     made = onnx.parser.parse_model(

@@ -182,7 +182,10 @@ def test_numbers_are_consumed_in_order_by_those_that_take_them():
         ('activations=["Affine"]', ["affine", "activation_alpha"]),
         ('activations=["ScaledTanh"], activation_alpha=[1.0]', ["scaledtanh", "activation_beta"]),
         ('activations=["Foo"]', ["RNN", "'foo'", "relu"]),
-        ('activations=["Tanh"], direction="bidirectional"', ["2 activations", "1"]),
+        (
+            'activations=["Tanh"], direction="bidirectional"',
+            ["RNN", "must list 2 names"],
+        ),
     ],
 )
 def test_refusals(attributes, named):

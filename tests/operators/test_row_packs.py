@@ -12,7 +12,7 @@ import pytest
 
 from onnxgrad import check_gradient
 from onnxgrad.operators import add_facts
-from onnxgrad.operators.registry import rule
+from onnxgrad.operators.records import rule
 from tests.support.cases import Row, row_feed, row_model
 from tests.support.packs import Pack, Part, failures
 from tests.support.row_packs import (

@@ -12,7 +12,7 @@ from onnx import defs, helper
 
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.operators import OPERATORS, add_facts
-from onnxgrad.operators.registry import Unsupported, taken_gradients
+from onnxgrad.operators.records import Unsupported, cotangent_limit
 from tests.support.cases import row_model
 from tests.support.convolution_cases import CONVOLUTIONS, conv_model
 from tests.support.packs import side_by_side
@@ -103,7 +103,7 @@ def _differentiate(models: list[onnx.ModelProto]) -> None:
 
 def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:
     def recorded(op, node, *gs):
-        made = function(op, node, *gs[: taken_gradients(function)])
+        made = function(op, node, *gs[: cotangent_limit(function)])
         if not isinstance(made, Unsupported):
             for i, g in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
                 kind = "none" if g is None else "refused" if isinstance(g, Unsupported) else "value"

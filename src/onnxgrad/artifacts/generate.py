@@ -21,7 +21,7 @@ from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.straight_through import straight_through_warning
 from onnxgrad.checks import check_choice
 from onnxgrad.errors import printable, unknown
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import external_data_files, save
 from onnxgrad.optimizers.base import Optimizer
@@ -144,7 +144,7 @@ class _ArtifactFiles:
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
         recipe = Recipe.for_data(trainer._job, trainer.state, Dataset(None, None, weight))
-        with garbage_kept():
+        with pause_garbage_collection():
             models = build_models(recipe, additional, self.updates)
         if models.unreached:
             warnings.warn(

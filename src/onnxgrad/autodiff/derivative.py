@@ -21,7 +21,7 @@ from onnxgrad.autodiff.primal.prepare import (
 )
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import node_text, unknown
-from onnxgrad.graph.emit import Emit, garbage_kept
+from onnxgrad.graph.emit import Emit, pause_garbage_collection
 from onnxgrad.graph.tidy import latest_replacement
 from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model import weights as constants
@@ -118,7 +118,7 @@ def onnx_derivative(
     labels = _checked_labels(options, loss, label)
     more = stop_gradient, straight_through, note_primal
     request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
-    with reporting(logging_level(verbose)), garbage_kept():
+    with reporting(logging_level(verbose)), pause_garbage_collection():
         gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
         save(gradient_model, path_name)

@@ -23,7 +23,7 @@ from onnxgrad.autodiff.derivative_builder import Builder, Derivatives, Result
 from onnxgrad.autodiff.matrices import ForwardMode, gradient_builder
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import argument, named, printable, unknown
-from onnxgrad.graph.emit import Emit, garbage_kept
+from onnxgrad.graph.emit import Emit, pause_garbage_collection
 from onnxgrad.model.convert import in_precision
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
@@ -88,7 +88,7 @@ def derivative_family(
         [[2.0, 0.0], [0.0, 6.0]]
     """
     files = family_paths("f.onnx" if path is None else path)
-    with garbage_kept():
+    with pause_garbage_collection():
         if dtype is not None and dtype not in _DTYPES:
             raise unknown("dtype", dtype, _DTYPES)
         origin = read(model) if dtype is None else in_precision(read(model), _DTYPES[dtype])

@@ -26,7 +26,7 @@ from onnxgrad.autodiff.matrices import (
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import require_independent_derivatives
 from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.model.read import ModelLike
 from onnxgrad.operators.shapes import dims
 
@@ -72,7 +72,7 @@ def vjp(
         >>> [result.tolist() for result in session.run(["y", "x_grad"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         builder = Builder(model, weights, inputs, outputs)
         gradients = builder.write_gradients(builder.add_cotangents())
         return builder.build_with_derivatives("grad", builder.wrt, gradients)
@@ -120,7 +120,7 @@ def jvp(
         >>> [result.tolist() for result in session.run(["y", "y_tangent"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         forward = ForwardMode(Builder(model, weights, inputs, outputs))
         builder = forward.builder
         directions = {x: builder.add_input_like(x, "tangent") for x in builder.wrt}
@@ -173,7 +173,7 @@ def hvp(
         >>> [result.tolist() for result in session.run(["x_grad", "x_hvp"], feed)]
         [[8.0, 4.0], [8.0, 8.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         first = Builder(model, weights, inputs, outputs)
         single = len(first.differentiated) == 1 and has_one_element(first.differentiated[0], False)
         builder, gradients = gradient_builder(first, first.add_cotangents(ones=single))
@@ -236,7 +236,7 @@ def jacobian(
         >>> jacobian.tolist()  # of shape (N, 2, 2)
         [[[2.0, 0.0], [0.0, 4.0]]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         builder, per_row = _open_builder(model, weights, inputs, outputs, batched), bool(batched)
         if per_row and len(builder.wrt) > len(builder.inputs):
             of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
@@ -290,7 +290,7 @@ def hessian(
         >>> session.run(["x_hessian"], {"x": np.float32([1, 2])})[0].tolist()
         [[8.0, 8.0], [8.0, 2.0]]
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         chosen = None if output is None else [output]
         builder, per_row = _open_builder(model, weights, inputs, chosen, batched), bool(batched)
         if per_row and len(builder.wrt) > len(builder.inputs):

@@ -18,7 +18,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import drop_unused, move_out
+from onnxgrad.graph.tidy import drop_unused, move_out_of_body
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_ir, to_proto
@@ -184,7 +184,7 @@ def jacobians_of_rows(
     for value in list(body.initializers.values()):
         graph.register_initializer(body.initializers.pop(str(value.name)))
     names = [str(y.name) for y in body.outputs]
-    move_out(body, op)
+    move_out_of_body(body, op)
     Emit(body, outer=op).give(list(body.outputs))
     drop_unused(body)
     attributes = {"body": body, "num_scan_inputs": len(rows)}

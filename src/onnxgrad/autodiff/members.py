@@ -19,7 +19,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import captured, dependents, reads, subgraphs
 from onnxgrad.operators.member_forms import write_for_members
-from onnxgrad.operators.registry import members_of
+from onnxgrad.operators.records import member_form
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -256,11 +256,9 @@ def _output_values(
     ]
 
 
-@members_of("Scan")
+@member_form("Scan")
 def push_through_scan(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Scan over stacked slices; the axis that it scans is one further behind the
-    members.
-    """
+    """Write a Scan over the slices of all members; its scanned axis moves behind their axis."""
     attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
     n = len(node.inputs) - attributes["num_scan_inputs"]
     sliced = [x in m for x in node.inputs[n:]]
@@ -278,7 +276,7 @@ def push_through_scan(m: MemberAxis, node: Any) -> Outputs:
     return _output_values(m, node, outputs, stacked)
 
 
-@members_of("Loop")
+@member_form("Loop")
 def push_through_loop(m: MemberAxis, node: Any) -> Outputs:
     """Write one Loop for all members, which run the same number of iterations."""
     attributes, body = attributes_of(node), _BodyCopy(m, node, "body")
@@ -300,7 +298,7 @@ def push_through_loop(m: MemberAxis, node: Any) -> Outputs:
     return _output_values(m, node, outputs, stacked)
 
 
-@members_of("If")
+@member_form("If")
 def push_through_if(m: MemberAxis, node: Any) -> Outputs:
     """Write one If for all members, which share its condition."""
     if node.inputs[0] in m:

@@ -29,7 +29,7 @@ from onnxgrad.graph.traversal import (
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.operators import CHEAP, RANDOM, SAME_ELEMENTS, VIEWS, made_by, operator_of
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.rule_nodes import delayed_until
+from onnxgrad.operators.rule_nodes import delay_until
 from onnxgrad.operators.shapes import Dims, dims, is_stated
 
 LENGTH = 32  # assumed length of symbolic dimensions, to compare sizes
@@ -295,7 +295,7 @@ class _Copies:
         """Return `x` behind a Reshape that waits for the latest cotangent of the backward pass."""
         if self.latest is None or not _is_tensor(x) or x.is_initializer():
             return x
-        return delayed_until(self.op, x, self.latest)
+        return delay_until(self.op, x, self.latest)
 
 
 def _bytes_of_results(graph: ir.Graph) -> dict[ir.Value, int]:

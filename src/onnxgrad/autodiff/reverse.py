@@ -12,8 +12,7 @@ from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import reads
 from onnxgrad.operators import marks, operator_of
-from onnxgrad.operators.records import remedy_of
-from onnxgrad.operators.registry import Lowering, Rule, Unsupported, taken_gradients
+from onnxgrad.operators.records import Lowering, Rule, Unsupported, cotangent_limit, remedy_for_node
 from onnxgrad.operators.shapes import Dims, dims, is_real
 from onnxgrad.reporting import logger
 
@@ -116,7 +115,7 @@ def _apply_rule(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: l
         raise _node_error(at, wrt, _missing_rule_message(at))
     if untyped is not None:
         raise _node_error(untyped, wrt, "the type of its output is unknown")
-    n = taken_gradients(function)
+    n = cotangent_limit(function)
     extra = [y.name for y, g in zip(node.outputs[n:], gs[n:], strict=True) if g is not None]
     if extra:
         raise _node_error(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
@@ -195,7 +194,7 @@ def _missing_rule_message(node: ir.Node) -> str:
         f"add one with @rule({node.op_type!r}{domain}), or name its output in `stop_gradient` of "
         "onnx_derivative"
     )
-    if (advice := remedy_of(node)) is not None:
+    if (advice := remedy_for_node(node)) is not None:
         return f"no rule; {advice}; or {add}"
     if unranked:
         return f"no rule while the rank of its input {unranked[0]!r} is unknown; {add}"

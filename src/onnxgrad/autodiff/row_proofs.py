@@ -22,7 +22,7 @@ from onnxgrad.graph.infer import infer
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 from onnxgrad.graph.walk import fold_sizes
 from onnxgrad.operators import ARITHMETIC, RANDOM, VIEWS, operator_of
-from onnxgrad.operators.axes import SUMMED, common_places, named_axes, places
+from onnxgrad.operators.axes import SUMMED, named_axes, output_axes, shared_output_axes
 from onnxgrad.operators.shapes import Dim, Dims, coefficient, dims, is_real, rank, static
 
 BATCH_SYMBOL = "onnxgrad_batch"  # the length of the row axis in proofs, in all inputs that have one
@@ -76,7 +76,7 @@ class RowWalk:
         rows = {x: s for x in reads(node) if (s := self.states.get(x)) and s.kind == "rows"}
         layout = self.common_layout(list(rows.values()))
         states: list[RowState | None] = []
-        axes = common_places(node, {x: s.axis for x, s in rows.items()})
+        axes = shared_output_axes(node, {x: s.axis for x, s in rows.items()})
         for y, axis in zip(node.outputs, axes, strict=True):
             if axis == SUMMED:
                 states.append(RowState("sum"))
@@ -260,7 +260,7 @@ class RowWalk:
         others = [(i, dims(x)) for i, x in enumerate(node.inputs) if x and not self.has_rows(x)]
         return all(
             shape is not None
-            and all(d == 1 or places(node, i, a)[k] != axis for a, d in enumerate(shape))
+            and all(d == 1 or output_axes(node, i, a)[k] != axis for a, d in enumerate(shape))
             for i, shape in others
         )
 

@@ -21,7 +21,7 @@ from onnxgrad.compat.learning_rates import BaseLearningRate, LearningRateSGDNest
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.native import Target
@@ -181,7 +181,7 @@ class SeedTrainer(SharedArguments):
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val: pass both, or neither")
         validation = None if X_val is None else as_dataset(X_val, y_val)
-        with garbage_kept():
+        with pause_garbage_collection():
             call = EstimatorFit(self, as_dataset(X, y, sample_weight), validation, callback)
             loop = call.begin(self.max_iter, shuffle=True)
             self._save_gradient_model(call)

@@ -22,7 +22,7 @@ from onnxgrad.autodiff.row_proofs import UnprovenRows, require_independent_rows
 from onnxgrad.checks import check_count
 from onnxgrad.errors import printable
 from onnxgrad.explain.user_inputs import Arrays
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.graph.traversal import dependents
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
@@ -67,7 +67,7 @@ class Piece:
         self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
         self._proto = select_model_inputs_outputs(proto, outputs, names)
         drop_unused_inputs(self._proto)
-        with garbage_kept():
+        with pause_garbage_collection():
             self._model = prepare(self._proto)
         self._values = {str(x.name): x for x in self.graph.inputs}
         self.inputs = list(self._values)
@@ -131,7 +131,7 @@ class Piece:
             values = [self._values[name] for name in wrt]
             require_differentiable(self.graph, values, self.graph.outputs[0])
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
-            with garbage_kept():
+            with pause_garbage_collection():
                 model, names = derivative(self._proto, request)
             gradients = [names[x] for x in wrt]
             predictor = Predictor(model, gradients, self._device, 0, 3 * self._multiply_adds)

@@ -97,7 +97,7 @@ def _follow_by_axis_mapping(tail: Tail, node: ir.Node, axis: int) -> None:
     if None in ranks.values():
         tail.refuse(node, "the rank of its operand is unknown")
     counted = {x: axis + (n or 0) for x, n in ranks.items()}
-    for y, place in zip(node.outputs, places.common_places(node, counted), strict=True):
+    for y, place in zip(node.outputs, places.shared_output_axes(node, counted), strict=True):
         n = rank(y)
         if place is not None and place != SUMMED and n is not None:
             tail.axes[y] = place - n
@@ -190,7 +190,7 @@ def _follow_reshape_or_expand(tail: Tail, node: ir.Node, axis: int, span: Span) 
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None:
         tail.refuse(node, "the rank of its operand or result is unknown")
-    [place] = places.places(node, 0, axis + len(before))
+    [place] = places.output_axes(node, 0, axis + len(before))
     [operand] = operator_of(node).settings
     if isinstance(place, int):
         [count] = static(dims(node.inputs[operand])) or (len(after),)

@@ -16,7 +16,7 @@ from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
 from onnxgrad.operators import operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import places
+from onnxgrad.operators.axes import output_axes
 from onnxgrad.operators.shapes import dims, rank, static
 
 FLOAT = ir.DataType.FLOAT
@@ -215,7 +215,7 @@ def _include_bias_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     while node is not None and index == 0 and _moves_or_averages(node):
         if node.op_type not in ("Cast", "Dropout", "Identity"):
             reshapes, n = True, rank(node.inputs[0])
-            place = None if n is None else places(node, 0, axis + n)[0]
+            place = None if n is None else output_axes(node, 0, axis + n)[0]
             if not isinstance(place, int) or (n := rank(node.outputs[0])) is None:
                 return layer
             axis = place - n

@@ -40,7 +40,7 @@ from onnxgrad.model.surgery import (
     replace_initializers_into_onnx as replace_initializers_into_onnx,
     select_model_inputs_outputs as select_model_inputs_outputs,
 )
-from onnxgrad.operators.registry import (
+from onnxgrad.operators.records import (
     Unsupported as Unsupported,
 )
 from onnxgrad.training.parameters.equal_constants import (

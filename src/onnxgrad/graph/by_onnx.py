@@ -18,7 +18,7 @@ from onnx import (
 from onnx.shape_inference import infer_shapes
 
 from onnxgrad.operators import operator_of
-from onnxgrad.operators.microsoft import DTYPES, result_shapes, result_types, standard_like
+from onnxgrad.operators.microsoft import DTYPES, node_of_equal_shape, result_shapes, result_types
 from onnxgrad.operators.shapes import Dims, constant, dims, is_real, is_stated, static
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
@@ -30,7 +30,8 @@ def infer_node(
     elements: Mapping[ir.Value, np.ndarray] | None = None,
     functions: Mapping[ir.OperatorIdentifier, ir.Function] | None = None,
 ) -> None:
-    """Set the unknown types and dimensions of the outputs of `node`; nothing where onnx fails.
+    """Set the unknown types and dimensions of the outputs of `node` to what onnx infers; do nothing
+    if onnx fails.
 
     Rules compute shapes that stay unknown at run time. onnx gets a model of one node, as it infers
     that also for types which the schema of the operator does not allow.
@@ -45,7 +46,7 @@ def infer_node(
     proto = None
     if not called and not defs.has(node.op_type, opsets.get(node.domain, 0), node.domain):
         _infer_by_onnxruntime(node)
-        proto = standard_like(node)
+        proto = node_of_equal_shape(node)
         if proto is None:
             return
     operands = dict.fromkeys(x for x in node.inputs if x is not None)
@@ -53,7 +54,7 @@ def infer_node(
         graph = GraphProto(name="node", node=[proto or ir.to_proto(node)])
         graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
         for x in operands:
-            if (data := _few_elements(x, elements or {})) is not None:
+            if (data := _constant_proto(x, elements or {})) is not None:
                 graph.initializer.append(data)
             elif x.type is not None:
                 graph.input.append(ir.serde.serialize_value(x))
@@ -64,7 +65,7 @@ def infer_node(
             functions=map(ir.to_proto, called.values()),
         )
         inferred = infer_shapes(model).graph.output
-    except Exception:  # of several types
+    except Exception:  # onnx raises errors of several types
         return
     types = {info.name: info.type for info in inferred if info.type.WhichOneof("value")}
     symbols = {d for x in operands for d in dims(x) or ()}
@@ -90,7 +91,7 @@ def _infer_by_onnxruntime(node: ir.Node) -> None:
 
 
 def complete_shape(value: ir.Value, shape: Dims | None) -> None:
-    """Set the dimensions of `value` that are unknown, or symbols that were generated."""
+    """Set the unknown dimensions of `value`, and its symbols that inference made up (`unk__0`)."""
     known = dims(value)
     if known is None:
         value.shape = None if shape is None else ir.Shape(shape)
@@ -99,8 +100,8 @@ def complete_shape(value: ir.Value, shape: Dims | None) -> None:
         value.shape = ir.Shape([k if s is None or is_stated(k) else s for k, s in pairs])
 
 
-def _few_elements(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
-    """Return the elements of an operand, if they are few and do not change between runs."""
+def _constant_proto(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
+    """Return an operand as a TensorProto, if it is a small constant, else None."""
     if x.is_graph_input():
         return None
     if x in elements and x.dtype is not None:
@@ -144,10 +145,10 @@ def write_misread_defaults(node: ir.Node) -> None:
     if node.op_type == "STFT":
         node.attributes.setdefault("onesided", ir.AttrInt64("onesided", 1))
     elif node.op_type == "ConvTranspose":
-        _write_pads(node)
+        _write_same_pads(node)
 
 
-def _write_pads(node: ir.Node) -> None:
+def _write_same_pads(node: ir.Node) -> None:
     get, weight = node.attributes.get_ints, dims(node.inputs[1])
     auto, added = node.attributes.get_string("auto_pad", ""), get("output_padding", ())
     kernel = get("kernel_shape", ()) or (static(weight[2:]) if weight else ())
@@ -182,7 +183,7 @@ def correct_shape(node: ir.Node, known: Dims | None) -> None:
         length, axis = (*node.inputs, None, None)[1:3]
         if length is None or constant(length) is not None:
             return
-        # without an operand, the axis is the one or the other, depending on the opset
+        # without the operand `axis`: the attribute up to opset 19, the default -2 since opset 20
         axes = [node.attributes.get_int("axis", 1), -2] if axis is None else constant(axis)
         named = range(len(shape)) if axes is None else [int(a) % len(shape) for a in np.ravel(axes)]
         y.shape = ir.Shape([None if i in named else d for i, d in enumerate(shape)])

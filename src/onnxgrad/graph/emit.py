@@ -29,12 +29,13 @@ from onnxgrad.operators.shapes import (
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 _DETACHED_SCALE = 2.0**100
-_LAST = math.inf  # behind all nodes that are inserted before one
+_LAST = math.inf  # sorts behind all nodes that are inserted before a node
 _current: ContextVar[Emit] = ContextVar("emit")
 
 
 class _Arithmetic:
-    """Forwards `a * b` to the emitter of the enclosing `with`, or else to the previous handler.
+    """Forwards `a * b` to the emitter of the enclosing `with`; outside of any, to the handler that
+    onnx_ir had before.
 
     onnx_ir has one handler for the whole process; the ContextVar separates threads.
     """
@@ -82,17 +83,17 @@ class Emit:
     ) -> None:
         self.graph = graph
         self.outer = outer
-        self.primal: ir.Node | None = None  # whose gradient is being written
+        self.primal: ir.Node | None = None  # the node whose gradient is being written
         self.target: Any = outer.target if outer else None  # the runtime and device of the graph
         self.place: ir.Node | None = None  # insert nodes before it; None: at the end
         self.written: list[ir.Node] = []
         self._token = object()
-        self._shared: dict[Any, ir.Node] = {}  # by operator, operands and attributes
+        self._shared: dict[Any, ir.Node] = {}  # nodes by operator, operands and attributes
         self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `precedes`
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
-        self._tokens: list[Any] = []  # one for every `with` that is active
+        self._tokens: list[Any] = []  # of _current, one for every active `with`
 
     def __enter__(self) -> Self:
         previous = ir.set_value_magic_handler(_ARITHMETIC)  # never None, which other threads see
@@ -110,12 +111,14 @@ class Emit:
         return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
 
     def inside(self, body: ir.Graph) -> Self:
-        """Return the emitter of a subgraph of a node that this one writes."""
+        """Return an emitter that writes into `body`, a subgraph of a node of this graph."""
         return type(self)(body, outer=self)
 
     @contextmanager
     def at(self, node: ir.Node | None) -> Iterator[Self]:
-        """Write nodes before `node` inside of the block, or at the end of the graph for None."""
+        """Write nodes before `node` inside of the `with` block; None stands for the end of the
+        graph.
+        """
         previous, self.place = self.place, node
         try:
             with self:
@@ -124,7 +127,8 @@ class Emit:
             self.place = previous
 
     def give(self, values: Iterable[ir.Value]) -> None:
-        """Set the outputs of the graph to `values`; inputs, outer and repeated values are copied.
+        """Set the outputs of the graph to `values`; a value is copied if it is an input, of an
+        outer graph, or given twice.
 
         onnxruntime returns garbage if the body of a Scan returns an input, or one value twice.
         """
@@ -148,7 +152,9 @@ class Emit:
 
     @staticmethod
     def is_own(node: ir.Node) -> bool:
-        """Return whether the package wrote `node`, and no file did."""
+        """Return whether an emitter of this package wrote `node`: nodes read from a file
+        are not.
+        """
         return marks.EMITTER in node.meta
 
     # -- writing nodes ------------------------------------------------------------------------
@@ -202,7 +208,7 @@ class Emit:
         return list(new.outputs)
 
     def precedes(self, node: ir.Node) -> bool:
-        """Return whether `node` is in the graph, and stands before the place of writing."""
+        """Return whether `node` is in the graph, before the place of the next new node."""
         if node.graph is not self.graph or self.place is None:
             return node.graph is self.graph
         if node not in self._places or self.place not in self._places:
@@ -248,7 +254,7 @@ class Emit:
         return [self.set_type_like(y, old) for y, old in zip(new, node.outputs, strict=True)]
 
     def insert(self, node: ir.Node, nodes: list[ir.Node]) -> None:
-        """Insert nodes of no graph before `node`, as if they had been written here."""
+        """Insert existing `nodes` before `node`, and list them among the nodes written."""
         self.graph.insert_before(node, nodes)
         self.written += nodes
 
@@ -268,7 +274,8 @@ class Emit:
     def name_output(
         self, value: ir.Value, name: str, like: ir.Value, protected: set[ir.Value]
     ) -> ir.Value:
-        """Return `value` with the name `name` and the shape and dtype of `like`: a future output.
+        """Return `value`, or a copy, renamed to `name`, with the shape and dtype of `like`, to
+        become an output of the graph.
 
         A value that is protected, or that this emitter did not write, is copied. An existing value
         named `name` is renamed; if it is protected, `value` gets a numeric suffix. The returned
@@ -325,7 +332,8 @@ class Emit:
     known_value = staticmethod(constant)
 
     def is_all(self, v: ir.Value, number: float) -> bool:
-        """Return whether `v` is a constant of the package, small, and all equal to `number`.
+        """Return whether `v` is a small constant that this package wrote, all of whose elements are
+        `number`.
 
         Constants of the model are not read: they may be weights, whose values do not decide what
         their gradients are.
@@ -398,7 +406,7 @@ class Emit:
         return self.set_type_like(self.Reshape(g, target), like)
 
     def set_type_like(self, y: ir.Value, x: ir.Value) -> ir.Value:
-        """Give `y` the shape and type of `x`, or the type of its content if it is an Optional.
+        """Give `y` the shape and type of `x`; if `x` is an Optional, the type of its content.
 
         Returns `y` itself; no node is written.
         """
@@ -416,14 +424,16 @@ class Emit:
     # -- values ------------------------------------------------------------------------------
 
     def detached(self, x: ir.Value) -> ir.Value:
-        """Return `x`, float32 below 2^28, without a gradient.
+        """Return `x`, float32 below 2^28, so that no gradient flows through it.
 
         Floor has none, and scaled so, it changes no number above 2^-76.
         """
         return self.Mul(self.Floor(self.Mul(x, _DETACHED_SCALE)), 1 / _DETACHED_SCALE)
 
     def split(self, x: ir.Value, parts: Any, axis: int) -> list[ir.Value]:
-        """Return the parts of `x` along `axis`: so many equal ones, or of these lengths."""
+        """Return the parts of `x` along `axis`: `parts` equal parts if it is an int, else parts of
+        these lengths.
+        """
         shape, attributes, operands = dims(x), {"axis": axis}, [x]
         if isinstance(parts, int):
             whole, attributes["num_outputs"] = (shape or {axis: None})[axis], parts
@@ -509,8 +519,10 @@ class Emit:
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Pause Python's garbage collector: while a graph grows, it finds nothing and takes time."""
+def pause_garbage_collection() -> Iterator[None]:
+    """Pause Python's garbage collector inside of the `with` block: it would find nothing while a
+    graph grows.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -35,7 +35,8 @@ def infer(
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
     walk: Walk | None = None,
 ) -> Walk:
-    """Set types and shapes of the values of `model`, in place; return the walk that has done it.
+    """Set types and shapes of the values of `model`, in place; return the `Walk`, which a later
+    call can continue.
 
     First, each input axis without a length or name gets its own symbol, so that no two lengths are
     assumed to be equal unless the model states it.
@@ -53,11 +54,12 @@ def infer(
     """
     inputs = {d for x in model.graph.inputs for d in dims(x) or ()}
     results = [y for y in model.graph.outputs if y.producer() is not None]
-    declared = {y: _without_repeated(y, inputs) for y in results}
-    for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
+    declared = {y: _drop_repeated_symbols(y, inputs) for y in results}
+    # declared shapes may be wrong, or may have symbols for lengths that can be inferred
+    for y in declared:
         y.shape = None
     nodes = all_nodes(model.graph)
-    _forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
+    _remove_declared_shapes(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
     is_first, walk = walk is None, walk or Walk(model.graph, model.functions)
     walk.infer(model.graph)
@@ -70,13 +72,13 @@ def infer(
         untrusted.update(y for n in nodes_after(nodes, untrusted) for y in n.outputs)
     is_read = False
     for y, shape in declared.items():
-        if shape is not None and y not in untrusted and _adds_to(shape, dims(y)):
+        if shape is not None and y not in untrusted and _extends_shape(shape, dims(y)):
             shape = shape if confirm is None else confirm(y, shape)
             complete_shape(
                 y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape)
             )
             is_read |= bool(y.uses())
-    if is_read:  # by nodes whose shapes may follow from it
+    if is_read:  # nodes read the completed value: their shapes may follow from it
         walk.infer(model.graph)
     return walk
 
@@ -102,15 +104,15 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
             x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
 
 
-def note_ranks(nodes: Iterable[ir.Node]) -> None:
-    """Record the declared ranks of the outputs of Scan bodies, which onnxruntime needs."""
+def record_scan_ranks(nodes: Iterable[ir.Node]) -> None:
+    """Record the declared ranks of the outputs of the bodies of Scan nodes, for inference."""
     for node in nodes:
         if (node.domain, node.op_type) == ("", "Scan"):
             body = node.attributes["body"].as_graph()
             body.meta[marks.DECLARED_RANKS] = [rank(y) for y in body.outputs]
 
 
-def _forget_declared(nodes: Iterable[ir.Node]) -> None:
+def _remove_declared_shapes(nodes: Iterable[ir.Node]) -> None:
     """Remove the declared shapes of inputs and outputs of subgraphs: exporters write wrong ones."""
     for node in nodes:
         vectors = [x for graph in subgraphs(node) for x in graph.inputs[:2] if dims(x) == (1,)]
@@ -142,7 +144,7 @@ def _name_axes(graph: ir.Graph) -> None:
 
 
 def _check_sizes(values: Iterable[ir.Value]) -> None:
-    """Raise if 64 bits do not count the elements of a value: no runtime computes such a model."""
+    """Raise a ModelError if the number of elements of a value does not fit into 64 bits."""
     for value in values:
         shape = dims(value) or ()
         if prod(d for d in shape if isinstance(d, int)) >= 1 << 63:
@@ -155,7 +157,9 @@ def _check_sizes(values: Iterable[ir.Value]) -> None:
 
 
 def _check_constants(nodes: Iterable[ir.Node]) -> None:
-    """Raise if nodes compute a large result from smaller constants, as onnxruntime would too."""
+    """Raise a ModelError if nodes compute a large tensor from small constants, as onnxruntime would
+    when it loads the model.
+    """
     sizes: dict[ir.Value, int] = {}  # element counts of constants, also of computed ones
     for node in nodes:
         inputs = [x for x in node.inputs if x is not None]
@@ -174,8 +178,9 @@ def _check_constants(nodes: Iterable[ir.Node]) -> None:
                 check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
 
 
-def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
-    """Return the declared shape of an output, without symbols of several axes and of no input.
+def _drop_repeated_symbols(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
+    """Return the declared shape of an output, without symbols that no input has and that several
+    axes share.
 
     Exporters use one symbol for lengths that differ.
     """
@@ -187,13 +192,15 @@ def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
     lengths = ", ".join(sorted(map(repr, repeated)))
     warn_once(
         f"the output {y.name!r} states the length {lengths} for several axes, which no input has: "
-        "it is ignored"
+        "the length is ignored; to state it, name each axis differently"
     )
     return tuple(None if d in repeated else d for d in shape)
 
 
-def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
-    """Return whether a declared shape says more than the inferred one, without contradiction."""
+def _extends_shape(declared: Dims, inferred: Dims | None) -> bool:
+    """Return whether a declared shape has dimensions that the inferred shape lacks, and the same
+    rank.
+    """
     if inferred is None or len(inferred) != len(declared):
         return inferred is None
     pairs = zip(declared, inferred, strict=True)
@@ -211,22 +218,25 @@ def infer_file(
     trust_branches: bool = True,
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
 ) -> Walk:
-    """Infer types and shapes as `infer` does, of a model that may state wrong ones."""
-    stated = _forget_stated(model.graph)
+    """Infer types and shapes as `infer` does, for a model from a file, whose stated shapes may be
+    wrong.
+    """
+    stated = _remove_stated_shapes(model.graph)
 
-    def confirmed(y: ir.Value, shape: Dims) -> Dims:
+    def confirm_and_store(y: ir.Value, shape: Dims) -> Dims:
         if confirm is not None:
             stated[y] = shape = confirm(y, shape)
         return shape
 
-    walk = infer(model, trust_branches, confirmed)
-    if _complete_by_stated(model.graph, stated):
+    walk = infer(model, trust_branches, confirm_and_store)
+    if _complete_by_stated_symbols(model.graph, stated):
         infer(model, trust_branches, walk=walk)
     return walk
 
 
-def _forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
-    """Remove the shapes of the results of nodes, in place; return the shapes of the main graph.
+def _remove_stated_shapes(graph: ir.Graph) -> dict[ir.Value, Dims]:
+    """Remove the shapes of the results of nodes, in place; return the removed shapes of values of
+    `graph`.
 
     Results of operators outside the standard domain keep their rank, and outputs of the main graph
     their shape, without the length of axis 0 if the batch is symbolic.
@@ -247,8 +257,9 @@ def _forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
     return stated
 
 
-def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
-    """Set dimensions that were not inferred to stated symbols; return whether to infer again.
+def _complete_by_stated_symbols(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
+    """Set dimensions that were not inferred to the symbols that the model states; return whether to
+    infer again.
 
     Inference runs again if a node reads a dimension that has changed. If a stated shape is
     contradicted, the shapes of the outputs of the graph are removed instead.
@@ -257,12 +268,12 @@ def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> boo
     symbols = {d for d in named if isinstance(d, str) and is_stated(d)}
     inferred = {y: (known, shape) for y, shape in stated.items() if (known := dims(y)) is not None}
 
-    def is_proof(p: Dim, d: Dim) -> bool:
+    def is_decisive(p: Dim, d: Dim) -> bool:
         return all(isinstance(length, int) or length in symbols for length in (p, d))
 
-    wrong = {y: shapes for y, shapes in inferred.items() if _are_contradictory(*shapes, is_proof)}
+    wrong = {y: both for y, both in inferred.items() if _are_contradictory(*both, is_decisive)}
     if wrong:
-        _warn_of_stated(wrong)
+        _warn_of_wrong_shapes(wrong)
         results = [y for y in graph.outputs if y.producer() is not None]
         for y in results:
             y.shape = None
@@ -282,7 +293,7 @@ def _complete_by_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> boo
     return changed
 
 
-def _warn_of_stated(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
+def _warn_of_wrong_shapes(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
     """Warn of values whose stated rank or length is wrong, not only the symbol of a length."""
     listed = [
         f"of {y.name!r} {shape_text(shape)}, not {shape_text(proven)}"
@@ -298,12 +309,16 @@ def _warn_of_stated(wrong: Mapping[ir.Value, tuple[Dims, Dims]]) -> None:
 
 
 def _has_no_inferred_rank(y: ir.Value) -> bool:
-    """Return whether only the model states the shape of `y`: an operand of its node has no rank."""
+    """Return whether the rank of `y` cannot be inferred: an operand of its node has an unknown
+    rank.
+    """
     node = y.producer()
     return node is not None and any(x is not None and rank(x) is None for x in node.inputs)
 
 
-def _are_contradictory(proven: Dims, stated: Dims, is_proof: Callable[[Dim, Dim], bool]) -> bool:
-    """Return whether two shapes differ in rank, or in dimensions whose difference is a proof."""
+def _are_contradictory(proven: Dims, stated: Dims, is_decisive: Callable[[Dim, Dim], bool]) -> bool:
+    """Return whether two shapes differ in rank, or in two dimensions that cannot be equal by
+    `is_decisive`.
+    """
     pairs = zip(proven, stated, strict=False)
-    return len(proven) != len(stated) or any(p != d and is_proof(p, d) for p, d in pairs)
+    return len(proven) != len(stated) or any(p != d and is_decisive(p, d) for p, d in pairs)

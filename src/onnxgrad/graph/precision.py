@@ -13,7 +13,7 @@ from onnxgrad.operators import operator_of
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES)
-_LARGE = 1 << 16  # elements of a constant that is in memory once, and that no rule looks into
+_LARGE = 1 << 16  # elements of a constant that stays in 16 bits, to be in memory once
 _DTYPES = ("to", "dtype", "output_dtype")  # attributes whose value is a dtype
 
 
@@ -71,7 +71,9 @@ def widen_result(op: Emit, y: ir.Value) -> ir.Value:
 
 
 def narrow_result(op: Emit, y: ir.Value, like: ir.Value | None) -> ir.Value:
-    """Return a float32 result cast to the 16 bits of `like`, the input that is fed with it."""
+    """Return a float32 result cast to float16 or bfloat16, if `like`, the input that it will be fed
+    to, has that dtype.
+    """
     if like is None or like.dtype not in HALVES or y.dtype != ir.DataType.FLOAT:
         return y
     return op.Cast(y, to=like.dtype)
@@ -109,7 +111,7 @@ def set_precision(
             _convert_value(value, dtype, of)
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
-                del node.attributes[attribute.name]  # it is always float32
+                del node.attributes[attribute.name]  # this attribute is always float32
                 tensor = _converted_tensor(np.asarray(attribute.value), dtype)
                 node.attributes["value"] = ir.AttrTensor("value", tensor)
             elif attribute.name in _DTYPES and attribute.value in of:
@@ -137,7 +139,7 @@ def _convert_value(value: ir.Value, dtype: ir.DataType, of: Collection[ir.DataTy
     if value.dtype not in of:
         return
     if isinstance(value.type, ir.TensorType):
-        value.type = ir.TensorType(dtype)  # other values may share the old one
+        value.type = ir.TensorType(dtype)  # other values may share the old TensorType
     else:
         value.dtype = dtype
     if (tensor := value.const_value) is not None:

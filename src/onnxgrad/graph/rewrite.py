@@ -40,11 +40,13 @@ Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and 
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
 ANY = "*"  # instead of an operator: all operators of a domain
-_MOST = 100  # rewrites for each node, and further rounds: some that undo each other never end
+_MOST = 100  # most rewrites for each node, and most rounds: rewrites that undo each other never end
 
 
 def rewrites(*op_types: str, group: str) -> Callable[[Rewrite], Rewrite]:
-    """Register the decorated function in a group: for the named standard operators, or all."""
+    """Register the decorated function as a rewrite in `group`: for the named standard operators, or
+    for all.
+    """
 
     def register(function: Rewrite) -> Rewrite:
         for op_type in op_types or (ANY,):
@@ -57,7 +59,8 @@ def rewrites(*op_types: str, group: str) -> Callable[[Rewrite], Rewrite]:
 def rewrite(
     graph: ir.Graph, table: Table, target: Any = None, keep: Collection[str | None] = ()
 ) -> bool:
-    """Apply rewrites to the nodes of `graph` and its subgraphs; return whether any applied.
+    """Apply the rewrites of `table` to the nodes of `graph` and its subgraphs; return whether any
+    of them changed a node.
 
     Nodes are visited in topological order, new ones before the nodes that follow the rewritten one,
     and all of them again until no rewrite applies. A replaced node is removed, and in the end so
@@ -77,11 +80,13 @@ def rewrite(
             return applied
         applied = True
         drop_unused(graph, keep)
-    raise RuntimeError("rewrites do not end: some undo each other")
+    raise RuntimeError("rewrites do not end: two of them undo each other, so remove one of them")
 
 
 def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
-    """Visit the nodes of the graph of `op` once; return how many rewrites applied."""
+    """Try rewrites on each node of the graph of `op`, and on new nodes; return how many nodes were
+    rewritten.
+    """
     waiting, count = deque(op.graph), 0
     most = _MOST * (1 + len(waiting))
     with op:
@@ -90,7 +95,7 @@ def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
             functions = table.get((node.domain, node.op_type), ())
             if (every := table.get((node.domain, ANY))) is not None:
                 functions = (*every, *functions)
-            new = _apply_first(op, node, functions, keep) if functions else None
+            new = _apply_first_rewrite(op, node, functions, keep) if functions else None
             if new is not None:
                 waiting.extendleft(reversed(new))
                 count += 1
@@ -100,24 +105,26 @@ def _visit_nodes(op: Emit, table: Table, keep: Collection[str | None]) -> int:
                         count += _visit_nodes(Emit(body, outer=op), table, keep)
             if count > most:
                 raise RuntimeError(
-                    f"rewrites of {node.op_type} and of the nodes that they write do not end"
+                    f"rewrites of {node.op_type} (node {node.name!r}) do not end: drop one of them"
                 )
     return count
 
 
-def _apply_first(
+def _apply_first_rewrite(
     op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
-    """Apply the first rewrite that applies; return the nodes that it writes, or None."""
+    """Replace `node` by the first of `functions` that does not return None; return the new nodes,
+    or None.
+    """
     if node.graph is not op.graph or any(marks.REPLACED in y.meta for y in node.outputs):
-        return None  # removed meanwhile, or will be
+        return None  # an earlier rewrite has replaced it
     count = len(op.written)
     op.place, op.primal = node, node.meta.get(marks.PRIMAL)
     for function in functions:
         if (values := function(op, node)) is not None:
             break
     else:
-        for unread in op.written[count:][::-1]:  # attempts
+        for unread in op.written[count:][::-1]:  # nodes of a rewrite that then returned None
             remove_node(unread)
         return None
     copies = node.op_type == "Identity" and values[0] is node.inputs[0]

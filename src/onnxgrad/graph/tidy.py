@@ -123,8 +123,8 @@ def rename_unused_results(graph: ir.Graph, names: Collection[str | None]) -> Non
 # -- bodies of loops -------------------------------------------------------------------------------
 
 
-def is_small(node: ir.Node) -> bool:
-    """Return whether the results of `node` are few numbers, as a shape is."""
+def has_small_results(node: ir.Node) -> bool:
+    """Return whether the results of `node` have few elements, as a shape has."""
     lengths = [static(dims(y)) for y in node.outputs]
     return all(
         prod(known) <= _SMALL if known is not None else rank(y) in (0, 1)
@@ -132,13 +132,14 @@ def is_small(node: ir.Node) -> bool:
     )
 
 
-def move_out(
+def move_out_of_body(
     body: ir.Graph,
     op: Emit,
     worth: Callable[[ir.Node], bool] = lambda _: True,
     varying: Iterable[ir.Value] = (),
 ) -> None:
-    """Move the nodes that compute the same in every iteration from a body to the graph of `op`.
+    """Move nodes whose results are the same in every iteration from the body of a loop to the graph
+    of `op`.
 
     Constants that they read move with them. The outputs of the body must be set again, by `give`.
     `worth` tells which of these nodes to move, and `varying` are values that differ between
@@ -158,8 +159,9 @@ def move_out(
                 op.graph.register_initializer(body.initializers.pop(str(x.name)))
 
 
-def shapes_from_outside(body: ir.Graph, op: Emit, outer: Mapping[ir.Value, ir.Value]) -> None:
-    """Let Shape and Size of inputs of a Scan's body read the operands of the Scan.
+def read_shapes_outside(body: ir.Graph, op: Emit, outer: Mapping[ir.Value, ir.Value]) -> None:
+    """Let Shape and Size nodes in a Scan's body read the operands of the Scan, outside of the body,
+    instead of its inputs.
 
     `op` writes the graph around the body. `outer` has the operand of the Scan for each input that
     has the same shape in all iterations; of a scanned one, it has one axis more in front.

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-_SEARCHED = 400  # the most values between a value and its origins
+_SEARCHED = 400  # the most values that `depends_on` visits
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
@@ -46,7 +46,7 @@ def all_nodes(graph: ir.Graph | ir.Function) -> list[ir.Node]:
 
 
 def conditional_nodes(graph: ir.Graph) -> set[ir.Node]:
-    """Return the nodes inside of branches of an If, which do not run for every input."""
+    """Return the nodes in branches of If nodes, which do not run for every input."""
     branches = (b for n in all_nodes(graph) if n.op_type == "If" for b in subgraphs(n))
     return {node for branch in branches for node in all_nodes(branch)}
 
@@ -101,7 +101,9 @@ def dependents(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.V
 
 
 def depends_on(value: ir.Value, wanted: set[ir.Value]) -> bool:
-    """Return whether `value` is computed from all `wanted`, by not too many nodes in between."""
+    """Return whether `value` is computed from all of `wanted`, through at most a few hundred
+    values.
+    """
     missing, queue, seen = set(wanted), [value], {value}
     while missing and queue and len(seen) < _SEARCHED:
         node = queue.pop(0).producer()

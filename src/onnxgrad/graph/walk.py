@@ -30,12 +30,12 @@ from onnxgrad.operators.outputs import (
     result_elements,
     shape_by_elements,
 )
-from onnxgrad.operators.sequences import is_empty, note_empty, shared_dims
+from onnxgrad.operators.sequences import is_empty, mark_empty, shared_dims
 from onnxgrad.operators.shapes import Dims, dims, is_stated, static
 
 
 class Walk:
-    """Infers types and shapes, by onnx and by the records of operators (`output_shape`).
+    """Infers the types and shapes of a graph, node by node, by the `Operator` records and by onnx.
 
     A length that stays unknown becomes a symbol, so that two values which share it are proven to
     have the same. Another walk of the same object infers only nodes that are new, or of which more
@@ -48,7 +48,7 @@ class Walk:
     def __init__(self, graph: ir.Graph, functions: dict | None = None) -> None:
         self.main, self.functions = graph, functions or {}
         self.elements: dict[ir.Value, Elements] = {}
-        self._known: dict[ir.Node, list] = {}  # of each node, when it was inferred last
+        self._known: dict[ir.Node, list] = {}  # `_known_facts` of each node, when last inferred
         values = (y for node in all_nodes(graph) for y in node.outputs)
         used = {d for y in (*graph.inputs, *values) for d in dims(y) or ()}
         self._symbols = (f"unk__{i}" for i in count() if f"unk__{i}" not in used)
@@ -64,7 +64,8 @@ class Walk:
             self._infer_if_changed(node)
 
     def infer_next(self, _op: Any, node: ir.Node) -> None:
-        """Set the types and shapes of the results of a node, which follows on inferred ones.
+        """Infer the types and shapes of the results of one node, after those of all nodes before
+        it.
 
         It is a rewrite that does not apply. Nodes of subgraphs are inferred by onnx alone, which
         raises no error where a branch would never run.
@@ -75,11 +76,13 @@ class Walk:
             infer_node(node, self.main.opset_imports, self.elements, self.functions)
 
     def has_inferred(self, node: ir.Node) -> bool:
-        """Return whether `node` was inferred, perhaps with less knowledge than there is now."""
+        """Return whether `node` was inferred before, even if more is known of its operands now."""
         return node in self._known
 
-    def _known_of(self, node: ir.Node) -> list:
-        """Return types, shapes and elements of the values of `node` and its subgraphs."""
+    def _known_facts(self, node: ir.Node) -> list:
+        """Return the types, shapes and known elements of all values that `node` and its subgraphs
+        read or write.
+        """
         nodes = [node]
         for body in subgraphs(node):
             nodes += all_nodes(body)
@@ -96,12 +99,12 @@ class Walk:
         ]
 
     def _infer_if_changed(self, node: ir.Node) -> None:
-        if node not in self._known or self._known[node] != self._known_of(node):
+        if node not in self._known or self._known[node] != self._known_facts(node):
             self.infer_anew(node)
-            self._known[node] = self._known_of(node)
+            self._known[node] = self._known_facts(node)
 
     def infer_anew(self, node: ir.Node) -> None:
-        """Infer the outputs of a node, also if it was inferred before."""
+        """Infer the types and shapes of the outputs of a node, even if it was inferred before."""
         op_type = "" if node.domain else node.op_type
         if op_type == "If":
             self._infer_branches(node)
@@ -122,23 +125,24 @@ class Walk:
             if None in shape and isinstance(y.type, ir.TensorType):
                 y.shape = ir.Shape([next(self._symbols) if d is None else d for d in shape])
         if op_type:
-            self.elements.pop(node.outputs[0], None)  # of an iteration that assumed another shape
+            # the elements may be of an iteration that assumed another shape
+            self.elements.pop(node.outputs[0], None)
             found = result_elements(node, self.elements)
             self.elements |= {} if found is None else {node.outputs[0]: found}
 
     def _infer_tensors(self, node: ir.Node) -> None:
         if not node.domain:
             write_misread_defaults(node)
-            self._infer_by_rules(node)  # first, as it is faster
+            self._infer_by_records(node)  # first, as it is faster
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
         infer_node(node, self.main.opset_imports, self.elements, self.functions)
         if not node.domain:
             correct_shape(node, known)
-            self._infer_by_rules(node)
+            self._infer_by_records(node)
 
-    def _infer_by_rules(self, node: ir.Node) -> None:
+    def _infer_by_records(self, node: ir.Node) -> None:
         y, attributes = node.outputs[0], {a.name: a.value for a in node.attributes.values()}
         if _is_complete(dims(y)):
             return
@@ -160,12 +164,11 @@ class Walk:
             self.infer(branch)
         self._is_conditional = before
         for y, *ends in zip(node.outputs, *(b.outputs for b in branches), strict=True):
-            _set_known(
-                y, next((v.type for v in ends if v.type is not None), None), shared_dims(ends)
-            )
+            known_type = next((v.type for v in ends if v.type is not None), None)
+            _set_inferred(y, known_type, shared_dims(ends))
 
     def _infer_loop(self, node: ir.Node) -> None:
-        """A state has the shape of its initial value, where an iteration does not change it.
+        """Infer a Loop: a state has the shape of its initial value, unless an iteration changes it.
 
         The shape of a sequence is the shape of its elements. If it is empty initially, they are the
         elements that the first iteration adds.
@@ -176,10 +179,11 @@ class Walk:
         for start, state in zip(starts, states, strict=True):
             if start is not None and start.type is not None:
                 state.type = start.type
-                note_empty(state, is_empty(start))
-            state.shape = _to_shape(_without_generated(dims(start)))
+                mark_empty(state, is_empty(start))
+            state.shape = _to_shape(_drop_unk_symbols(dims(start)))
         self.infer(body)
-        while sum(map(_correct_state, states, ends)):  # no `any`: all of them
+        # a sum, as `any` would stop at the first wrong state
+        while sum(map(_correct_state, states, ends)):
             for y in (y for inner in all_nodes(body) for y in inner.outputs):
                 y.shape = None
             self.infer(body)
@@ -188,18 +192,18 @@ class Walk:
                 end.type = state.type
             result.type = state.type or end.type or result.type
             result.shape = state.shape
-        _set_stacked(body.outputs[1 + n :], node.outputs[n:], None, ())
+        _set_stacked_results(body.outputs[1 + n :], node.outputs[n:], None, ())
 
     def _infer_scan(self, node: ir.Node) -> None:
         body = node.attributes["body"].as_graph()
         n = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
         length = None
         for x, start in zip(body.inputs[:n], node.inputs[:n], strict=False):
-            _set_known(x, None if start is None else start.type, dims(start))
+            _set_inferred(x, None if start is None else start.type, dims(start))
         axes = node.attributes.get_ints("scan_input_axes", (0,) * len(node.inputs))
         for x, stack, axis in zip(body.inputs[n:], node.inputs[n:], axes, strict=False):
             shape = dims(stack)
-            _set_known(x, None if stack is None else stack.type, None)
+            _set_inferred(x, None if stack is None else stack.type, None)
             if shape:
                 axis %= len(shape)
                 length = shape[axis] if length is None else length
@@ -208,28 +212,30 @@ class Walk:
         for y, rank in zip(body.outputs, body.meta.get(marks.DECLARED_RANKS, ()), strict=False):
             y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
         for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
-            _set_known(y, end.type, _without_generated(dims(end)))
+            _set_inferred(y, end.type, _drop_unk_symbols(dims(end)))
             complete_shape(y, dims(start))
         axes = node.attributes.get_ints("scan_output_axes", ())
-        _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
+        _set_stacked_results(body.outputs[n:], node.outputs[n:], length, axes)
 
     def _infer_map(self, node: ir.Node) -> None:
         body = node.attributes["body"].as_graph()
         for x, given in zip(body.inputs, node.inputs, strict=True):
             if given is not None and given.type is not None:
-                _set_known(x, ir.TensorType(given.type.dtype), _without_generated(dims(given)))
+                _set_inferred(x, ir.TensorType(given.type.dtype), _drop_unk_symbols(dims(given)))
         self.infer(body)
         for y, end in zip(node.outputs, body.outputs, strict=True):
             kind = None if end.type is None else ir.SequenceType(end.type)
-            _set_known(y, kind, _without_generated(dims(end)))
+            _set_inferred(y, kind, _drop_unk_symbols(dims(end)))
 
 
 def _is_complete(shape: Dims | None) -> bool:
     return shape is not None and all(map(is_stated, shape))
 
 
-def _without_generated(shape: Dims | None) -> Dims | None:
-    """Return a shape without generated symbols, which one iteration may give another length."""
+def _drop_unk_symbols(shape: Dims | None) -> Dims | None:
+    """Return a shape without the symbols that inference made up: another iteration may have another
+    length.
+    """
     return None if shape is None else tuple(d if is_stated(d) else None for d in shape)
 
 
@@ -237,34 +243,36 @@ def _to_shape(shape: Dims | None) -> ir.Shape | None:
     return None if shape is None else ir.Shape(shape)
 
 
-def _set_known(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
-    """Set the type of `value`, and its unknown dimensions."""
+def _set_inferred(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
+    """Set the type of `value`, and its unknown dimensions, to what was inferred."""
     value.type = value_type or value.type
     complete_shape(value, shape)
 
 
-def _set_stacked(
+def _set_stacked_results(
     ends: Iterable[ir.Value],
     stacks: Iterable[ir.Value],
     length: int | str | None,
     axes: Sequence[int],
 ) -> None:
-    """Set types and shapes of the results of a Loop or Scan that stack results of its body."""
+    """Set the types and shapes of the results of a Loop or Scan that stack a value of each
+    iteration.
+    """
     for i, (end, stack) in enumerate(zip(ends, stacks, strict=False)):
-        shape = _without_generated(dims(end))
+        shape = _drop_unk_symbols(dims(end))
         if shape is not None:
             axis = (axes[i] if axes else 0) % (len(shape) + 1)
             shape = (*shape[:axis], length, *shape[axis:])
-        _set_known(stack, end.type, shape)
+        _set_inferred(stack, end.type, shape)
 
 
 def _correct_state(state: ir.Value, end: ir.Value) -> bool:
     """Correct the assumed shape of a state of a Loop; return whether it was wrong."""
-    assumed, actual = _without_generated(dims(state)), _without_generated(dims(end))
+    assumed, actual = _drop_unk_symbols(dims(state)), _drop_unk_symbols(dims(end))
     if assumed is None:
         if not is_empty(state) or is_empty(end):
             return False
-        note_empty(state, False)
+        mark_empty(state, False)
         state.shape = _to_shape(actual)
         return True
     if actual is None or len(actual) != len(assumed):
@@ -276,7 +284,9 @@ def _correct_state(state: ir.Value, end: ir.Value) -> bool:
 
 
 def _infer_sequence(node: ir.Node) -> bool:
-    """Set the type and shape of a sequence or Optional; return False of nodes of tensors."""
+    """Infer the type and shape of the result of an operator on sequences or Optionals; return False
+    for other nodes.
+    """
     if "sequences" not in operator_of(node).traits:
         return False
     [y] = node.outputs
@@ -289,13 +299,13 @@ def _infer_sequence(node: ir.Node) -> bool:
     first = node.inputs[0] if node.inputs else None
     adds_none = node.op_type in ("Identity", "SequenceErase")
     stays_empty = adds_none and first is not None and is_empty(first)
-    note_empty(y, stays_empty or node.op_type == "SequenceEmpty")
-    _set_known(y, value_type, output_shape(node.op_type, node.inputs, attributes))
+    mark_empty(y, stays_empty or node.op_type == "SequenceEmpty")
+    _set_inferred(y, value_type, output_shape(node.op_type, node.inputs, attributes))
     return True
 
 
 def fold_sizes(graph: ir.Graph, walk: Walk) -> None:
-    """Write results that static lengths decide as constants, and complete shapes on the way.
+    """Replace results that static lengths determine by constants, and infer more shapes by them.
 
     An exporter writes `view(x.shape[0], 64, 8, 32)` as a chain of Shape, Gather, Unsqueeze and
     Concat. Its result becomes a constant, in which 0 or -1 stands for the symbolic dimension, if it
@@ -317,7 +327,7 @@ def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:
     elements = walk.elements.get(y)
     if elements is None:
         if op.outer is None and node.op_type == "Reshape" and not node.domain:
-            _fold_target(op, node, walk.elements)
+            _fold_reshape_target(op, node, walk.elements)
         return
     if y.dtype not in INTEGERS or not all(isinstance(e, int) for e in elements.flat):
         return
@@ -330,11 +340,11 @@ def fold_node(walk: Walk, op: Emit, node: ir.Node) -> None:
 
 
 def _is_conditional(graph: ir.Graph, node: ir.Node) -> bool:
-    """Return whether `node`, of `graph` or its subgraphs, is in a branch of an If."""
+    """Return whether `node`, of `graph` or its subgraphs, is in a branch of an If node."""
     return node.graph is not graph and node in conditional_nodes(graph)
 
 
-def _fold_target(op: Emit, node: ir.Node, elements: dict[ir.Value, Elements]) -> None:
+def _fold_reshape_target(op: Emit, node: ir.Node, elements: dict[ir.Value, Elements]) -> None:
     """Write the shape of a Reshape as a constant, if its symbolic dimensions can be inferred."""
     x, target = node.inputs[:2]
     wanted, shape = None if target is None else elements.get(target), dims(x)

@@ -16,7 +16,7 @@ from onnxgrad.errors import argument, node_text, printable
 from onnxgrad.graph.traversal import dependents, nodes_behind, reads, subgraphs
 from onnxgrad.operators import ELEMENTWISE, OF_SHAPES, UNARY, operator_of
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import named_axes, places
+from onnxgrad.operators.axes import named_axes, output_axes
 from onnxgrad.operators.shapes import dims, einsum_terms, rank
 
 # the class axis; None if no linear operator precedes the value; or the reason, as text, why the
@@ -163,7 +163,7 @@ def _axis_in_output(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answe
     before, after = dims(x), dims(y)
     if before is None or after is None:
         return f"the rank of {(x if before is None else y).name!r} is unknown"
-    place = places(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
+    place = output_axes(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
     if isinstance(place, int):
         return place
     traits, named = operator_of(node).traits, named_axes(node) or ()

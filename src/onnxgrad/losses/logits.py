@@ -31,7 +31,7 @@ from onnxgrad.losses.value_range import (
 )
 from onnxgrad.operators import OF_SHAPES, SAME_ELEMENTS, made_by, marks, operator_of
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import places
+from onnxgrad.operators.axes import output_axes
 from onnxgrad.operators.shapes import constant, dims, is_real, rank
 from onnxgrad.reporting import logger
 
@@ -198,12 +198,14 @@ def _axis_in_first_operand(node: ir.Node, x: ir.Value, axis: int) -> int | None:
         return axis if node.op_type in ("Cast", "Identity") else None
     if len(node.outputs) > 1:
         return None
-    axes = [a for a in range(len(before)) if places(node, 0, a) == [axis]]
+    axes = [a for a in range(len(before)) if output_axes(node, 0, a) == [axis]]
     if len(axes) == 1:
         n, others = before[axes[0]], range(1, len(node.inputs))
         is_whole = node.op_type in SAME_ELEMENTS or (n is not None and n == after[axis])
         is_chosen = any(
-            places(node, i, a) == [axis] for i in others for a in range(rank(node.inputs[i]) or 0)
+            output_axes(node, i, a) == [axis]
+            for i in others
+            for a in range(rank(node.inputs[i]) or 0)
         )
         return axes[0] if is_whole and not is_chosen else None
     n = before[axis] if len(before) == len(after) else None

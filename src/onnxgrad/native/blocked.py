@@ -15,7 +15,7 @@ from onnxgrad.native.blocked_layout import BLOCKS, BlockedLayout, known_dims
 from onnxgrad.native.single_nodes import LEAST_PIXELS, NODES
 from onnxgrad.operators import marks
 from onnxgrad.operators.shapes import constant, dims, static
-from onnxgrad.operators.windows import Windows, auto_pad, stated_windows
+from onnxgrad.operators.windows import Windows, auto_pad, explicit_windows
 
 # attributes of a convolution, and their values for the new axis of length 1
 _OF_HEIGHT_1 = {"kernel_shape": 1, "strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
@@ -108,7 +108,7 @@ def _blocked_transposed_convolution(
 ) -> ir.Value | None:
     """Return a ConvTranspose in NCHWc layout; None if an attribute or shape prevents it."""
     rows, per_group, *_ = known_dims(w)
-    windows, group = stated_windows(node, w), node.attributes.get_int("group", 1)
+    windows, group = explicit_windows(node, w), node.attributes.get_int("group", 1)
     pixels, counts = static(known_dims(node.outputs[0])[2:]), static(known_dims(x)[2:])
     if "output_shape" in node.attributes or not pixels or not counts or windows is None:
         return None

@@ -24,7 +24,7 @@ from onnxgrad.native.blocked_layout import BLOCKS, DOMAIN, BlockedLayout, Pixels
 from onnxgrad.native.single_nodes import PLAIN
 from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.shapes import static
-from onnxgrad.operators.windows import auto_pad, stated_windows
+from onnxgrad.operators.windows import auto_pad, explicit_windows
 
 # Elements of a row of a pool from which comparing elements costs less than the output of indices.
 LEAST_POOL_ELEMENTS = 1 << 9
@@ -70,7 +70,7 @@ def match_disjoint_pool(node: ir.Node | None) -> _DisjointPool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads; else None."""
     if node is None or len(node.outputs) < 2:
         return None
-    x, (y, indices), windows = node.inputs[0], node.outputs, stated_windows(node)
+    x, (y, indices), windows = node.inputs[0], node.outputs, explicit_windows(node)
     gradient, cotangent = y.meta.get(marks.POOL_GRADIENT, (None, None))
     lengths, counts = static(known_dims(x)[2:]), static(known_dims(y)[2:])
     if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:

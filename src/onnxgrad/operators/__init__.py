@@ -1,11 +1,11 @@
-"""All that is known of operators: one record for each, one file for each family.
+"""All that is known of operators: one record for each, one file for each group of operators.
 
-`records.py` has the record: traits, named axes, shapes, elements of short vectors, roles of
-operands, rule, lowering, form for members. A file of a family declares its operators and writes
-their rules (`registry.py`), with nodes that several families write (`rule_nodes.py`,
-`windows.py`); `user_rules.py` has the public `rule` and `lowering`. Records are read by
-`outputs.py` (types, shapes and elements of results), `axes.py` (where an axis stands in a result)
-and `member_forms.py`; `marks.py` lists the keys of `meta`.
+`records.py` has the record of an operator (traits, axes, shape, rule, lowering, ...) and the
+decorators that register rules and lowerings. The other files declare their operators and write the
+rules, with nodes that several files write (`rule_nodes.py`, `windows.py`). `user_rules.py` has the
+public `rule` and `lowering`. Records are read by `outputs.py` (types, shapes and elements of
+results), `axes.py` (which axis of a result an axis of an operand becomes) and `member_forms.py`
+(one node for all models of a `TrainerStack`); `marks.py` lists the keys of `meta`.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ from onnxgrad.operators.records import (
     operator_of,
 )
 
-for _module in iter_modules(__path__):  # each file of a family declares its operators
+for _module in iter_modules(__path__):  # each file declares its operators
     import_module(f"{__name__}.{_module.name}")
 
 ELEMENTWISE = names_with_trait("elementwise")
@@ -37,5 +37,5 @@ RANDOM = names_with_trait("random")
 INT64 = names_with_trait("int64")
 RECURRENT = names_with_trait("recurrent")
 WITH_SUBGRAPHS = names_with_trait("subgraphs")
-# each element of the operand once, in their order or transposed, and cast at most
+# the elements of the operand, each once: in the same order or transposed, perhaps cast
 SAME_ELEMENTS = (VIEWS - OF_SHAPES) | {"Cast", "Transpose"}

@@ -15,14 +15,15 @@ import onnx_ir as ir
 
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import dims, rank
 
 
-def _work_of_attention(node: ir.Node, lengths_of: Callable) -> int:
-    """Count both products: of queries with keys, and of their softmax with values."""
+def _attention_macs(node: ir.Node, lengths_of: Callable) -> int:
+    """Return the multiply-adds of an Attention: of queries with keys, and of weights with
+    values.
+    """
     q, k, v = (lengths_of(x) for x in node.inputs[:3])
     past = node.inputs[4] if len(node.inputs) > 4 else None
     keys = k[-2] + (lengths_of(past)[-2] if past is not None else 0)
@@ -32,25 +33,24 @@ def _work_of_attention(node: ir.Node, lengths_of: Callable) -> int:
     return q[0] * q[-2] * keys * (q[-1] + v[-1] // shared * heads)
 
 
-declare_operators("Attention", "attention", roles="fffmhhc", work=_work_of_attention)
-declare_operators("CausalConvWithState LinearAttention", "float32_in_reference")
-declare_operators("LinearAttention", roles="fffhx")
-declare_operators("CausalConvWithState", roles="xfbh")
+declare_operators("Attention", "attention", roles="fffmhhc", work=_attention_macs)
+declare_operators("LinearAttention", "float32_in_reference", roles="fffhx")
+declare_operators("CausalConvWithState", "float32_in_reference", roles="xfbh")
 declare_operators("RotaryEmbedding", roles="xkkc")
 
 HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
-Length = int | ir.Value  # of an axis: a number, or a tensor [1] if it is dynamic
+Length = int | ir.Value  # of an axis: an int if it is static, else a tensor [1]
 _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
 
 
 @lowering("Attention")
 def attention(op: Any, node: Any) -> list[ir.Value]:
-    """Y = softmax(s Q KT + bias) V, the bias being -inf for keys that are masked."""
+    """Y = softmax(s Q KT + bias) V, s the scale, the bias -inf for keys that are masked."""
     q, k, v, mask, past_key, past_value, lengths = optional_inputs(node.inputs, 7)
     get = node.attributes
     packed = rank(q) == 3 if rank(q) is not None else "q_num_heads" in get
     q, k, v = (
-        heads_apart(op, x, get.get_int(f"{which}_num_heads")) if packed else x
+        split_heads(op, x, get.get_int(f"{which}_num_heads")) if packed else x
         for x, which in ((q, "q"), (k, "kv"), (v, "kv"))
     )
     if past_key is not None:
@@ -69,38 +69,39 @@ def attention(op: Any, node: Any) -> list[ir.Value]:
     exposed = stages[int_attribute(node, "qk_matmul_output_mode")]
     if len(node.outputs) > 3:  # with past keys, onnx infers a length of 0
         node.outputs[3].shape = exposed.shape
-    return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
+    return [merge_heads(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
 
 
 def attend(
     op: Any, qkv: HeadsOf, scale: Any, bias: Operand, softmax: Callable, softcap: float
 ) -> tuple[ir.Value, Sequence[ir.Value]]:
-    """Return softmax(c tanh(s Q KT / c) + bias) V, without tanh for c = 0, and its four stages.
+    """Return softmax(c tanh(s Q KT / c) + bias) V, c the softcap, and its four intermediate scores.
 
     The stages are the scores s Q KT, capped, with the bias, and their softmax.
     """
     q, k, v = qkv
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    scores = product_by_shared_heads(op, q * scale, k, lambda a: op.MatMul(a, transposed))
+    scores = multiply_grouped_heads(op, q * scale, k, lambda a: op.MatMul(a, transposed))
     capped = op.Tanh(scores / softcap) * softcap if softcap > 0 else scores
     biased = capped if bias is None else op.set_type_like(capped + bias, capped)
     weights = softmax(biased)
-    y = product_by_shared_heads(op, weights, v, lambda a: op.MatMul(a, v))
+    y = multiply_grouped_heads(op, weights, v, lambda a: op.MatMul(a, v))
     return y, (scores, capped, biased, weights)
 
 
-def heads_apart(op: Any, x: ir.Value, heads: int) -> ir.Value:
-    """(batch, rows, heads size) -> (batch, heads, rows, size)."""
+def split_heads(op: Any, x: ir.Value, heads: int) -> ir.Value:
+    """Return x (batch, rows, heads size) as (batch, heads, rows, size)."""
     return op.Transpose(op.Reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
 
 
-def heads_together(op: Any, y: ir.Value) -> ir.Value:
-    """(batch, heads, rows, size) -> (batch, rows, heads size)."""
+def merge_heads(op: Any, y: ir.Value) -> ir.Value:
+    """Return y (batch, heads, rows, size) as (batch, rows, heads size)."""
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def product_by_shared_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
-    """Return product(a), where several consecutive heads of `a` share one head of `b`.
+def multiply_grouped_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
+    """Return `product(a)`, a product of `a` with `b`, each head of which serves several heads of
+    `a`.
 
     The rows of those heads are stacked, so that `b` is not repeated.
     """
@@ -115,7 +116,7 @@ def product_by_shared_heads(op: Any, a: ir.Value, b: ir.Value, product: Callable
 
 
 def score_scale(op: Any, q: ir.Value) -> Any:
-    """Return 1 / sqrt(head size)."""
+    """Return the factor of the scores of attention, 1 / sqrt(head size)."""
     size = op.dim(q, 3)
     if isinstance(size, int):
         return size**-0.5
@@ -151,14 +152,15 @@ def _visible_keys(op: Any, node: ir.Node, qk: HeadsOf, past: Operand, lengths: O
         lengths = op.Reshape(lengths, [-1, 1, 1, 1])
         valid.append(op.Less(op.arange(keys), lengths))
         offsets.append(lengths - op.const(rows, ir.DataType.INT64))
-    near = within_window(op, rows, keys, offsets, left, right)
+    near = window_conditions(op, rows, keys, offsets, left, right)
     return reduce(op.And, [*valid, *near]) if valid or near else None
 
 
-def within_window(
+def window_conditions(
     op: Any, rows: Length, keys: Length, offsets: Sequence[ir.Value], left: int, right: int
 ) -> list[ir.Value]:
-    """Return the conditions for p - left <= j <= p + right, key j, query i at p = i + the offsets.
+    """Return the conditions under which query i attends to key j: p - left <= j <= p + right, p the
+    position of the query, i plus the offsets.
 
     A negative `left` or `right` is no bound. Without offsets, `meta` of the conditions has it.
     """

@@ -12,26 +12,26 @@ from onnx import AttributeProto, defs
 
 
 def int_attribute(node: ir.Node, name: str) -> int:
-    """Return the integer that the node, else the schema of its operator, states."""
-    return _stated_or_default(node, name).as_int()
+    """Return an integer attribute of a node, or its default in the schema of the operator."""
+    return _attribute_or_default(node, name).as_int()
 
 
 def float_attribute(node: ir.Node, name: str) -> float:
-    """Return the float that the node, else the schema of its operator, states."""
-    return _stated_or_default(node, name).as_float()
+    """Return a float attribute of a node, or its default in the schema of the operator."""
+    return _attribute_or_default(node, name).as_float()
 
 
 def ints_attribute(node: ir.Node, name: str) -> Sequence[int]:
-    """Return the integers that the node, else the schema of its operator, states."""
-    return _stated_or_default(node, name).as_ints()
+    """Return an attribute of integers of a node, or its default in the schema of the operator."""
+    return _attribute_or_default(node, name).as_ints()
 
 
 def string_attribute(node: ir.Node, name: str) -> str:
-    """Return the string that the node, else the schema of its operator, states."""
-    return _stated_or_default(node, name).as_string()
+    """Return a string attribute of a node, or its default in the schema of the operator."""
+    return _attribute_or_default(node, name).as_string()
 
 
-def _stated_or_default(node: ir.Node, name: str) -> ir.Attr:
+def _attribute_or_default(node: ir.Node, name: str) -> ir.Attr:
     if name in node.attributes:
         return node.attributes[name]
     return default_attribute(node.domain, node.op_type, name)
@@ -39,7 +39,7 @@ def _stated_or_default(node: ir.Node, name: str) -> ir.Attr:
 
 @cache
 def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
-    """Return the attribute that a node without it has, by the schema of the operator.
+    """Return the default of an attribute, by the schema of its operator.
 
     An operator without a schema has the defaults of the standard operator of its name: passes that
     recognize a Softmax by its name meet operators of users, too.
@@ -56,7 +56,9 @@ def default_attribute(domain: str, op_type: str, name: str) -> ir.Attr:
     attribute = None if schema is None else schema.attributes.get(name)
     proto = AttributeProto.FromString(b"" if attribute is None else attribute._default_value)
     if not proto.type:
-        raise KeyError(f"the schema of {op_type} states no default of its attribute '{name}'")
+        raise KeyError(
+            f"{op_type} lacks the attribute '{name}', for which its schema has no default: write it"
+        )
     return ir.serde.deserialize_attribute(proto)
 
 
@@ -69,7 +71,7 @@ def schemas_of_onnxruntime() -> dict[tuple[str, str], Any]:
     return {(schema.domain, schema.name): schema for schema in every}
 
 
-_CPU = ort.get_available_providers()[-1]  # sorted from the fastest
+_CPU = ort.get_available_providers()[-1]  # providers are sorted from the fastest; the CPU is last
 
 
 @cache
@@ -86,5 +88,5 @@ def cpu_kernels() -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def has_kernel(domain: str, op_type: str) -> bool:
-    """Return whether onnxruntime runs a version of the operator on the CPU."""
+    """Return whether onnxruntime has a CPU kernel of the operator, in any opset."""
     return (domain, op_type) in cpu_kernels()

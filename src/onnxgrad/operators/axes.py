@@ -1,13 +1,13 @@
-"""Which axes operators name, and where they take an axis of an operand.
+"""Which axes a node lists, and which axis of an output an axis of an operand becomes.
 
-The place of an axis in an output is one of these:
+The output axis that an axis of an operand becomes is one of these:
 
 - an int, the axis of the output whose index i depends on index i of the operand only, if both have
   the same length: an axis of length 1 may be broadcast, and a Gather may leave out elements;
 - `SUMMED`: the output is a sum over the axis, of the same function of each index;
 - None: the operator mixes the axis, counts positions along it, or may do so.
 
-Where axes of several operands have the same place, index i of one meets index i of the others.
+If axes of several operands become the same output axis, index i of one meets index i of the others.
 
 Examples:
     >>> import onnx_ir as ir
@@ -16,7 +16,7 @@ Examples:
     >>> op = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20}))
     >>> turned = op.Transpose(x, perm=[2, 0, 1]).producer()
     >>> total = op.ReduceSum(x, [-3], keepdims=0).producer()
-    >>> places(turned, 0, 0), places(total, 0, 0), places(total, 0, 2)
+    >>> output_axes(turned, 0, 0), output_axes(total, 0, 0), output_axes(total, 0, 2)
     ([1], ['summed'], [1])
     >>> named_axes(turned), named_axes(total)
     ([2, 0, 1], [0])
@@ -35,11 +35,12 @@ from onnxgrad.operators.shapes import Dims, constant, dims, rank, volume
 
 SUMMED: Literal["summed"] = "summed"
 Place = int | Literal["summed"] | None
-Answer = Place | tuple[Place, ...]  # the place in all outputs, or in each
+Answer = Place | tuple[Place, ...]  # one output axis for all outputs, or one for each
 
 
 def named_axes(node: ir.Node) -> list[int] | None:
-    """Return the axes that `node` names, counted from the first; None if they are not known.
+    """Return the axes that an attribute or an operand of `node` lists, all nonnegative; None if
+    they are unknown.
 
     The node states them in this order.
     """
@@ -48,7 +49,7 @@ def named_axes(node: ir.Node) -> list[int] | None:
 
 
 def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[int] | None:
-    """Return the axes that a node with these inputs and attributes names, as `named_axes`."""
+    """Return the axes that an attribute or an operand lists, as `named_axes` does for a node."""
     naming, n = standard_operator(op_type).naming, rank(inputs[0])
     if naming is None or n is None:
         return None
@@ -65,28 +66,32 @@ def axes_named_by(op_type: str, inputs: Sequence, attributes: Mapping) -> list[i
     return [a % n for a in named]
 
 
-# -- where an axis goes ---------------------------------------------------------------------------
+# -- which axis of a result an axis becomes ------------------------------------------------------
 
 
-def common_places(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
-    """Return where an axis stands in each output of `node`, if all operands in `axes` have it.
+def shared_output_axes(node: ir.Node, axes: Mapping[ir.Value, int]) -> list[Place]:
+    """Return the axis of each output that all the given axes of operands become (see
+    `output_axes`).
 
     The other operands do not depend on the axis.
     """
-    found = [places(node, i, axes[x]) for i, x in enumerate(node.inputs) if x and x in axes]
-    return [_common_place(column) for column in zip(*found, strict=True)] or [None] * len(
-        node.outputs
-    )
+    found = [output_axes(node, i, axes[x]) for i, x in enumerate(node.inputs) if x and x in axes]
+    agreed = [_agreed_axis(column) for column in zip(*found, strict=True)]
+    return agreed or [None] * len(node.outputs)
 
 
-def _common_place(column: Sequence[Place]) -> Place:
-    """Return the place that all operands lead to; sums over several may be products of sums."""
+def _agreed_axis(column: Sequence[Place]) -> Place:
+    """Return the output axis that the axes of all operands become; None if they differ, or if
+    several operands are summed over it.
+    """
     one = len(set(column)) == 1 and (len(column) == 1 or column[0] != SUMMED)
     return column[0] if one else None
 
 
-def places(node: ir.Node, operand: int, axis: int) -> list[Place]:
-    """Return the place of an axis of an operand, counted from the first, in each output."""
+def output_axes(node: ir.Node, operand: int, axis: int) -> list[Place]:
+    """Return the axis of each output that an axis of an operand becomes: see the top of
+    the file.
+    """
     function = operator_of(node).axes
     known = function is not None and rank(node.inputs[operand]) is not None
     answer = function(node, operand, axis) if function is not None and known else None
@@ -94,7 +99,8 @@ def places(node: ir.Node, operand: int, axis: int) -> list[Place]:
 
 
 def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
-    """Return whether a Reshape is proven to keep `axis` as `other`.
+    """Return whether a Reshape from the shape `before` to `after` is proven to keep `axis`, as axis
+    `other`.
 
     It is if two of these have the same number of elements, as all three together have: the axes in
     front, the axis, the axes behind.
@@ -107,40 +113,40 @@ def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
     return sum(volume(a) is not None and volume(a) == volume(b) for a, b in pairs) >= 2
 
 
-# -- places that families share -------------------------------------------------------------------
+# -- functions for the field `axes` of several operators ------------------------------------------
 
 
-def first_operand(function: Callable[[Any, int, int], Answer]) -> Callable[..., Answer]:
-    """Return the function of axes for an operator that keeps axes of its first operand only."""
+def only_first_operand(function: Callable[[Any, int, int], Answer]) -> Callable[..., Answer]:
+    """Return an `axes` function of a record that is None for all operands but the first."""
     return lambda node, operand, axis: None if operand else function(node, operand, axis)
 
 
 def broadcast_axis(node: Any, operand: int, axis: int) -> Place:
-    """Return the place of an axis of operands that broadcast."""
+    """Return the output axis that an axis becomes when operands broadcast."""
     width, n = rank(node.outputs[0]), len(node.inputs[operand].shape)
     return None if width is None or width < n else axis + width - n
 
 
 def axis_unless_named(node: Any, _operand: int, axis: int) -> Place:
-    """Return the axis, if the operator does not name it."""
+    """Return `axis`, None if an attribute or an operand of the node lists it."""
     named = named_axes(node)
     return None if named is None or axis in named else axis
 
 
-@first_operand
+@only_first_operand
 def axis_before_matrices(node: Any, _operand: int, axis: int) -> Place:
-    """Return the axis, if it is not one of the last two."""
+    """Return `axis`, None if it is one of the last two."""
     return axis if axis < len(node.inputs[0].shape) - 2 else None
 
 
-def row_axis(_node: Any, _operand: int, axis: int) -> Place:
-    """Return the axis, if it is the first: the operator mixes all others."""
+def first_axis_only(_node: Any, _operand: int, axis: int) -> Place:
+    """Return 0 for axis 0, None for all others, which the operator mixes."""
     return 0 if axis == 0 else None
 
 
-@first_operand
+@only_first_operand
 def reshaped_axis(node: Any, _operand: int, axis: int) -> Place:
-    """Return the place of an axis that a Reshape is proven to keep."""
+    """Return the output axis that an axis becomes by a Reshape, None if that is not proven."""
     before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()
     same = [i for i in range(len(after)) if keeps_axis(before, axis, after, i)]
     return same[0] if len(same) == 1 else None

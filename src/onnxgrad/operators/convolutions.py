@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import first_operand, row_axis
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.axes import first_axis_only, only_first_operand
+from onnxgrad.operators.records import Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
-from onnxgrad.operators.sampling import samples_of, taps
+from onnxgrad.operators.sampling import axis_taps, interpolation_samples
 from onnxgrad.operators.shapes import count_bias_additions, dims, rank, static
 from onnxgrad.operators.windows import (
     UNKNOWN_RANK,
     Windows,
-    all_alike,
+    all_numbers_or_values,
     at_least_zero,
     auto_pad,
+    explicit_windows,
     floor_quotient,
+    padded_windows,
     run_time_lengths,
     scatter_windows,
     split_padding,
-    stated_windows,
     weigh_windows,
     window_extents,
-    windows_of,
     with_padding,
 )
 
 
-def work_of_convolution(weight: int, bias: int) -> Callable[[ir.Node, Callable], int]:
-    """Return the count of multiply-adds of a convolution, from the indices of two operands."""
+def convolution_macs(weight: int, bias: int) -> Callable[[ir.Node, Callable], int]:
+    """Return the function that counts the multiply-adds of a convolution, given the operand indices
+    of its weight and bias.
+    """
 
     def count_multiply_adds(node: ir.Node, lengths_of: Callable) -> int:
         products = prod(lengths_of(node.outputs[0])) * prod(lengths_of(node.inputs[weight])[1:])
@@ -44,19 +46,22 @@ def work_of_convolution(weight: int, bias: int) -> Callable[[ir.Node, Callable],
     return count_multiply_adds
 
 
-def _work_of_transposed_convolution(node: ir.Node, lengths_of: Callable) -> int:
+def _transposed_convolution_macs(node: ir.Node, lengths_of: Callable) -> int:
     products = prod(lengths_of(node.inputs[0])) * prod(lengths_of(node.inputs[1])[1:])
     return products + count_bias_additions(node, 2, lengths_of)
 
 
-declare_operators("Conv ConvTranspose", "convolution", roles="xfb", axes=first_operand(row_axis))
-declare_operators("Conv", "quantizable", work=work_of_convolution(1, 2))
-declare_operators("ConvTranspose", work=_work_of_transposed_convolution)
-declare_operators("DeformConv", roles="xfxbx", work=work_of_convolution(1, 3))
-declare_operators("ConvInteger", "convolution", work=work_of_convolution(1, 4))
-declare_operators("QLinearConv", "convolution", work=work_of_convolution(3, 8))
-declare_operators("Conv ConvInteger ConvTranspose DeformConv", features=(1, 1))
-declare_operators("QLinearConv", features=(3, 1))
+_CONVOLUTION: dict[str, Any] = {
+    "roles": "xfb",
+    "axes": only_first_operand(first_axis_only),
+    "features": (1, 1),
+}
+
+declare_operators("Conv", "convolution quantizable", **_CONVOLUTION, work=convolution_macs(1, 2))
+declare_operators("ConvTranspose", "convolution", **_CONVOLUTION, work=_transposed_convolution_macs)
+declare_operators("DeformConv", roles="xfxbx", features=(1, 1), work=convolution_macs(1, 3))
+declare_operators("ConvInteger", "convolution", features=(1, 1), work=convolution_macs(1, 4))
+declare_operators("QLinearConv", "convolution", features=(3, 1), work=convolution_macs(3, 8))
 
 
 @rule("Conv", "ConvTranspose")
@@ -68,7 +73,7 @@ def convolution(op, node, g):
     """
     x, w, b = (*node.inputs, None)[:3]
     forward, group = node.op_type == "Conv", int_attribute(node, "group")
-    windows = (windows_of if forward else _transposed_windows)(op, node, w)
+    windows = (padded_windows if forward else _transposed_windows)(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
     if forward:
@@ -81,7 +86,7 @@ def convolution(op, node, g):
 
 
 def _weight_gradient(op, x, g, windows: Windows, w, group: int):
-    """Return x convolved with g, for each element of the kernel of w.
+    """Return the gradient w.r.t. the kernel w of a convolution: x convolved with g.
 
     Batch and channels are exchanged, and so are strides and dilations.
     """
@@ -108,13 +113,14 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
 
     They lie on the output of the node, one for each spatial position of its input.
     """
-    windows = stated_windows(node, weight)
+    windows = explicit_windows(node, weight)
     if windows is None:
         return UNKNOWN_RANK
     n, get = len(windows.strides), node.attributes.get_ints
     strides, auto = np.array(windows.strides), auto_pad(node)
     added = np.array(get("output_padding", (0,) * n), np.int64)
-    beyond = np.where(added < strides, 0, added)  # from a stride on: room for one more window
+    # an output_padding of a stride or more has room for one more window
+    beyond = np.where(added < strides, 0, added)
     output_shape = np.array(get("output_shape", ())[-n:], np.int64)
     if not output_shape.size and not auto.startswith("SAME"):
         return replace(windows, end=windows.end - beyond)
@@ -123,7 +129,7 @@ def _transposed_windows(op, node, weight) -> Windows | Unsupported:
         totals = at_least_zero(op, extents + (added - strides))
         begin, end = split_padding(op, totals, auto == "SAME_UPPER")
         return replace(windows, begin=begin, end=end - beyond)
-    length, extents = all_alike(op, run_time_lengths(op, node.inputs[0]), extents)
+    length, extents = all_numbers_or_values(op, run_time_lengths(op, node.inputs[0]), extents)
     excess = (length - 1) * strides + extents - output_shape
     begin, _ = split_padding(op, at_least_zero(op, excess + added), auto == "SAME_UPPER")
     return replace(windows, begin=begin, end=excess - begin)
@@ -169,7 +175,7 @@ def deform_conv(op, node, g):
     Dai et al. 2017, arXiv:1703.06211; Zhu et al. 2019, arXiv:1811.11168.
     """
     x, w, offset, b, mask = (*node.inputs, None, None)[:5]
-    windows = windows_of(op, node, w)
+    windows = padded_windows(op, node, w)
     if isinstance(windows, Unsupported):
         return windows
     kernel = windows.kernel or [op.dim(w, axis) for axis in windows.axes]
@@ -209,15 +215,15 @@ def _samples_at_offsets(op, node, windows, kernel, rows, total):
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
         firsts = [op.dim(offset, 2 + k) for k in range(n)]
-        starts = _index_along(op, firsts, i) * windows.strides[i] - windows.begin[i]
+        starts = _axis_indices(op, firsts, i) * windows.strides[i] - windows.begin[i]
         first = op.Reshape(starts, [1, -1])
-        within = op.Reshape(_index_along(op, kernel, i) * windows.dilations[i], [-1, 1])
+        within = op.Reshape(_axis_indices(op, kernel, i) * windows.dilations[i], [-1, 1])
         position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
-        axes.append(taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
-    return samples_of(op, images, op.dim(images, 1), total, axes, lengths)
+        axes.append(axis_taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
+    return interpolation_samples(op, images, op.dim(images, 1), total, axes, lengths)
 
 
-def _index_along(op, lengths: list, axis: int):
+def _axis_indices(op, lengths: list, axis: int):
     """Return the index along `axis` of each element of an array with these lengths."""
     along = [-1 if a == axis else 1 for a in range(len(lengths))]
     return op.Expand(op.Reshape(op.arange(lengths[axis]), along), op.vector(*lengths))

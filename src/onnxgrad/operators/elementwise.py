@@ -20,17 +20,23 @@ from onnxgrad.operators.outputs import (
     INTEGERS,
     Elements,
     first_dtype,
-    like_first,
+    int_function,
     multiply_lengths,
-    number_or_none,
-    of_each,
-    of_known,
-    of_numbers,
+    none_if_unknown,
+    none_unless_numbers,
     range_if_increasing,
     range_of_all,
+    shape_of_first,
+    vectorize_known,
 )
-from onnxgrad.operators.records import PIECEWISE, Range, declare_operators
-from onnxgrad.operators.registry import elementwise, lowering, rule
+from onnxgrad.operators.records import (
+    PIECEWISE,
+    Range,
+    declare_operators,
+    elementwise,
+    lowering,
+    rule,
+)
 from onnxgrad.operators.shapes import Dims, broadcast, dims
 
 _BOOLEAN: dict[str, Any] = {"traits": "cheap boolean", "no_gradient": "the output is boolean"}
@@ -43,7 +49,7 @@ def shape_of_broadcast(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims
 
 
 def _type_of_where(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
-    """Return the type of the branches: the condition is bool."""
+    """Return the type of the result of a Where, which its last two operands have."""
     dtype = first_dtype(inputs[1:])
     return None if dtype is None else ir.TensorType(dtype)
 
@@ -66,59 +72,66 @@ def _are_equal(a: Any, b: Any) -> bool | None:
 
 def _cast_elements(node: ir.Node, x: Elements, *_like: Elements | None) -> Elements | None:
     if node.outputs[0].dtype == ir.DataType.BOOL:
-        return np.vectorize(number_or_none(bool), [object])(x)
+        return np.vectorize(none_unless_numbers(bool), [object])(x)
     return x if node.outputs[0].dtype in INTEGERS else None
 
 
 def _declare_elementwise(names: str, traits: str, **fields: Any) -> None:
-    """Declare operators whose operands broadcast, and for "unary" ones to the first operand."""
-    shape = like_first if "unary" in traits else shape_of_broadcast
+    """Declare elementwise operators, whose result has the shape to which the operands broadcast, or
+    with the trait "unary" the shape of the first operand.
+    """
+    shape = shape_of_first if "unary" in traits else shape_of_broadcast
     declare_operators(names, f"elementwise {traits}", shape=shape, axes=broadcast_axis, **fields)
 
 
-_declare_elementwise("Neg", "cheap arithmetic exact sums")
+_declare_elementwise("Neg", "cheap arithmetic exact sums affine")
 _declare_elementwise("Ceil Floor Round", "cheap arithmetic", no_gradient=PIECEWISE)
 _declare_elementwise("Max Min", "cheap arithmetic exact bounds", roles="v", straight_through=())
-_declare_elementwise("Add Sub", "cheap arithmetic exact sums", roles="a", straight_through=())
-declare_operators("Add", elements=of_numbers(operator.add))
-declare_operators("Sub", elements=of_numbers(operator.sub))
-_declare_elementwise("Div Mul", "cheap arithmetic exact powers", roles="e")
-declare_operators("Div", elements=of_numbers(_truncated_quotient))
-declare_operators("Mul", elements=of_each(multiply_lengths), straight_through=())
+_declare_elementwise(
+    "Add Sub", "cheap arithmetic exact sums affine", roles="a", straight_through=()
+)
+declare_operators("Add", elements=int_function(operator.add))
+declare_operators("Sub", elements=int_function(operator.sub))
+_declare_elementwise("Div Mul", "cheap arithmetic exact powers affine", roles="e")
+declare_operators("Div", elements=int_function(_truncated_quotient))
+declare_operators("Mul", elements=vectorize_known(multiply_lengths), straight_through=())
 _declare_elementwise("Abs", "cheap powers")
-_declare_elementwise("Mean", "cheap", roles="a")
+_declare_elementwise("Mean", "cheap affine", roles="a")
 _declare_elementwise("Reciprocal Sqrt", "cheap exact powers")
 _declare_elementwise("Relu", "cheap", straight_through=(0,))
-_declare_elementwise("Sum", "cheap sums", roles="a", straight_through=())
+_declare_elementwise("Sum", "cheap sums affine", roles="a", straight_through=())
 _declare_elementwise("Sign", "cheap", no_gradient=PIECEWISE)
-_declare_elementwise("Mod", "cheap", roles="v", elements=of_numbers(_nonnegative_remainder))
+_declare_elementwise("Mod", "cheap", roles="v", elements=int_function(_nonnegative_remainder))
 _declare_elementwise(
     "Where",
     "cheap sums",
     roles="cw",
     result_type=_type_of_where,
-    elements=of_each(lambda is_first, a, b: None if is_first is None else a if is_first else b),
+    elements=vectorize_known(lambda c, a, b: None if c is None else a if c else b),
     straight_through=(1, 2),
 )
-_declare_elementwise("BitwiseAnd BitwiseNot BitwiseOr BitwiseXor", "cheap", no_gradient=_OF_BITS)
-declare_operators("BitCast BitShift", no_gradient=_OF_BITS)
-declare_operators("BitShift BitwiseAnd BitwiseOr BitwiseXor", "bits")
+_declare_elementwise("BitwiseNot", "cheap", no_gradient=_OF_BITS)
+_declare_elementwise("BitwiseAnd BitwiseOr BitwiseXor", "cheap bits", no_gradient=_OF_BITS)
+declare_operators("BitCast", no_gradient=_OF_BITS)
+declare_operators("BitShift", "bits", no_gradient=_OF_BITS)
 _declare_elementwise("IsInf IsNaN Xor", **_BOOLEAN)
-_declare_elementwise("Not", **_BOOLEAN, elements=of_numbers(operator.not_))
-_declare_elementwise("And", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a and b)))
-_declare_elementwise("Or", **_BOOLEAN, elements=of_numbers(lambda a, b: bool(a or b)))
-_declare_elementwise("Equal", **_BOOLEAN, roles="c", elements=of_each(_are_equal))
-_declare_elementwise("Greater", **_BOOLEAN, roles="c", elements=of_numbers(operator.gt))
-_declare_elementwise("GreaterOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.ge))
-_declare_elementwise("Less", **_BOOLEAN, roles="c", elements=of_numbers(operator.lt))
-_declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=of_numbers(operator.le))
+_declare_elementwise("Not", **_BOOLEAN, elements=int_function(operator.not_))
+_declare_elementwise("And", **_BOOLEAN, elements=int_function(lambda a, b: bool(a and b)))
+_declare_elementwise("Or", **_BOOLEAN, elements=int_function(lambda a, b: bool(a or b)))
+_declare_elementwise("Equal", **_BOOLEAN, roles="c", elements=vectorize_known(_are_equal))
+_declare_elementwise("Greater", **_BOOLEAN, roles="c", elements=int_function(operator.gt))
+_declare_elementwise("GreaterOrEqual", **_BOOLEAN, roles="c", elements=int_function(operator.ge))
+_declare_elementwise("Less", **_BOOLEAN, roles="c", elements=int_function(operator.lt))
+_declare_elementwise("LessOrEqual", **_BOOLEAN, roles="c", elements=int_function(operator.le))
 _declare_elementwise(
     "Cast",
     "cheap moves reorders exact never_fails",
     result_type=lambda _, attributes: ir.TensorType(ir.DataType(attributes["to"])),
+    elements=none_if_unknown(_cast_elements),
 )
-_declare_elementwise("CastLike", "unary cheap moves", roles="xl")
-declare_operators("Cast CastLike", elements=of_known(_cast_elements))
+_declare_elementwise(
+    "CastLike", "unary cheap moves", roles="xl", elements=none_if_unknown(_cast_elements)
+)
 _declare_elementwise("Clip", "unary cheap bounds", roles="xc", straight_through=())
 _declare_elementwise("PRelu", "unary cheap", roles="xp")
 _declare_elementwise("HardSigmoid HardSwish LeakyRelu Shrink ThresholdedRelu", "unary cheap")
@@ -134,10 +147,9 @@ declare_operators(
     "unary random moves",
     roles="xl",
     ratio_operand=1,
-    shape=like_first,
+    shape=shape_of_first,
     axes=broadcast_axis,
 )
-declare_operators("Add Div Mean Mul Neg Sub Sum", "affine")
 
 # -- ranges of the elements of results -------------------------------------------------------------
 
@@ -152,7 +164,9 @@ def _range_of_quotient(a: Range, b: Range) -> Range:
 
 
 def _range_of_clip(_node: ir.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of a Clip, a minimum of a maximum; bounds that are left out are infinite."""
+    """Return the range of values of a Clip's result, from the ranges of its operands; bounds that
+    are left out are infinite.
+    """
     x, low, high = (*ranges, (-inf, -inf), (inf, inf))[:3]
     return min(max(x[0], low[0]), high[0]), min(max(x[1], low[1]), high[1])
 
@@ -295,7 +309,7 @@ def clip(op, node, g):
     if low is not None and high is not None:
         below = op.And(below, op.Not(above))
         least, most = op.known_value(low), op.known_value(high)
-        if least is None or most is None or not np.all(least <= most):  # they may be exchanged
+        if least is None or most is None or not np.all(least <= most):  # low may exceed high
             inside = op.And(inside, op.Not(above))
     dlow = None if low is None else op.sum_to(op.Where(below, g, 0.0), low)
     dhigh = None if high is None else op.sum_to(op.Where(above, g, 0.0), high)
@@ -311,7 +325,7 @@ def cast(op, node, g):
 # -- activations -----------------------------------------------------------------------------------
 
 elementwise(
-    # y as bool: of NaN, the slope is 1, as in PyTorch
+    # bool(y), not y > 0: the slope at NaN is 1, as in PyTorch
     Relu=lambda op, x, y: op.Cast(op.Cast(y, to=ir.DataType.BOOL), to=y.dtype),
     Sigmoid=lambda op, x, y: y * (1.0 - y),
     Softplus=lambda op, x, y: op.Sigmoid(x),
@@ -409,36 +423,6 @@ def gelu(op, node, g):
         return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
     normal = 0.5 * (1.0 + op.Erf(x / sqrt(2)))
     return (g * (normal + x * op.Exp(-0.5 * log(2 * pi) - 0.5 * (x * x))),)
-
-
-@rule("Softmax")
-def softmax(op, node, g):
-    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
-
-    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
-    exported attention does for rows that are masked out completely, dx is 0 there.
-    """
-    (y,), axis = node.outputs, int_attribute(node, "axis")
-    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and g does not
-    # say whether one is needed: Clip and Dropout mask it as a Where does.
-    if _is_replaced_by_where(y):
-        y = op.Where(op.IsNaN(y), 0.0, y)
-    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
-
-
-def _is_replaced_by_where(y: ir.Value) -> bool:
-    """Return whether a Where reads `y`, directly or through a Cast."""
-    consumers = [consumer for consumer, _ in y.uses()]
-    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
-    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
-    return any(consumer.op_type == "Where" for consumer in consumers)
-
-
-@rule("LogSoftmax")
-def log_softmax(op, node, g):
-    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
-    (y,), axis = node.outputs, int_attribute(node, "axis")
-    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
 
 
 @lowering("Mod")

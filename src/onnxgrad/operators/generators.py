@@ -9,17 +9,23 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import Place, first_operand
+from onnxgrad.operators.axes import Place, only_first_operand
 from onnxgrad.operators.layouts import nonnegative_lengths
 from onnxgrad.operators.outputs import (
     INTEGERS,
     MOST_ELEMENTS,
     Elements,
-    of_known,
+    none_if_unknown,
     product_of_lengths,
 )
-from onnxgrad.operators.records import INDEX, OF_SETTINGS, OF_SHAPE, declare_operators
-from onnxgrad.operators.registry import members_of, rule
+from onnxgrad.operators.records import (
+    INDEX,
+    OF_SETTINGS,
+    OF_SHAPE,
+    declare_operators,
+    member_form,
+    rule,
+)
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
 
@@ -41,7 +47,7 @@ def _filled_elements(node: ir.Node, shape: Elements) -> Elements | None:
     return np.array(value.numpy().tolist() * shape[0], object)
 
 
-@of_known
+@none_if_unknown
 def _elements_of_range(
     _node: ir.Node, start: Elements, end: Elements, step: Elements
 ) -> Elements | None:
@@ -50,14 +56,16 @@ def _elements_of_range(
 
 
 def _length_of_range(_node: ir.Node, operands: Sequence[Elements | None]) -> Dims | None:
-    """Return the shape of the numbers from 0 to a length, in steps of one."""
+    """Return the shape of the result of a Range from 0 in steps of 1; None for other starts or
+    steps.
+    """
     start, end, step = operands
     if start is None or end is None or step is None or (start.tolist(), step.tolist()) != (0, 1):
         return None
     return nonnegative_lengths(end)
 
 
-def _axis_beside_classes(node: Any, _operand: int, axis: int) -> Place:
+def _axis_after_one_hot(node: Any, _operand: int, axis: int) -> Place:
     new = int_attribute(node, "axis") % (len(node.inputs[0].shape) + 1)
     return axis + (axis >= new)
 
@@ -69,12 +77,14 @@ declare_operators(
     shape=lambda *_: (),
     elements=lambda node, _: product_of_lengths(known_shape(node.inputs[0])),
 )
-declare_operators("ConstantOfShape EyeLike", "cheap shape", no_gradient=OF_SHAPE)
+declare_operators("EyeLike", "cheap shape", no_gradient=OF_SHAPE)
 declare_operators(
     "ConstantOfShape",
-    elements=of_known(_filled_elements),
+    "cheap shape",
+    elements=none_if_unknown(_filled_elements),
     lengths=lambda _, operands: nonnegative_lengths(operands[0]),
     settings=(0,),
+    no_gradient=OF_SHAPE,
 )
 declare_operators("BlackmanWindow Constant HammingWindow HannWindow", no_gradient=OF_SETTINGS)
 declare_operators("MelWeightMatrix", roles="c", no_gradient=OF_SETTINGS)
@@ -86,9 +96,8 @@ declare_operators(
     lengths=_length_of_range,
     settings=(0, 1, 2),
 )
-declare_operators("AffineGrid", roles="v")
 declare_operators(
-    "OneHot", "cheap", roles="c", axes=first_operand(_axis_beside_classes), settings=(1,)
+    "OneHot", "cheap", roles="c", axes=only_first_operand(_axis_after_one_hot), settings=(1,)
 )
 declare_operators("NonMaxSuppression", "int64", roles="i", no_gradient=INDEX)
 declare_operators("NonZero", "int64", no_gradient=INDEX)
@@ -130,9 +139,9 @@ def one_hot(op, node, g):
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("Shape")
-def shape_of_members(m, node):
-    """Write the shape of a member, which is the same for all."""
+@member_form("Shape")
+def write_shape_for_members(m, node):
+    """Write the Shape of a tensor of one member of a `TrainerStack`: all members have the same."""
     n = rank(node.inputs[0])
     if n is None:
         return None
@@ -142,8 +151,8 @@ def shape_of_members(m, node):
     return [m.replace_shared(node.outputs[0], new)]
 
 
-@members_of("Size")
-def size_of_members(m, node):
-    """Write the number of elements of a member, which is the same for all."""
+@member_form("Size")
+def write_size_for_members(m, node):
+    """Write the Size of a tensor of one member of a `TrainerStack`: all members have the same."""
     new = m.op.ReduceProd(m.op.Shape(m.value_for(node.inputs[0]), start=1), keepdims=0)
     return [m.replace_shared(node.outputs[0], new)]

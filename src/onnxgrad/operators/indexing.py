@@ -11,21 +11,20 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes
-from onnxgrad.operators.layouts import FIRST, moved, scatter_flat
-from onnxgrad.operators.member_forms import shift_axes_of_all, shift_named_axes
+from onnxgrad.operators.axes import Place, axis_unless_named, named_axes, only_first_operand
+from onnxgrad.operators.layouts import FIRST, scatter_flat, scatter_moved
+from onnxgrad.operators.member_forms import shift_all_operands, shift_named_axes
 from onnxgrad.operators.normalizations import LAST
-from onnxgrad.operators.outputs import Elements, first_dtype, like_first, of_known
-from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import members_of, rule
+from onnxgrad.operators.outputs import Elements, first_dtype, none_if_unknown, shape_of_first
+from onnxgrad.operators.records import Naming, declare_operators, member_form, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
-    last_of_elements,
-    last_of_rows,
     node_output,
     positions_of,
     product_of_others,
     wide_dtype,
+    zero_overwritten_elements,
+    zero_overwritten_rows,
 )
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -57,24 +56,30 @@ def _types_of_top_k(inputs: Sequence, _attributes: Mapping[str, Any]) -> list:
 
 
 declare_operators("Gather GatherElements GatherND", "selects", roles="ti")
-declare_operators("Gather GatherElements ScatterElements", naming=FIRST)
-declare_operators("GatherElements ScatterElements", members=shift_axes_of_all)
-declare_operators("ScatterElements ScatterND", shape=like_first)
-declare_operators("Gather", "cheap moves aligned", axes=_gathered_axis, lookup_operand=1)
-declare_operators("Gather", elements=of_known(_gathered_elements))
+declare_operators("GatherElements ScatterElements", naming=FIRST, members=shift_all_operands)
+declare_operators("ScatterElements ScatterND", shape=shape_of_first)
+declare_operators(
+    "Gather",
+    "cheap moves aligned",
+    naming=FIRST,
+    axes=_gathered_axis,
+    elements=none_if_unknown(_gathered_elements),
+    lookup_operand=1,
+)
 declare_operators(
     "GatherElements",
     shape=lambda inputs, _: None if dims(inputs[0]) is None else dims(inputs[1]),
     axes=lambda node, operand, axis: axis if operand else axis_unless_named(node, 0, axis),
 )
 declare_operators("GatherND", axes=_axis_of_gather_nd)
-declare_operators("Compress TopK", roles="xl", axes=first_operand(axis_unless_named))
-declare_operators("Compress", "moves selects", naming=Naming("axis"))
+_KEPT: dict[str, Any] = {"axes": only_first_operand(axis_unless_named), "roles": "xl"}
+declare_operators("Compress", "moves selects", naming=Naming("axis"), **_KEPT)
 declare_operators(
     "TopK",
     "searches",
     result_type=_types_of_top_k,
     naming=LAST,
+    **_KEPT,
     settings=(1,),
     fitted=(
         "selects the nearest of stored rows: such a model is its data, and is fitted by storing "
@@ -98,11 +103,12 @@ def gather(op, node, g):
         return part if whole else op.Pad(part, pads), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         return scatter_rows(op, x, i, g), None
-    return moved(op, node, g), None
+    return scatter_moved(op, node, g), None
 
 
 def _pads_of_gather(op, node):
-    """Return the padding that is the adjoint of a Gather, or None.
+    """Return the pads by which a Pad is the adjoint of a Gather; None if its indices are not
+    constant and consecutive.
 
     There is one for a constant index, and for constant indices that follow one another.
     """
@@ -151,7 +157,7 @@ def gather_elements(op, node, g):
 @rule("GatherND", "Compress")
 def gather_nd(op, node, g):
     """y = x[i], i a list of indices or conditions:  dx = zeros with g added at i."""
-    return moved(op, node, g), None
+    return scatter_moved(op, node, g), None
 
 
 @rule("ScatterElements")
@@ -169,7 +175,7 @@ def scatter_elements(op, node, g):
     if reduction == "add":
         return g, None, du
     dx = op.ScatterElements(g, i, op.zeros_like(u), axis=axis)
-    return dx, None, last_of_elements(op, du, x, i, axis)
+    return dx, None, zero_overwritten_elements(op, du, x, i, axis)
 
 
 @rule("ScatterND")
@@ -189,7 +195,7 @@ def scatter_nd(op, node, g):
     du = op.GatherND(g, i)
     if reduction == "add":
         return g, None, du
-    return op.ScatterND(g, i, op.zeros_like(u)), None, last_of_rows(op, du, x, i)
+    return op.ScatterND(g, i, op.zeros_like(u)), None, zero_overwritten_rows(op, du, x, i)
 
 
 def _reduction_gradients(op, reduction, x, i, u, g, axis):
@@ -206,13 +212,13 @@ def _reduction_gradients(op, reduction, x, i, u, g, axis):
 def _product_gradients(op, x, i, u, g, axis):
     """y = x prod u, over u with the same index:  dx = g prod u,  du = g x prod of the other u."""
 
-    def by_index(start, reduction, v):
+    def combine_by_index(start, reduction, v):
         v = op.ScatterElements(start, i, v, axis=axis, reduction=reduction)
         return op.GatherElements(v, i, axis=axis)
 
     ones = op.ones_like(x)
-    added = partial(by_index, op.zeros_like(x), "add")
-    others = product_of_others(op, u, partial(by_index, ones, "mul"), added)
+    added = partial(combine_by_index, op.zeros_like(x), "add")
+    others = product_of_others(op, u, partial(combine_by_index, ones, "mul"), added)
     dx = g * op.ScatterElements(ones, i, u, axis=axis, reduction="mul")
     return dx, op.GatherElements(g * x, i, axis=axis) * others
 
@@ -228,7 +234,8 @@ def _extremum_gradients(op, reduction, x, i, u, g, axis):
 
 @rule("TensorScatter")
 def tensor_scatter(op, node, g):
-    """y = x with u from an index on along an axis:  dx = g, 0 there,  du = g there.
+    """y = x with u written from an index on along an axis:  dx = g, 0 where u is written,
+    du = g where u is written.
 
     The positions of u in y are computed by the same node, applied to the positions 0, 1, ... of u
     and an invalid position for each element of x.
@@ -246,12 +253,9 @@ def tensor_scatter(op, node, g):
 @rule("TopK")
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
-    x, axis, i = (
-        node.inputs[0],
-        int_attribute(node, "axis"),
-        node_output(op, node, 1, ir.DataType.INT64),
-    )
-    return op.ScatterElements(op.zeros_like(x), i, g, axis=axis), None
+    (x, _), i = node.inputs, node_output(op, node, 1, ir.DataType.INT64)
+    zeros, axis = op.zeros_like(x), int_attribute(node, "axis")
+    return op.ScatterElements(zeros, i, g, axis=axis), None
 
 
 @rule("Unique")
@@ -266,9 +270,11 @@ def unique(op, node, g):
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("Gather")
-def gather_of_members(m, node):
-    """Write a Gather of all members; where indices differ, only from rows that all share."""
+@member_form("Gather")
+def write_gather_for_members(m, node):
+    """Write one Gather for all members of a `TrainerStack`; if they have own indices, only from
+    rows that all share.
+    """
     data, indices = node.inputs
     if indices not in m:
         return shift_named_axes(m, node)

@@ -18,15 +18,14 @@ from onnxgrad.operators.axes import (
     axis_before_matrices,
     axis_unless_named,
     broadcast_axis,
-    first_operand,
+    first_axis_only,
     named_axes,
+    only_first_operand,
     reshaped_axis,
-    row_axis,
 )
-from onnxgrad.operators.member_forms import one_by_one, shift_axes_of_all, shift_named_axes
-from onnxgrad.operators.outputs import Elements, like_first, of_known, type_of_first
-from onnxgrad.operators.records import Naming, declare_operators
-from onnxgrad.operators.registry import lowering, members_of, rule
+from onnxgrad.operators.member_forms import shift_all_operands, shift_named_axes, write_each_member
+from onnxgrad.operators.outputs import Elements, none_if_unknown, shape_of_first, type_of_first
+from onnxgrad.operators.records import Naming, declare_operators, lowering, member_form, rule
 from onnxgrad.operators.rule_nodes import attributes_of, positions_of, wide_dtype
 from onnxgrad.operators.shapes import (
     Dim,
@@ -87,7 +86,7 @@ def _reshape_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> D
     return reshaped_dims(dims(node.inputs[0]), tuple(operands[1].flat), attributes_of(node))
 
 
-@of_known
+@none_if_unknown
 def _viewed_elements(node: ir.Node, x: Elements, *_: Elements | None) -> Elements | None:
     shape = static(dims(node.outputs[0]))
     return None if shape is None else x.reshape(shape)
@@ -100,7 +99,7 @@ def _shape_of_squeeze(inputs: Sequence, attributes: Attributes) -> Dims | None:
     return tuple(d for i, d in enumerate(shape) if i not in named)
 
 
-@first_operand
+@only_first_operand
 def _squeezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     named = named_axes(node)
     if named is None:
@@ -116,7 +115,7 @@ def _shape_of_unsqueeze(inputs: Sequence, attributes: Attributes) -> Dims | None
     return tuple(1 if i in named else next(old) for i in range(len(shape) + len(named)))
 
 
-@first_operand
+@only_first_operand
 def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
     new = named_axes(node)
     if new is None:
@@ -126,22 +125,23 @@ def _unsqueezed_axis(node: Any, _operand: int, axis: int) -> Answer:
 
 _AXES = Naming("axes", 1)
 
-declare_operators("Flatten Reshape Squeeze Unsqueeze", "view cheap moves reorders")
-declare_operators("Reshape Squeeze Unsqueeze", elements=_viewed_elements)
-declare_operators("Flatten Reshape", axes=reshaped_axis)
-declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths)
+_VIEW = "view cheap moves reorders"
+
+declare_operators("Reshape Squeeze Unsqueeze", _VIEW, elements=_viewed_elements, roles="xl")
+declare_operators("Flatten Reshape", _VIEW, axes=reshaped_axis)
+declare_operators("Reshape", shape=_shape_of_reshape, lengths=_reshape_to_lengths, settings=(1,))
 declare_operators("Squeeze", shape=_shape_of_squeeze, naming=_AXES, axes=_squeezed_axis)
 declare_operators("Unsqueeze", shape=_shape_of_unsqueeze, naming=_AXES, axes=_unsqueezed_axis)
 declare_operators(
     "Identity",
     "elementwise view cheap moves reorders sequences never_fails",
-    shape=like_first,
+    shape=shape_of_first,
     result_type=type_of_first,
-    elements=of_known(lambda node, x: x),
+    elements=none_if_unknown(lambda node, x: x),
     axes=broadcast_axis,
 )
 
-# -- other orders of all elements, some of them repeated ------------------------------------------
+# -- transposed, repeated and joined elements -----------------------------------------------------
 
 
 def _shape_of_transpose(inputs: Sequence, attributes: Attributes) -> Dims:
@@ -160,13 +160,15 @@ def _expand_to_lengths(node: ir.Node, operands: Sequence[Elements | None]) -> Di
 
 
 def nonnegative_lengths(elements: Elements | None) -> Dims | None:
-    """Return elements as a shape; None if one is negative, as in a node that never runs."""
+    """Return elements as a shape; None if an element is negative, which only a node that never runs
+    has.
+    """
     if elements is None or any(isinstance(d, int) and d < 0 for d in elements.flat):
         return None
     return tuple(elements.flat)
 
 
-@first_operand
+@only_first_operand
 def _tiled_axis(node: Any, _operand: int, axis: int) -> Place:
     repeats = constant(node.inputs[1])
     return axis if repeats is not None and repeats[axis] == 1 else None
@@ -194,31 +196,37 @@ FIRST = Naming("axis", default=lambda *_: [0])
 _PERM = Naming("perm", default=lambda n, *_: range(n)[::-1])
 
 declare_operators(
-    "DepthToSpace SpaceToDepth", "cheap moves reorders aligned", axes=first_operand(row_axis)
+    "DepthToSpace SpaceToDepth",
+    "cheap moves reorders aligned",
+    axes=only_first_operand(first_axis_only),
 )
 declare_operators(
     "Transpose",
     "cheap moves reorders never_fails",
     shape=_shape_of_transpose,
     naming=_PERM,
-    axes=first_operand(lambda node, _, axis: (named_axes(node) or []).index(axis)),
+    axes=only_first_operand(lambda node, _, axis: (named_axes(node) or []).index(axis)),
 )
 declare_operators(
     "Expand",
     "cheap moves reorders",
     shape=_shape_of_expand,
     lengths=_expand_to_lengths,
-    axes=first_operand(broadcast_axis),
+    axes=only_first_operand(broadcast_axis),
+    roles="xl",
+    settings=(1,),
 )
-declare_operators("Tile", "cheap moves reorders aligned", axes=_tiled_axis)
+declare_operators(
+    "Tile", "cheap moves reorders aligned", axes=_tiled_axis, roles="xl", settings=(1,)
+)
 declare_operators(
     "Concat",
     "cheap reorders aligned",
     shape=_shape_of_concat,
-    elements=of_known(lambda node, *parts: np.concatenate(parts)),
+    elements=none_if_unknown(lambda node, *parts: np.concatenate(parts)),
     naming=FIRST,
     axes=axis_unless_named,
-    members=shift_axes_of_all,
+    members=shift_all_operands,
     straight_through=(),
 )
 declare_operators(
@@ -226,14 +234,15 @@ declare_operators(
     "moves reorders",
     naming=Naming("time_axis", default=lambda *_: [0]),
     axes=_axis_of_reversed,
-    members=one_by_one,
+    members=write_each_member,
+    roles="xl",
 )
 
-# -- parts and surroundings -----------------------------------------------------------------------
+# -- slices and pads ------------------------------------------------------------------------------
 
 
-def _started_axes(_rank: int, inputs: Sequence, _attributes: Attributes) -> Sequence[int] | None:
-    """Return the axes of a Slice that names none: as many as it has starts."""
+def _leading_axes(_rank: int, inputs: Sequence, _attributes: Attributes) -> Sequence[int] | None:
+    """Return the default axes of a Slice: the first axes, as many as `starts` has elements."""
     count = static(dims(inputs[1]))
     return None if count is None else range(*count)
 
@@ -255,7 +264,7 @@ def _sliced_elements(node: ir.Node, x: Elements, *bounds: Elements | None) -> El
     return x[slice(start, end, step)]
 
 
-@first_operand
+@only_first_operand
 def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     named, pads = named_axes(node), constant(node.inputs[1])
     if named is None or axis not in named:
@@ -263,26 +272,34 @@ def _padded_axis(node: Any, _operand: int, axis: int) -> Place:
     return None if pads is None or pads[named.index(axis) :: len(named)].any() else axis
 
 
-declare_operators("Slice Split", "cheap moves selects aligned")
 declare_operators(
     "Slice",
-    naming=Naming("axes", 3, _started_axes),
-    axes=first_operand(_sliced_axis),
-    elements=of_known(_sliced_elements),
+    "cheap moves selects aligned",
+    naming=Naming("axes", 3, _leading_axes),
+    axes=only_first_operand(_sliced_axis),
+    elements=none_if_unknown(_sliced_elements),
+    roles="xl",
     settings=(1, 2, 3, 4),
 )
-declare_operators("Split", naming=FIRST, axes=first_operand(axis_unless_named))
+declare_operators(
+    "Split",
+    "cheap moves selects aligned",
+    naming=FIRST,
+    axes=only_first_operand(axis_unless_named),
+    roles="xl",
+    settings=(1,),
+)
 declare_operators(
     "Pad",
     "cheap aligned",
     naming=Naming("axes", 3, lambda n, *_: range(n)),
     axes=_padded_axis,
     straight_through=(0, 2),
+    roles="xl",
+    settings=(1,),
 )
-declare_operators("Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes)
-declare_operators("Expand Pad Reshape Split Tile", settings=(1,))
 declare_operators(
-    "Expand Pad Reshape ReverseSequence Slice Split Squeeze Tile Trilu Unsqueeze", roles="xl"
+    "Trilu", "unary cheap sums", axes=axis_before_matrices, members=shift_named_axes, roles="xl"
 )
 
 
@@ -305,7 +322,7 @@ def reshape(op, node, g):
 def transpose(op, node, g):
     """y = x with its axes permuted:  dx = g with its axes permuted back."""
     perm = node.attributes.get_ints("perm", None)
-    if perm is None:  # reversed: its own inverse
+    if perm is None:  # the default reverses the axes, and is its own inverse
         return (op.Transpose(g),)
     return (op.Transpose(g, perm=[list(perm).index(i) for i in range(len(perm))]),)
 
@@ -340,7 +357,7 @@ def split(op, node, *gs):
 def slice_(op, node, g):
     """y = x[start:end:step]:  dx = zeros with g in that slice."""
     pads = _pads_of_slice(op, node, g)
-    return (moved(op, node, g) if pads is None else op.Pad(g, pads),)
+    return (scatter_moved(op, node, g) if pads is None else op.Pad(g, pads),)
 
 
 def _pads_of_slice(op, node, g):
@@ -358,7 +375,7 @@ def _pads_of_slice(op, node, g):
         if isinstance(n, int) and lo is not None and hi is not None:
             lo, hi, _ = slice(lo, hi).indices(n)
             begin[axis], end[axis] = min(lo, hi), n - hi
-        elif hi is not None and hi >= 2**31 - 1:  # up to the end, whatever the length
+        elif hi is not None and hi >= 2**31 - 1:  # an end beyond any length: up to the last element
             begin[axis] = op.dim(x, axis) - op.dim(g, axis)
         elif lo == 0:
             end[axis] = op.dim(x, axis) - op.dim(g, axis)
@@ -372,7 +389,7 @@ def pad(op, node, g):
     """y = x with a border of v:  dx = g without the border,  dv = sum of g over the border."""
     x, pads, value, axes = (*node.inputs, None, None)[:4]
     if string_attribute(node, "mode") != "constant":
-        return moved(op, node, g, pads, None, axes), None, None
+        return scatter_moved(op, node, g, pads, None, axes), None, None
     dx = op.Pad(g, -pads, None, axes)  # negative pads crop
     if value is None:
         return dx, None, None
@@ -380,8 +397,9 @@ def pad(op, node, g):
     return dx, None, op.reshape_like(op.ReduceSum(g * border, keepdims=0), value)
 
 
-def moved(op, node, g, *operands):
-    """Return the gradient of the first input of a node that only moves its elements.
+def scatter_moved(op, node, g, *operands):
+    """Return the gradient of the first input of a node that moves its elements, as a Gather or Pad
+    does: g added at their positions.
 
     The node is applied to the positions 0, ..., n-1 of its input, and g is added at the positions
     that it returns. That is right for all attributes and for dynamic indices. `operands` replace
@@ -419,7 +437,7 @@ def tile(op, node, g):
     if static_repeats is not None and n is not None:
         shape, axes = [], []
         for axis, times in enumerate(static_repeats.tolist()):
-            if times != 1:  # an axis of the repeats before each repeated axis
+            if times != 1:  # insert an axis of the repeats before each repeated axis
                 axes.append(len(shape))
                 shape.append(times)
             shape.append(op.dim(x, axis))
@@ -434,8 +452,8 @@ def tile(op, node, g):
 
 
 @rule("Trilu", "ReverseSequence")
-def symmetric(op, node, g):
-    """y = A x, A = AT a mask or a reversal:  dx = A g."""
+def trilu_or_reverse(op, node, g):
+    """y = A x, A = AT a mask (Trilu) or a reversal (ReverseSequence):  dx = A g."""
     return op.emit(node.op_type, [g, *node.inputs[1:]], attributes_of(node)), None
 
 
@@ -453,7 +471,7 @@ def center_crop_pad(op, node, g):
 
 @rule("DepthToSpace")
 def depth_to_space(op, node, g):
-    """y = x with blocks of channels laid out in space:  dx = g with them moved back."""
+    """y = x with blocks of channels laid out in space:  dx = g with these blocks moved back."""
     (x,), b = node.inputs, int_attribute(node, "blocksize")
     if string_attribute(node, "mode") == "DCR":
         return (op.set_type_like(op.SpaceToDepth(g, blocksize=b), x),)
@@ -464,13 +482,15 @@ def depth_to_space(op, node, g):
 
 @rule("SpaceToDepth")
 def space_to_depth(op, node, g):
-    """y = x with blocks of space laid out as channels:  dx = g with them moved back."""
+    """y = x with blocks of space laid out as channels:  dx = g with these blocks moved back."""
     return (op.set_type_like(op.DepthToSpace(g, **attributes_of(node)), node.inputs[0]),)
 
 
 @lowering("Identity", "Cast", "Reshape", "Dropout")
-def no_operation(op: Any, node: Any) -> list[ir.Value] | None:
-    """A node that returns its input is removed, unless its output is an output of the graph."""
+def remove_no_operation(op: Any, node: Any) -> list[ir.Value] | None:
+    """Return the input of an Identity, or of a Cast, Reshape or Dropout that changes nothing; None
+    to keep the node, as for an output of the graph.
+    """
     x, (y, *others) = node.inputs[0], node.outputs
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     trains = op.known_value(training)
@@ -486,9 +506,11 @@ def no_operation(op: Any, node: Any) -> list[ir.Value] | None:
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("Pad")
-def pad_of_members(m, node):
-    """Write lengths for all axes: onnxruntime drops `axes` where it moves a Transpose behind."""
+@member_form("Pad")
+def write_pad_for_members(m, node):
+    """Write one Pad for all members of a `TrainerStack`, with pads for all axes instead
+    of `axes`.
+    """
     (x, pads, *value), axes, n = node.inputs[:3], named_axes(node), rank(node.inputs[0])
     known = constant(pads)
     if known is None or axes is None or n is None:
@@ -500,9 +522,11 @@ def pad_of_members(m, node):
     return m.write_node(node, [m.value_for(x), lengths.ravel(), *value])
 
 
-@members_of("Flatten")
-def flatten_of_members(m, node):
-    """Write a Reshape of all members, if each keeps its first axis."""
+@member_form("Flatten")
+def write_flatten_for_members(m, node):
+    """Write one Reshape in place of the Flatten of all members of a `TrainerStack`; None if `axis`
+    is not 1.
+    """
     x, n = node.inputs[0], rank(node.inputs[0])
     if not n or int_attribute(node, "axis") % n != 1:
         return None
@@ -510,17 +534,16 @@ def flatten_of_members(m, node):
     return [m.set_member_type(y, node.outputs[0])]
 
 
-@members_of("Expand", "Reshape", "Tile")
-def relayout_of_members(m, node):
-    """Write an operator whose second operand has a number for each axis, and one more in front."""
+@member_form("Expand", "Reshape", "Tile")
+def write_reshape_for_members(m, node):
+    """Write one Expand, Reshape or Tile for all members of a `TrainerStack`, with a number for the
+    axis of members in front.
+    """
     (x, numbers), n = node.inputs, rank(node.outputs[0])
     if numbers in m:
         return None
-    new, front, known = (
-        m.value_for(x),
-        [1 if node.op_type == "Tile" else m.count],
-        constant(numbers),
-    )
+    new, known = m.value_for(x), constant(numbers)
+    front = [1 if node.op_type == "Tile" else m.count]
     if node.op_type == "Expand":
         length = (dims(numbers) or (None,))[0]
         if n is None or not isinstance(length, int):

@@ -1,8 +1,9 @@
-"""How operators take the axis of members: one node for K copies of it.
+"""Member forms: functions that write one node for all K members (models) of a `TrainerStack`.
 
-A form takes the `MemberAxis` of `autodiff/members` and a node, and returns the new outputs, or None
-to write the node once for each member. The form of most operators follows from their record; the
-others state one, or register a function in the file of their family (`registry.members_of`).
+A member form takes the `MemberAxis` of `autodiff/members` and a node, and returns the new outputs,
+or None to write the node once for each member. The member form of most operators follows from their
+record. The record of some states one (`members`), and files of operators register more by the
+decorator `member_form`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.axes import named_axes, places
+from onnxgrad.operators.axes import named_axes, output_axes
 from onnxgrad.operators.records import Operator, operator_of
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, rank
@@ -22,33 +23,35 @@ MemberForm = Callable[[Any, Any], list[ir.Value] | None]
 
 
 def write_for_members(m: Any, node: ir.Node) -> list[ir.Value] | None:
-    """Return the outputs of one node for all members; None if each member needs a node."""
+    """Return the outputs of one node for all members of a `TrainerStack`; None if each member needs
+    a node of its own.
+    """
     operator = operator_of(node)
-    return (operator.members or _form_of_record(operator))(m, node)
+    return (operator.members or _default_member_form(operator))(m, node)
 
 
-def _form_of_record(operator: Operator) -> MemberForm:
-    """Return the form that traits, named axes and places of axes imply."""
+def _default_member_form(operator: Operator) -> MemberForm:
+    """Return the member form that follows from the other fields of an operator's record."""
     if "elementwise" in operator.traits:
         return broadcast_operands
     if operator.naming is not None:
         return shift_named_axes
-    return one_by_one if operator.axes is None or "random" in operator.traits else join_rows
+    return write_each_member if operator.axes is None or "random" in operator.traits else join_rows
 
 
-def one_by_one(_m: Any, _node: ir.Node) -> None:
-    """Write a node for each member."""
+def write_each_member(_m: Any, _node: ir.Node) -> None:
+    """Return None: the node is written once for each member."""
 
 
 def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write an elementwise operator, with the axis of members in front of all others."""
+    """Write an elementwise node for all members: the axis of members is the first."""
     n, operator = rank(node.outputs[0]), operator_of(node)
     if n is None or any(x is not None and rank(x) is None for x in node.inputs):
         return None
     first, *others = node.inputs
     if "unary" not in operator.traits:
         return m.write_node(node, [m.aligned_value(x, n) for x in node.inputs])
-    has_settings = not {"c", "l"}.isdisjoint(operator.roles[1:])  # which are scalars
+    has_settings = not {"c", "l"}.isdisjoint(operator.roles[1:])  # settings are scalars
     if has_settings and not m.shares_operands(others):
         return None
     aligned = [None if x is None else m.aligned_value(x, n) for x in others]
@@ -56,22 +59,26 @@ def broadcast_operands(m: Any, node: Any) -> list[ir.Value] | None:
 
 
 def shift_named_axes(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write an operator along axes of its first operand: the axes it names, or the last ones."""
+    """Write a node for all members, whose listed axes are one higher; only its first operand may
+    differ between members.
+    """
     first, *others = node.inputs
     return (
-        _write_shifted(m, node, [m.value_for(first), *others])
+        _write_with_shifted_axes(m, node, [m.value_for(first), *others])
         if m.shares_operands(others)
         else None
     )
 
 
-def shift_axes_of_all(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write an operator along axes of all operands."""
-    return _write_shifted(m, node, [m.expanded_value(x) for x in node.inputs])
+def shift_all_operands(m: Any, node: Any) -> list[ir.Value] | None:
+    """Write a node for all members, whose listed axes are one higher; all operands may differ
+    between members.
+    """
+    return _write_with_shifted_axes(m, node, [m.expanded_value(x) for x in node.inputs])
 
 
-def _write_shifted(m: Any, node: Any, inputs: list) -> list[ir.Value] | None:
-    """Write the node with other inputs, and each axis that it names one further behind."""
+def _write_with_shifted_axes(m: Any, node: Any, inputs: list) -> list[ir.Value] | None:
+    """Write the node with the given inputs, and with each axis that it lists one higher."""
     naming, named = operator_of(node).naming, named_axes(node)
     if naming is None:
         return m.write_node(node, inputs)
@@ -87,7 +94,8 @@ def _write_shifted(m: Any, node: Any, inputs: list) -> list[ir.Value] | None:
 
 
 def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
-    """Write an operator that keeps the rows of its first operand as one on the rows of all members.
+    """Write a node that computes row by row once for all members, on the rows of all members
+    joined.
 
     The other operands are the same for all members and for all rows.
     """
@@ -95,7 +103,7 @@ def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
     if len(node.outputs) != 1 or not rank(x) or not rank(y) or not m.shares_operands(others):
         return None
     by_rows = [(i, a) for i, v in enumerate(others, 1) for a in range(rank(v) or 0)]
-    if places(node, 0, 0) != [0] or any(places(node, i, a) == [0] for i, a in by_rows):
+    if output_axes(node, 0, 0) != [0] or any(output_axes(node, i, a) == [0] for i, a in by_rows):
         return None
     op, new = m.op, m.value_for(x)
     lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
@@ -107,6 +115,8 @@ def join_rows(m: Any, node: Any) -> list[ir.Value] | None:
 
 
 def _set_type_of_rows(value: ir.Value, like: ir.Value) -> ir.Value:
-    """Set the type and shape of `value` as of `like`, with an unknown number of rows."""
+    """Set the type and shape of `value` to the type and shape of `like`, with an unknown number of
+    rows.
+    """
     value.type, value.shape = like.type, ir.Shape([None, *(dims(like) or ())[1:]])
     return value

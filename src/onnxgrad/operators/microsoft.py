@@ -17,13 +17,18 @@ import onnx_ir as ir
 from onnx import NodeProto, defs
 
 from onnxgrad.operators.attributes import has_kernel, schemas_of_onnxruntime
-from onnxgrad.operators.records import DOMAIN_REMEDIES, declare_operators, operator_of
-from onnxgrad.operators.registry import Lowering, lowering
+from onnxgrad.operators.records import (
+    DOMAIN_REMEDIES,
+    Lowering,
+    declare_operators,
+    lowering,
+    operator_of,
+)
 from onnxgrad.operators.shapes import Dim, Dims, dims
 
 DOMAIN = "com.microsoft"
 
-DTYPES: dict[str, ir.DataType] = {  # by their names in schemas
+DTYPES: dict[str, ir.DataType] = {  # by the names of types in schemas
     "tensor(float)": ir.DataType.FLOAT,
     "tensor(int32)": ir.DataType.INT32,
     "tensor(int64)": ir.DataType.INT64,
@@ -37,14 +42,16 @@ _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMax
 
 
 def result_types(node: ir.Node) -> list[ir.TypeProtocol | None]:
-    """Return the types of the outputs of a node, None where its operands do not tell.
+    """Return the types of the outputs of a node by its schema, None where the operands do not
+    determine it.
 
     An optional output whose type no operand has, as the statistics of a normalization, is float32.
     """
     schema = schemas_of_onnxruntime().get((node.domain, node.op_type))
     if schema is None:
         return []
-    formal = [*schema.inputs, *schema.inputs[-1:] * len(node.inputs)]  # the last may be repeated
+    # the last operand may be variadic
+    formal = [*schema.inputs, *schema.inputs[-1:] * len(node.inputs)]
     pairs = zip(formal, node.inputs, strict=False)
     by_name = {f.typeStr: x.type for f, x in reversed([*pairs]) if x is not None and x.type}
     found = []
@@ -56,19 +63,23 @@ def result_types(node: ir.Node) -> list[ir.TypeProtocol | None]:
 
 
 def result_shapes(node: ir.Node) -> list[Dims | None]:
-    """Return the shapes of the first outputs of a node; none if they are not known."""
+    """Return the shapes of the first outputs of a node by its record; an empty list if they are
+    unknown.
+    """
     function = operator_of(node).shape
     if function is None:
         return []
     try:
         found = function(node.inputs, {a.name: a.value for a in node.attributes.values()})
-    except (IndexError, ValueError, TypeError):  # operands that do not fit: the session says why
+    except (IndexError, ValueError, TypeError):  # invalid operands: the session will say why
         return []
     return found if isinstance(found, list) else [found]
 
 
-def standard_like(node: ir.Node) -> NodeProto | None:
-    """Return a node of ONNX whose result has the same shape as `node`; None if there is none."""
+def node_of_equal_shape(node: ir.Node) -> NodeProto | None:
+    """Return a standard ONNX node whose result has the shape of the result of `node`; None if there
+    is no such operator.
+    """
     op_type, count = operator_of(node).shape_like
     if not op_type or bool(node.attributes.get_int("channels_last", 0)):
         return None
@@ -80,7 +91,7 @@ def standard_like(node: ir.Node) -> NodeProto | None:
     return proto
 
 
-# -- what functions of shapes and lowerings share -------------------------------------------------
+# -- declarations of contrib operators, and functions for their shapes ----------------------------
 
 
 # for operators of com.microsoft, the contrib operators of onnxruntime
@@ -93,12 +104,12 @@ def contrib_lowering(names: str, traits: str = "", **fields: Any) -> Callable[[L
     return lowering(*names.split(), domain=DOMAIN)
 
 
-def like_first_twice(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims | None]:
+def shape_of_first_twice(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims | None]:
     """Return the shape of the first operand, for each of two outputs."""
     return [dims(inputs[0])] * 2
 
 
-def multiply_static(length: Dim, factor: Dim) -> Dim:
+def static_product(length: Dim, factor: Dim) -> Dim:
     """Return the product of two lengths, None if one is not static."""
     return length * factor if isinstance(length, int) and isinstance(factor, int) else None
 
@@ -116,8 +127,8 @@ def has_output(node: ir.Node, index: int) -> bool:
 # -- operators without gradient -------------------------------------------------------------------
 
 
-def remedy_by_name(node: ir.Node) -> str:
-    """Return the remedy for an operator of onnxruntime whose record has none."""
+def default_remedy(node: ir.Node) -> str:
+    """Return the advice to users about an operator of onnxruntime without gradient, by its name."""
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
     if not has_kernel(node.domain, node.op_type):
@@ -126,7 +137,7 @@ def remedy_by_name(node: ir.Node) -> str:
     return f"use the model as it was before optimization, or optimized at {level} at most"
 
 
-DOMAIN_REMEDIES[DOMAIN] = remedy_by_name
+DOMAIN_REMEDIES[DOMAIN] = default_remedy
 declare_contrib(
     "Solve",
     fitted=(

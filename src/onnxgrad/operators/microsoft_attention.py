@@ -20,10 +20,10 @@ from onnxgrad.operators.attention import (
     HeadsOf,
     Length,
     attend,
-    heads_apart,
-    heads_together,
+    merge_heads,
     score_scale,
-    within_window,
+    split_heads,
+    window_conditions,
 )
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.microsoft import (
@@ -32,11 +32,11 @@ from onnxgrad.operators.microsoft import (
     declare_contrib,
     divide_length,
     has_output,
-    multiply_static,
+    static_product,
 )
 from onnxgrad.operators.microsoft_norms import rms_normalized
-from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.outputs import shape_of_first
+from onnxgrad.operators.records import lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, dims, equal, known_shape, rank
 
@@ -45,9 +45,9 @@ _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
 # operators that have no lowering
-declare_contrib("PackedAttention", traits="attention", shape=like_first, roles="xfbccm")
+declare_contrib("PackedAttention", traits="attention", shape=shape_of_first, roles="xfbccm")
 declare_contrib("PackedMultiHeadAttention", traits="attention", roles="xxxbccm")
-declare_contrib("LongformerAttention", traits="attention", shape=like_first, roles="xfbxfbc")
+declare_contrib("LongformerAttention", traits="attention", shape=shape_of_first, roles="xfbxfbc")
 declare_contrib("DecoderMaskedSelfAttention", traits="attention", roles="xfbchm")
 declare_contrib("DecoderAttention", traits="attention", roles="xxffbc")
 declare_contrib("RelativePositionBias", roles="tc")
@@ -90,11 +90,11 @@ def attention(op: Any, node: Any) -> list[ir.Value] | None:
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(sum_terms(op.MatMul(x, weights), b), sizes, 2)
-    q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
+    q, k, v = (split_heads(op, part, get.get_int("num_heads")) for part in parts)
     past = None if is_empty_past(past) and used is None else past
     pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
     (k, held), (v, held_v) = (
-        _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
+        _extend_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
     y, _ = _attend_masked(op, node, (q, k, v), mask, bias)
     present = y
@@ -103,21 +103,22 @@ def attention(op: Any, node: Any) -> list[ir.Value] | None:
     return [y, present][: len(node.outputs)]
 
 
-def _shapes_of_heads(
+def _multi_head_shapes_function(
     past: int, buffer: int
 ) -> Callable[[Sequence, Mapping[str, Any]], list[Dims | None]]:
-    """Return the function of shapes of attention whose cache and buffer length are operands.
+    """Return the `shape` function of multi-head attention, given the operand indices of the past
+    keys and of the past length, with which past and present share a buffer.
 
     Queries, keys and values may be packed into one or two operands.
     """
 
-    def shapes(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims | None]:
+    def output_shapes(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dims | None]:
         heads, operands = attributes["num_heads"], optional_inputs(inputs, 9)
         q, k, v = known_shape(operands[0]), dims(operands[1]), dims(operands[2])
         packed = next((s for s in (q, k) if s is not None and len(s) == 5), None)
         source = q if len(q) == 5 else k  # (batch, rows, ...), or (batch, heads, rows, size)
         sized = packed or v or (None,)
-        width = sized[-1] if len(sized) == 3 else multiply_static(sized[-1], heads)
+        width = sized[-1] if len(sized) == 3 else static_product(sized[-1], heads)
         before, is_shared = dims(operands[past]), operands[buffer] is not None
         held = before if is_shared else source if operands[past] is None else None
         keys = None if held is None else held[2 if len(held) == 4 else 1]
@@ -125,10 +126,10 @@ def _shapes_of_heads(
         cache = (q[0], heads, keys, size)
         return [(*q[:2], width), cache, cache, (q[0], heads, q[1], None if is_shared else keys)]
 
-    return shapes
+    return output_shapes
 
 
-def _remedy_of_beams(node: ir.Node) -> str | None:
+def _beam_search_remedy(node: ir.Node) -> str | None:
     if optional_inputs(node.inputs, 10)[9] is None:
         return None
     return "cache_indirection is of a beam search; use the model with a single beam"
@@ -137,16 +138,16 @@ def _remedy_of_beams(node: ir.Node) -> str | None:
 @contrib_lowering(
     "MultiHeadAttention",
     "attention",
-    shape=_shapes_of_heads(past=6, buffer=8),
+    shape=_multi_head_shapes_function(past=6, buffer=8),
     roles="xxxbmmhhc",
-    remedy=_remedy_of_beams,
+    remedy=_beam_search_remedy,
 )
 @contrib_lowering(
     "DecoderMaskedMultiHeadAttention",
     "attention",
-    shape=_shapes_of_heads(past=5, buffer=7),
+    shape=_multi_head_shapes_function(past=5, buffer=7),
     roles="xxxcmhhcccb",
-    remedy=_remedy_of_beams,
+    remedy=_beam_search_remedy,
 )
 def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V.
@@ -158,16 +159,17 @@ def multi_head_attention(op: Any, node: Any) -> list[ir.Value] | None:
         q, k, v, b, mask, bias, past_key, past_value, used, *_ = inputs
     else:
         q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
-    if _remedy_of_beams(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
+    if _beam_search_remedy(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
         return None
     q, k, v = _separate_heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
-    (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
+    pairs = (past_key, k), (past_value, v)
+    (k, key), (v, value) = (_extend_past(op, past, x, used) for past, x in pairs)
     y, scores = _attend_masked(op, node, (q, k, v), mask, bias)
     return [y, key, value, scores][: len(node.outputs)]
 
 
-def _with_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
-    """Return the keys or values of the past followed by the new ones, and the next past.
+def _extend_past(op: Any, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
+    """Return the past keys (or values) followed by the new ones, and the cache for the next call.
 
     With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
     """
@@ -192,7 +194,7 @@ def _separate_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> l
             packed = packed + op.Transpose(op.Reshape(bias, [3, heads, -1]), perm=[1, 0, 2])
         parts = [op.Squeeze(part, [3]) for part in op.split(packed, n, 3)]
         separate = [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
-        return separate if k is None else [heads_apart(op, q, heads), *separate]
+        return separate if k is None else [split_heads(op, q, heads), *separate]
     ready = rank(k) == 4  # K and V of cross attention, projected before: only Q gets a bias
     if bias is not None and ready:
         parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
@@ -201,7 +203,7 @@ def _separate_heads(op: Any, qkv: Sequence[Any], bias: Operand, heads: int) -> l
         biases = op.split(bias, sizes, 0)
         parts = [op.set_type_like(x + c, x) for x, c in zip(parts, biases, strict=True)]
     apart = parts[:1] if ready else parts
-    return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
+    return [*(split_heads(op, x, heads) for x in apart), *parts[len(apart) :]]
 
 
 def _attend_masked(
@@ -212,8 +214,8 @@ def _attend_masked(
     get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
     visible = None
     if get.get_int("unidirectional", 0) and rows != 1:
-        [visible] = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
-        if not isinstance(rows, int):  # a single query attends to all
+        [visible] = window_conditions(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
+        if not isinstance(rows, int):  # a single query attends to all keys
             visible = op.Or(visible, op.Equal(rows, np.int64(1)))
     if mask is not None:
         kept = _kept_keys(op, mask, q, keys)
@@ -224,7 +226,7 @@ def _attend_masked(
     y, scores, _ = attend_visible(op, node, qkv, bias, visible)
     if visible is not None and has_output(node, 3):
         scores = op.set_type_like(op.Where(visible, scores, _masked_score(q)), scores)
-    return heads_together(op, y), scores
+    return merge_heads(op, y), scores
 
 
 def _masked_score(x: ir.Value) -> float:
@@ -237,7 +239,7 @@ def _kept_keys(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     n = rank(mask)
     if n == 1:
         return _keys_within_lengths(op, mask, q, keys)
-    if n == 4:  # for the largest number of rows and keys
+    if n == 4:  # the mask has the largest number of rows and keys: cut it
         begin = keys - op.dim(q, _ROWS)
         mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
     else:
@@ -265,10 +267,7 @@ def _keys_within_lengths(op: Any, mask: ir.Value, q: ir.Value, keys: Length) -> 
     return op.And(kept, op.Or(begun, none))
 
 
-# -- rotary embeddings, and heads of queries that share keys and values ---------------------------
-
-
-# -- rotation ------------------------------------------------------------------------------------
+# -- rotary embeddings ---------------------------------------------------------------------------
 
 
 # the shapes of rotated queries and keys
@@ -287,7 +286,7 @@ def gemma_rotary_embedding(op: Any, node: Any) -> list[ir.Value]:
 declare_contrib(
     "RotaryEmbedding MRotaryEmbedding",
     traits="real_settings",
-    shape=like_first,
+    shape=shape_of_first,
     roles="xck",
     settings=(2, 3),
 )
@@ -309,7 +308,8 @@ def rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
 
 @lowering("MRotaryEmbedding", domain=DOMAIN)
 def multimodal_rotary_embedding(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = R(p) x as by RotaryEmbedding, where p is a time, a height or a width for each angle.
+    """y = R(p) x: the pairs of elements of each head, rotated; p is the time, height or width of a
+    position, for each angle.
 
     `mrope_section` counts the angles of times, heights and widths. These follow each other, or take
     turns in layout 1, where times have the angles that heights and widths leave. Wang et al. 2024,
@@ -363,7 +363,7 @@ def rotate_pairs(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved
     return op.set_type_like(y if rest is None else op.Concat(y, rest, axis=-1), x)
 
 
-# -- attention -----------------------------------------------------------------------------------
+# -- heads of queries that share keys and values --------------------------------------------------
 
 
 def is_empty_past(past: ir.Value | None) -> bool:
@@ -385,11 +385,13 @@ def _shapes_of_grouped_heads(inputs: Sequence, attributes: Mapping[str, Any]) ->
         size = divide_length((dims(packed) or (None,))[-1], parts)
     keys = rows if past is None else None
     cache = (batch, shared, keys, size)
-    return [(batch, rows, multiply_static(size, heads)), cache, cache, (batch, heads, rows, keys)]
+    return [(batch, rows, static_product(size, heads)), cache, cache, (batch, heads, rows, keys)]
 
 
-def _remedy_of_grouped(node: ir.Node) -> str | None:
-    """Return the remedy for a GroupQueryAttention whose cache is not a tensor of all rows."""
+def _grouped_query_remedy(node: ir.Node) -> str | None:
+    """Return the advice about a GroupQueryAttention whose cache is a ring or quantized,
+    else None.
+    """
     if node.attributes.get_int("sliding_window_cache", 0):
         read = (y for y in node.outputs[1:3] if y.uses() or y.is_graph_output())
         if not is_empty_past(node.inputs[3]) or any(read):
@@ -410,7 +412,7 @@ declare_contrib("SparseAttention", traits="attention", roles="xxxhhccccck")
     settings=(7, 8),
     shape=_shapes_of_grouped_heads,
     roles="xxxhhcckkcmf",
-    remedy=_remedy_of_grouped,
+    remedy=_grouped_query_remedy,
 )
 def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
@@ -425,7 +427,7 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     bias, sink, _, _, *norm_scales = others
     if is_empty_past(past_key):
         past_key = past_value = None
-    if _remedy_of_grouped(node) is not None:
+    if _grouped_query_remedy(node) is not None:
         return None
     q, k, v = _packed_heads(op, node, q, k, v)
     if norm_scales[0] is not None:
@@ -433,7 +435,7 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
         norms = zip((q, k), norm_scales, strict=True)
         q, k = (rms_normalized(op, x, scale, epsilon)[0] for x, scale in norms)
     rows = op.dim(q, _ROWS)
-    before = None if past_key is None else _past_rows(op, rows, lengths, total)
+    before = None if past_key is None else _valid_past_rows(op, rows, lengths, total)
     if get.get_int("do_rotary", 0):
         position = _rotary_positions(op, rows, before, position)
         cos, sin = (op.Unsqueeze(op.Gather(c, position), [1]) for c in (cos, sin))
@@ -452,7 +454,7 @@ def group_query_attention(op: Any, node: Any) -> list[ir.Value] | None:
     exposed = weights
     if has_output(node, 3) and int_attribute(node, "qk_output") == 1:
         exposed = op.Where(visible, scores, 0.0)
-    return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
+    return [merge_heads(op, y), k, v, exposed][: len(node.outputs)]
 
 
 def attend_visible(
@@ -484,13 +486,15 @@ def _packed_heads(op: Any, node: Any, q: ir.Value, k: Operand, v: Operand) -> li
     """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
-        return [heads_apart(op, x, n) for x, n in ((q, heads), (k, shared), (v, shared))]
-    x = heads_apart(op, q, heads + 2 * shared)
+        return [split_heads(op, x, n) for x, n in ((q, heads), (k, shared), (v, shared))]
+    x = split_heads(op, q, heads + 2 * shared)
     return op.split(x, [heads, shared, shared], 1)
 
 
-def _past_rows(op: Any, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
-    """Return the number of valid rows of the past (batch, 1): 0 if all of `total` are new."""
+def _valid_past_rows(op: Any, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
+    """Return the number of valid past rows (batch, 1), 0 if the new rows are all of the `total`
+    rows.
+    """
     rows = op.const(rows, INT64) if isinstance(rows, int) else rows
     before = op.Cast(lengths, to=INT64) + 1 - rows
     first = op.Equal(op.Reshape(op.Cast(total, to=INT64), [1]), rows)
@@ -502,7 +506,7 @@ def _rotary_positions(op: Any, rows: Length, before: Operand, position: Operand)
     steps = op.Unsqueeze(op.arange(rows), [0])
     if position is None:
         return steps if before is None else before + steps
-    # of `position`, only the first number is read
+    # onnxruntime reads only the first number of `position`
     first = op.Slice(op.Reshape(position, [1, -1]), [0], [1], [1]) + steps
     if before is None:
         return first
@@ -535,11 +539,13 @@ def _append_rows(
 
 
 def _attended_keys(op: Any, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
-    """Return which keys a query attends to: the last ones up to its own, or all if not causal."""
+    """Return which keys each query attends to: booleans; without `causal`, all valid keys, else the
+    keys of the window that ends at the query.
+    """
     rows, keys = (op.dim(x, _ROWS) for x in qk)
     if not int_attribute(node, "causal"):
         last = op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1])
         return op.LessOrEqual(op.arange(keys), last)
     offsets = [] if before is None else [op.Reshape(before, [-1, 1, 1, 1])]
     window = int_attribute(node, "local_window_size")
-    return reduce(op.And, within_window(op, rows, keys, offsets, window - 1, 0))
+    return reduce(op.And, window_conditions(op, rows, keys, offsets, window - 1, 0))

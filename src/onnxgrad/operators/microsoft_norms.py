@@ -11,11 +11,10 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, has_output, like_first_twice
-from onnxgrad.operators.normalizations import axes_from
-from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, has_output, shape_of_first_twice
+from onnxgrad.operators.normalizations import trailing_axes
+from onnxgrad.operators.outputs import shape_of_first
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, known_shape, rank
 
@@ -32,7 +31,7 @@ def _shapes_of_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> list[Dim
     return [x, (*x[:axis], *[1] * (len(x) - axis))]
 
 
-declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm)
+declare_operators("SimplifiedLayerNormalization", shape=_shapes_of_norm, roles="xs")
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
@@ -53,7 +52,9 @@ def _shapes_of_skip_norm(inputs: Sequence, attributes: Mapping[str, Any]) -> lis
 
 @contrib_lowering("SkipLayerNormalization", shape=_shapes_of_skip_norm, roles="aasob")
 def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
-    """y = s (x - m) / r + c, x = a + skip + b."""
+    """y = s (x - m) / r + c, x = a + skip + b, m and r its mean and standard deviation, s and c the
+    scale and shift.
+    """
     a, skip, scale, shift, bias = optional_inputs(node.inputs, 5)
     x, epsilon = sum_terms(a, skip, bias), float_attribute(node, "epsilon")
     statistics = has_output(node, 1) or has_output(node, 2)
@@ -69,7 +70,7 @@ def skip_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
 
 @contrib_lowering("SkipSimplifiedLayerNormalization", shape=_shapes_of_skip_norm, roles="aasb")
 def skip_simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
-    """y = s x / r, x = a + skip + b. The output `mean` is zero."""
+    """y = s x / r, x = a + skip + b, r = sqrt(mean square + epsilon)."""
     a, skip, scale, bias = optional_inputs(node.inputs, 4)
     x, epsilon = sum_terms(a, skip, bias), float_attribute(node, "epsilon")
     need = has_output(node, 1) or has_output(node, 2)
@@ -78,10 +79,12 @@ def skip_simplified_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
-@contrib_lowering("GatedRMSNorm", shape=like_first, roles="xsx")
+@contrib_lowering("GatedRMSNorm", shape=shape_of_first, roles="xsx")
 def gated_rms_norm(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = s x / r f(z), each part of the last axis that is as long as s for itself."""
-    x, scale, gate = (op.Cast(v, to=FLOAT) if _is_half(v) else v for v in node.inputs)
+    """y = s x / r f(z), r = sqrt(mean square + epsilon) over parts of the last axis, each as long
+    as s, f the activation of the gate z.
+    """
+    x, scale, gate = (op.Cast(v, to=FLOAT) if _has_16_bits(v) else v for v in node.inputs)
     epsilon, activation = float_attribute(node, "epsilon"), string_attribute(node, "activation")
     if activation not in ("silu", "swish", "sigmoid"):
         return None
@@ -92,7 +95,7 @@ def gated_rms_norm(op: Any, node: Any) -> list[ir.Value] | None:
     return [op.set_type_like(op.Cast(y, to=node.inputs[0].dtype), node.inputs[0])]
 
 
-def _is_half(x: ir.Value) -> bool:
+def _has_16_bits(x: ir.Value) -> bool:
     """Return whether `x` has 16 bits, which kernels compute in float32."""
     return x.dtype is not None and x.dtype.bitwidth < 32
 
@@ -100,12 +103,12 @@ def _is_half(x: ir.Value) -> bool:
 def rms_normalized(
     op: Any, x: ir.Value, scale: ir.Value, epsilon: float, axis: int = -1, inverse: bool = False
 ) -> tuple[ir.Value, ir.Value]:
-    """Return s x / r, and 1 / r in float32 if `inverse` is set."""
-    if op.opset >= 23 and not inverse:  # the opset that added it
+    """Return s x / r, r = sqrt(mean square + epsilon), and 1 / r in float32 if `inverse` is set."""
+    if op.opset >= 23 and not inverse:  # opset 23 added RMSNormalization
         y = op.RMSNormalization(x, scale, axis=axis, epsilon=epsilon)
         return op.set_type_like(y, x), y
-    wide = op.Cast(x, to=FLOAT) if _is_half(x) else x
-    mean_square = op.ReduceMean(wide * wide, axes_from(op, x, axis), keepdims=1)
+    wide = op.Cast(x, to=FLOAT) if _has_16_bits(x) else x
+    mean_square = op.ReduceMean(wide * wide, trailing_axes(op, x, axis), keepdims=1)
     inverted = op.Reciprocal(op.Sqrt(mean_square + epsilon))
     normalized = wide * inverted
     y = (op.Cast(normalized, to=scale.dtype) if scale.dtype else normalized) * scale
@@ -113,7 +116,9 @@ def rms_normalized(
 
 
 def _shapes_of_embedding(inputs: Sequence, _attributes: Mapping[str, Any]) -> list[Dims]:
-    """Return the shapes of embedded tokens, of their numbers, and of tokens before the norm."""
+    """Return the shapes of embedded tokens, of the counts of tokens, and of tokens before
+    the norm.
+    """
     ids = known_shape(inputs[0])
     embedded = (*ids, known_shape(inputs[2])[-1])
     return [embedded, ids[:1], embedded]
@@ -140,8 +145,8 @@ def embed_layer_normalization(op: Any, node: Any) -> list[ir.Value]:
     return [y, lengths, x][: len(node.outputs)]
 
 
-@contrib_lowering("GroupNorm", shape=like_first, roles="xso")
-@contrib_lowering("SkipGroupNorm", shape=like_first_twice, roles="xsoab")
+@contrib_lowering("GroupNorm", shape=shape_of_first, roles="xso")
+@contrib_lowering("SkipGroupNorm", shape=shape_of_first_twice, roles="xsoab")
 def group_norm(op: Any, node: Any) -> list[ir.Value] | None:
     """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C).
 

@@ -14,18 +14,18 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.convolutions import work_of_convolution
+from onnxgrad.operators.convolutions import convolution_macs
 from onnxgrad.operators.elementwise import shape_of_broadcast
 from onnxgrad.operators.microsoft import (
     contrib_lowering,
     declare_contrib,
     divide_length,
-    like_first_twice,
+    shape_of_first_twice,
 )
-from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.outputs import shape_of_first
 from onnxgrad.operators.products import matrix_product, shape_of_gemm, shape_of_matmul
+from onnxgrad.operators.records import lowering
 from onnxgrad.operators.recurrent import ACTIVATIONS
-from onnxgrad.operators.registry import lowering
 from onnxgrad.operators.rule_nodes import attributes_of, optional_inputs, sum_terms
 from onnxgrad.operators.shapes import Dims, broadcast, known_shape, rank
 
@@ -44,18 +44,18 @@ declare_contrib("FusedMatMulActivation", traits="product", roles="f")
 declare_contrib("GemmFloat8", traits="product", roles="ffb")
 declare_contrib("NhwcConv", traits="convolution", roles="xfb")
 declare_contrib("NhwcFusedConv", traits="convolution", roles="xfba")
-declare_contrib("Inverse", shape=like_first)
+declare_contrib("Inverse", shape=shape_of_first)
 
 
-def _remedy_of_experts(_node: ir.Node) -> str:
+def _mixture_of_experts_remedy(_node: ir.Node) -> str:
     return (
         "the gradient of a mixture of experts is not supported: train what comes behind the last "
         "one only, as lm_head and the normalization before it"
     )
 
 
-declare_contrib("MoE", shape=like_first, roles="xxfbfbfb", remedy=_remedy_of_experts)
-declare_contrib("QMoE", shape=like_first, roles="q", remedy=_remedy_of_experts)
+declare_contrib("MoE", shape=shape_of_first, roles="xxfbfbfb", remedy=_mixture_of_experts_remedy)
+declare_contrib("QMoE", shape=shape_of_first, roles="q", remedy=_mixture_of_experts_remedy)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _transpose_operand(op: Any, node: Any, index: int) -> ir.Value:
 
 @contrib_lowering("FusedGemm", "product", shape=shape_of_gemm, roles="ffb")
 def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = f(alpha A' B' + beta C)."""
+    """y = f(alpha A' B' + beta C), f the activation, A' and B' perhaps transposed."""
     get = node.attributes
     second = "gamma" if get.get_string("activation", "") == "Selu" else "beta"
     stated = (get.get(f"activation_{name}") for name in ("alpha", second))
@@ -116,14 +116,10 @@ def fused_gemm(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 @contrib_lowering(
-    "FusedConv",
-    "convolution",
-    shape_like=("Conv", 3),
-    roles="xfba",
-    work=work_of_convolution(1, 2),
+    "FusedConv", "convolution", shape_like=("Conv", 3), roles="xfba", work=convolution_macs(1, 2)
 )
 def fused_conv(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = f(conv(x, w) + b + z)."""
+    """y = f(conv(x, w) + b + z), f the activation, z the operand to add."""
     *operands, z = optional_inputs(node.inputs, 4)
     y = op.emit("Conv", operands, attributes_without(node, "activation"))
     y = y if z is None else op.set_type_like(y + z, z)
@@ -138,7 +134,9 @@ def attributes_without(node: ir.Node, *prefixes: str) -> dict[str, Any]:
 def _apply_activation(
     op: Any, node: Any, y: ir.Value, numbers: Sequence[float]
 ) -> list[ir.Value] | None:
-    """Return f(y), or None if f is unknown or lacks a number."""
+    """Return f(y), f the attribute `activation`; None if f is unknown, or parameters of f are
+    missing.
+    """
     if not (kind := node.attributes.get_string("activation", "")):
         return [y]
     function, *defaults = _FUSED_ACTIVATIONS.get(kind.lower(), (None,))
@@ -157,14 +155,14 @@ def gemm_fast_gelu(op: Any, node: Any) -> list[ir.Value]:
 # -- activations ---------------------------------------------------------------------------------
 
 
-@contrib_lowering("Gelu", "unary", shape=like_first, roles="x")
-@contrib_lowering("BiasGelu", "unary", shape=like_first, roles="xb")
+@contrib_lowering("Gelu", "unary", shape=shape_of_first, roles="x")
+@contrib_lowering("BiasGelu", "unary", shape=shape_of_first, roles="xb")
 def bias_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x F(x), x = a + b, F the standard normal distribution function."""
     return [_write_gelu(op, sum_terms(*node.inputs[:2]))]
 
 
-@contrib_lowering("FastGelu", "unary", shape=like_first, roles="xb")
+@contrib_lowering("FastGelu", "unary", shape=shape_of_first, roles="xb")
 def fast_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
     return [_write_fast_gelu(op, sum_terms(*node.inputs[:2]))]
@@ -178,19 +176,19 @@ def _write_fast_gelu(op: Any, x: ir.Value) -> ir.Value:
 
 
 @lowering("Swish")  # onnxruntime 1.31 runs it at opset 24 only
-@contrib_lowering("QuickGelu", "unary", shape=like_first, roles="x")
+@contrib_lowering("QuickGelu", "unary", shape=shape_of_first, roles="x")
 def swish(op: Any, node: Any) -> list[ir.Value]:
     """y = x sigmoid(alpha x)."""
     x, alpha = node.inputs[0], float_attribute(node, "alpha")
     return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
 
 
-def _shape_of_half(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
+def _shape_with_half_width(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims:
     *rows, width = known_shape(inputs[0])
     return (*rows, divide_length(width, 2))
 
 
-@contrib_lowering("BiasSplitGelu", shape=_shape_of_half, roles="xb")
+@contrib_lowering("BiasSplitGelu", shape=_shape_with_half_width, roles="xb")
 def bias_split_gelu(op: Any, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
     left, right = op.split(sum_terms(*node.inputs[:2]), 2, -1)
@@ -203,7 +201,7 @@ def _write_gelu(op: Any, x: ir.Value) -> ir.Value:
     return 0.5 * x * (op.Erf(x * sqrt(0.5)) + 1.0)
 
 
-@contrib_lowering("BiasAdd", shape=like_first, roles="xba")
+@contrib_lowering("BiasAdd", shape=shape_of_first, roles="xba")
 def bias_add(op: Any, node: Any) -> list[ir.Value]:
     """y = x + b + z."""
     return [sum_terms(*node.inputs)]
@@ -213,7 +211,7 @@ declare_contrib("BitmaskBiasDropout", ratio_operand=3)
 declare_contrib("BitmaskDropout", ratio_operand=1)
 
 
-@contrib_lowering("BiasDropout", shape=like_first_twice, roles="xbac", ratio_operand=3)
+@contrib_lowering("BiasDropout", shape=shape_of_first_twice, roles="xbac", ratio_operand=3)
 def bias_dropout(op: Any, node: Any) -> list[ir.Value]:
     """y = dropout(x + b) + z."""
     x, bias, residual, *ratio_and_mode = optional_inputs(node.inputs, 5)
@@ -223,13 +221,13 @@ def bias_dropout(op: Any, node: Any) -> list[ir.Value]:
     return [sum_terms(y, residual), mask][: len(node.outputs)]
 
 
-@contrib_lowering("BiasSoftmax", shape=like_first, roles="xm")
+@contrib_lowering("BiasSoftmax", shape=shape_of_first, roles="xm")
 def bias_softmax(op: Any, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
-    return [softmax_from(op, sum_terms(*node.inputs[:2]), int_attribute(node, "axis"))]
+    return [flattened_softmax(op, sum_terms(*node.inputs[:2]), int_attribute(node, "axis"))]
 
 
-def softmax_from(op: Any, x: ir.Value, axis: int) -> ir.Value:
+def flattened_softmax(op: Any, x: ir.Value, axis: int) -> ir.Value:
     """Return softmax(x) over all axes from `axis` on."""
     if axis in (-1, (rank(x) or 0) - 1):
         return op.Softmax(x, axis=-1)
@@ -261,9 +259,11 @@ def conv_transpose(op: Any, node: Any) -> list[ir.Value] | None:
 
 @contrib_lowering("GatherND", shape_like=("GatherND", 2))
 @contrib_lowering("Pad", shape_like=("Pad", 3))
-@contrib_lowering("Trilu", shape=like_first)
-def standard(op: Any, node: Any) -> list[ir.Value]:
-    """y = the result of the standard operator of the same name, which was added to ONNX later."""
+@contrib_lowering("Trilu", shape=shape_of_first)
+def write_standard_operator(op: Any, node: Any) -> list[ir.Value]:
+    """y = the result of the standard operator of the same name, which ONNX has had since a later
+    opset.
+    """
     inputs = list(node.inputs)
     if node.op_type == "GatherND":
         inputs[1] = op.Cast(inputs[1], to=ir.DataType.INT64)

@@ -16,8 +16,7 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule, argument
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
-from onnxgrad.operators.records import PIECEWISE, declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import PIECEWISE, declare_operators, lowering
 from onnxgrad.operators.rule_nodes import optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, dims, rank, static
 
@@ -34,11 +33,9 @@ _declare_ml(
         "they are, and the layers behind them train"
     ),
 )
-_declare_ml(
-    "CategoryMapper LabelEncoder OneHotEncoder",
-    no_gradient="a lookup by equality: zero almost everywhere",
-)
-_declare_ml("LabelEncoder", lookup_operand=0)
+_LOOKUP = "a lookup by equality: zero almost everywhere"
+_declare_ml("CategoryMapper OneHotEncoder", no_gradient=_LOOKUP)
+_declare_ml("LabelEncoder", lookup_operand=0, no_gradient=_LOOKUP)
 _declare_ml("ArrayFeatureExtractor", lookup_operand=1)
 _declare_ml("CastMap DictVectorizer ZipMap", "maps")
 _SUPPORT_VECTORS = (("coefficients", True), ("rho", True), ("support_vectors", False))
@@ -57,14 +54,14 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 
 @lowering("LinearRegressor", domain=_DOMAIN)
 def linear_regressor(op: Any, node: ir.Node) -> list[ir.Value]:
-    """y = post(x CT + b)."""
+    """y = post(x CT + b), C the coefficients, post the `post_transform`."""
     rows = int_attribute(node, "targets")
     return [post_transform(op, node, _linear_scores(op, node, rows), rows)]
 
 
 @lowering("LinearClassifier", domain=_DOMAIN)
 def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
-    """scores = post(x CT + b), label = class of the largest score.
+    """scores = post(x CT + b), post the `post_transform`, label = class of the largest score.
 
     With two classes and one row of coefficients, that is the score of the second class, and the
     first has its complement. `multi_class` is not read, as it does not change the scores.
@@ -73,19 +70,21 @@ def linear_classifier(op: Any, node: ir.Node) -> list[ir.Value]:
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
     rows = prod(static(dims(intercepts)) or (len(labels),))
     raw = _linear_scores(op, node, rows)
-    if rows == len(labels) == 2 and _are_opposite(node):
+    if rows == len(labels) == 2 and _has_opposite_scores(node):
         raw.meta[marks.OPPOSITE] = True
     if rows > 1:
         winner = op.ArgMax(raw, axis=1, keepdims=0)
     else:
         winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=INT64)
     if rows > 1 or len(labels) != 2:
-        return [label_of(op, node, winner), post_transform(op, node, raw, rows)]
-    return [label_of(op, node, winner), two_scores(op, node, raw, 1.0)]
+        return [winning_labels(op, node, winner), post_transform(op, node, raw, rows)]
+    return [winning_labels(op, node, winner), scores_of_two_classes(op, node, raw, 1.0)]
 
 
-def _are_opposite(node: ir.Node) -> bool:
-    """Return whether the scores of the two classes are -z and z: z the first row, negated."""
+def _has_opposite_scores(node: ir.Node) -> bool:
+    """Return whether the coefficients of the two classes of a LinearClassifier are negatives of
+    each other, so that its scores are -z and z.
+    """
     numbers = [None if x is None else ir.convenience.get_const_tensor(x) for x in node.inputs[1:]]
     for tensor in numbers:
         if tensor is None or tensor.size % 2:
@@ -99,11 +98,12 @@ def _are_opposite(node: ir.Node) -> bool:
 def _linear_scores(op: Any, node: ir.Node, rows: int) -> ir.Value:
     x, coefficients, intercepts = optional_inputs(node.inputs, 3)
     y = linear_product(op, x, coefficients, rows)
-    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
+    # onnxruntime ignores intercepts of another length
+    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y
 
 
 def linear_product(op: Any, x: Any, coefficients: Any, rows: int) -> ir.Value:
-    """Return x CT, C having `rows` rows."""
+    """Return x CT, C the coefficients as a matrix of `rows` rows."""
     weights = op.Reshape(coefficients, [rows, -1])
     return op.MatMul(as_matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
 
@@ -118,7 +118,9 @@ def lowering_error(node: ir.Node, why: str) -> NoGradientRule:
 
 
 def as_matrix(op: Any, x: Any, weights: Any, rows: int) -> ir.Value:
-    """Return `x` as a float32 matrix, whose rows are as long as one of the `rows` of `weights`."""
+    """Return `x` as a float32 matrix whose rows are as long as a row of `weights`, which has `rows`
+    rows.
+    """
     x = op.Cast(x, to=FLOAT)
     if rank(x) == 2:
         return x
@@ -131,8 +133,8 @@ def class_labels(node: ir.Node) -> Any:
     return strings or node.attributes.get_ints("classlabels_ints", ())
 
 
-def label_of(op: Any, node: ir.Node, winner: ir.Value) -> ir.Value:
-    """Return the labels of the classes of index `winner`."""
+def winning_labels(op: Any, node: ir.Node, winner: ir.Value) -> ir.Value:
+    """Return the labels of classes, given by their indices `winner`."""
     labels = list(class_labels(node)) or [0, 1]
     table = op.const(labels if isinstance(labels[0], int) else np.array(labels, object))
     return op.Gather(table, winner, axis=0)
@@ -155,8 +157,10 @@ def post_transform(op: Any, node: ir.Node, y: ir.Value, scores: int) -> ir.Value
     return y if scores == 1 and post != "PROBIT" else transforms[post](op, y)
 
 
-def two_scores(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
-    """Return two scores from the second: they add up to `whole`, or to 1 if transformed."""
+def scores_of_two_classes(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
+    """Return the scores of two classes from the second: without a `post_transform` they add up to
+    `whole`, else to 1.
+    """
     post = string_attribute(node, "post_transform")
     if post == "PROBIT":
         raise lowering_error(
@@ -168,11 +172,11 @@ def two_scores(op: Any, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
 
 
 def _softmax_zero(op: Any, y: ir.Value) -> ir.Value:
-    """Return the softmax over nonzero scores; scores of zero stay (almost) unchanged."""
+    """Return softmax(y) over the scores that are not 0; scores of 0 stay almost 0."""
     used = op.Greater(op.Abs(y), 1e-7)
     top = op.ReduceMax(y, [-1], keepdims=1)
     powers = op.Where(used, op.Exp(y - top), 0.0)
-    # In rows with a zero, top >= 0; in the others, the bound prevents inf.
+    # Rows with a zero have top >= 0; in all other rows, the bound prevents inf.
     zeros = op.Where(used, 0.0, y) * op.Exp(op.Min(-top, 1.0))
     return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
 
@@ -240,16 +244,16 @@ def imputer(op: Any, node: Any) -> list[ir.Value] | None:
     shape = dims(x)
     features = shape[min(len(shape), 2) - 1] if shape else None
     if n == 1 or (isinstance(features, int) and features != n):
-        return [_replace_by(op, node, x, op.Slice(values, [0], [1]))]
+        return [_replace_missing(op, node, x, op.Slice(values, [0], [1]))]
     if features == n and len(shape or ()) <= 2:
-        return [_replace_by(op, node, x, values)]
+        return [_replace_missing(op, node, x, values)]
     columns = op.Gather(op.Shape(x, end=2), [-1], axis=0)
     values = op.Slice(values, [0], op.Where(op.Equal(columns, [n]), op.const([n]), [1]))
     table = op.Reshape(x, op.Concat([-1], op.Shape(values), axis=0))
-    return [op.Reshape(_replace_by(op, node, table, values), op.Shape(x), allowzero=1)]
+    return [op.Reshape(_replace_missing(op, node, table, values), op.Shape(x), allowzero=1)]
 
 
-def _replace_by(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
+def _replace_missing(op: Any, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
     replaced = float_attribute(node, "replaced_value_float")
     return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
 
@@ -279,7 +283,7 @@ def _matrix_of_width(op: Any, x: Any, n: int) -> ir.Value:
 
 @lowering("ArrayFeatureExtractor", domain=_DOMAIN)
 def array_feature_extractor(op: Any, node: Any) -> list[ir.Value]:
-    """y = x[..., i], i flattened; a vector x is one row."""
+    """y = x[..., i], i flattened; a vector x is a matrix of one row."""
     x, i = node.inputs
     y = op.Gather(x, op.Reshape(i, [-1]), axis=-1)
     return [y if (rank(x) or 0) > 1 else op.Expand(y, [1, 1])]
@@ -303,7 +307,9 @@ def _row_count(x: Any) -> Dim:
 
 @lowering("TreeEnsemble", "TreeEnsembleRegressor", domain=_DOMAIN)
 def tree_ensemble(op: Any, node: Any) -> None:
-    """One column per target, of the dtype of x since version 5 of the domain."""
+    """Set the type and shape of the result: (rows, targets), of the dtype of x since opset 5 of the
+    domain; no gradient.
+    """
     [x] = node.inputs
     targets = node.attributes.get_int("n_targets", 0) or None
     dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
@@ -312,7 +318,9 @@ def tree_ensemble(op: Any, node: Any) -> None:
 
 @lowering("TreeEnsembleClassifier", domain=_DOMAIN)
 def tree_ensemble_classifier(op: Any, node: Any) -> None:
-    """A label, and one column per class."""
+    """Set the types and shapes of the labels (rows) and of the scores (rows, classes); no
+    gradient.
+    """
     strings = node.attributes.get_strings("classlabels_strings", ())
     classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
     rows = _row_count(node.inputs[0])
@@ -322,7 +330,9 @@ def tree_ensemble_classifier(op: Any, node: Any) -> None:
 
 @lowering("LabelEncoder", domain=_DOMAIN)
 def label_encoder(op: Any, node: Any) -> None:
-    """The shape of x, which onnx does not infer for the first version."""
+    """Set the shape of the result to the shape of x, as onnx does not infer it in opset 1; no
+    gradient.
+    """
     _set_types(node, (None, dims(node.inputs[0])))
 
 
@@ -331,7 +341,8 @@ def label_encoder(op: Any, node: Any) -> None:
 
 @lowering("SVMRegressor", domain=_DOMAIN)
 def svm_regressor(op: Any, node: Any) -> list[ir.Value]:
-    """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
+    """y = k(x, s) a + rho, k the kernel, s the support vectors, or x a + rho without them; with
+    `one_class` its sign, +-1.
 
     `post_transform` is not read, as there is one score.
     """
@@ -361,7 +372,8 @@ def _first_elements(op: Any, values: ir.Value, n: int) -> ir.Value:
 
 
 def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
-    """Return k(x, s): x sT, or (c x sT + d)^e, or tanh(c x sT + d), or e^(-c |x - s|^2).
+    """Return k(x, s), the kernel of rows and support vectors: x sT, or (c x sT + d)^e, or tanh(c x
+    sT + d), or e^(-c |x - s|^2).
 
     |x - s|^2 is computed as |x|^2 - 2 x sT + |s|^2, which takes less memory than all differences,
     and in float64, so that it loses no digits that matter.
@@ -387,8 +399,8 @@ def _kernel_values(op: Any, node: ir.Node, x: ir.Value, vectors: ir.Value, count
 
 @lowering("SVMClassifier", domain=_DOMAIN)
 def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
-    """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
-    classes, or the probabilities of two classes.
+    """scores = post(x CT + rho), post the `post_transform`, without support vectors; with support
+    vectors, the scores of all pairs of classes, or the probabilities of two classes.
 
     The label is the class of the largest score, or the class that wins the most pairs. Of more
     classes, onnxruntime couples the probabilities of pairs in steps that have no gradient.
@@ -399,7 +411,7 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     if sum(sizes) == 0:
         raw = linear_product(op, x, coefficients, classes) + _first_elements(op, rho, 1)
         winner = _top_class(op, raw, coefficients, classes, prob_a is not None)
-        return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
+        return [winning_labels(op, node, winner), post_transform(op, node, raw, classes)]
     if classes < 2:
         raise lowering_error(node, "one class has no scores; use a regressor with one_class")
     if prob_a is not None and classes > 2:
@@ -412,7 +424,7 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     k = _kernel_values(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
     raw = _pair_scores(op, k, coefficients, rho, sizes, pairs)
-    label = label_of(op, node, _most_votes(op, raw, pairs, classes))
+    label = winning_labels(op, node, _most_votes(op, raw, pairs, classes))
     if prob_a is not None:
         a, b = _first_elements(op, prob_a, 1), _first_elements(op, prob_b, 1)
         first = op.Clip(op.Sigmoid(op.Neg(raw * a + b)), 1e-7, 1 - 1e-7)  # Platt 1999
@@ -420,13 +432,15 @@ def svm_classifier(op: Any, node: Any) -> list[ir.Value]:
     if classes > 2:
         scores = post_transform(op, node, raw, len(pairs))
     else:
-        scores = two_scores(op, node, raw, 0.0)
-    scores.meta[marks.NOT_CLASSES] = _why_not_classes(node, classes)
+        scores = scores_of_two_classes(op, node, raw, 0.0)
+    scores.meta[marks.NOT_CLASSES] = _pair_scores_error_text(node, classes)
     return [label, scores]
 
 
-def _why_not_classes(node: ir.Node, classes: int) -> str:
-    """Return the error text for scores per pair of classes: their meaning, and the remedy."""
+def _pair_scores_error_text(node: ir.Node, classes: int) -> str:
+    """Return the error text about training on scores for pairs of classes: what they mean, and what
+    to do instead.
+    """
     where = f"SVMClassifier (node {node.name!r})"
     if classes > 2:
         return (
@@ -454,7 +468,8 @@ def _top_class(op: Any, raw: ir.Value, coefficients: Any, classes: int, proba: b
 
 
 def _pair_scores(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
-    """Return a score for each pair i < j, summed over the vectors of both classes.
+    """Return a score for each pair of classes i < j, summed over the support vectors of the two
+    classes.
 
     A vector has one coefficient for each other class, in the order of classes. As in onnxruntime,
     sums are in float64.
@@ -473,7 +488,9 @@ def _pair_scores(op: Any, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs
 
 
 def _most_votes(op: Any, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
-    """Return the first class with most votes. A pair votes for i if its score is > 0, else j."""
+    """Return the class with most votes, the first of equals. A pair votes for i if its score is >
+    0, else for j.
+    """
     first, second = (
         np.eye(classes, dtype=np.float32)[list(side)] for side in zip(*pairs, strict=True)
     )

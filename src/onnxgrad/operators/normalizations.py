@@ -1,4 +1,4 @@
-"""Operators that normalize along axes: Softmax, normalizations of layers."""
+"""Operators that normalize along axes: Softmax and its losses, normalizations of layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,31 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.attributes import float_attribute, int_attribute, ints_attribute
-from onnxgrad.operators.axes import Place, axis_unless_named, first_operand, named_axes, row_axis
-from onnxgrad.operators.member_forms import one_by_one
-from onnxgrad.operators.outputs import like_first
-from onnxgrad.operators.records import PIECEWISE, Naming, declare_operators
-from onnxgrad.operators.registry import lowering, members_of, rule
+from onnxgrad.operators.attributes import (
+    float_attribute,
+    int_attribute,
+    ints_attribute,
+    string_attribute,
+)
+from onnxgrad.operators.axes import (
+    Answer,
+    Place,
+    axis_unless_named,
+    first_axis_only,
+    named_axes,
+    only_first_operand,
+)
+from onnxgrad.operators.layouts import scatter_flat
+from onnxgrad.operators.member_forms import write_each_member
+from onnxgrad.operators.outputs import shape_of_first
+from onnxgrad.operators.records import (
+    PIECEWISE,
+    Naming,
+    declare_operators,
+    lowering,
+    member_form,
+    rule,
+)
 from onnxgrad.operators.rule_nodes import attributes_of, cast_to_inputs, cast_to_wide, node_output
 from onnxgrad.operators.shapes import dims, rank, static
 
@@ -23,68 +42,174 @@ def _axis_before_named(node: Any, _operand: int, axis: int) -> Place:
     return None if named is None or axis >= named[0] else axis
 
 
-def _axis_but_channels(node: Any, _operand: int, axis: int) -> Place:
+def _axis_unless_channels(node: Any, _operand: int, axis: int) -> Place:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
+
+
+def _axis_of_loss(node: Any, operand: int, axis: int) -> Answer:
+    # axis 1 of the scores is the axis of classes; labels lack it, and class weights have only this
+    if operand > 1 or (operand, axis) == (0, 1):
+        return None
+    loss = axis - 1 if operand == 0 and axis > 1 else axis
+    scores = axis + 1 if operand == 1 and axis > 0 else axis
+    reduced = node.attributes.get_string("reduction", "mean") != "none"
+    return (None if reduced else loss, scores)[: len(node.outputs)]
 
 
 LAST = Naming("axis", default=lambda *_: [-1])
 _CENTERED = Naming("axes", default=lambda *_: [0, 2, 3])
-_unless_named = first_operand(axis_unless_named)
+_unless_named = only_first_operand(axis_unless_named)
+_but_channels = only_first_operand(_axis_unless_channels)
+_ALONG_LAST: dict[str, Any] = {"naming": LAST, "axes": _unless_named}
+_FROM_AXIS: dict[str, Any] = {"naming": LAST, "axes": only_first_operand(_axis_before_named)}
+_SOFTMAX: dict[str, Any] = _ALONG_LAST | {"traits": "unary transcendental distribution"}
+_LAYER: dict[str, Any] = {"traits": "unary normalizes", "shape": shape_of_first}
 
+declare_operators("LogSoftmax", **_SOFTMAX, shape=shape_of_first, value_range=(-inf, 0.0))
+declare_operators("Softmax", **_SOFTMAX, shape=shape_of_first, value_range=(0.0, 1.0))
 declare_operators(
-    "LogSoftmax Softmax", "unary transcendental", shape=like_first, naming=LAST, axes=_unless_named
+    "Hardmax", "unary distribution", **_ALONG_LAST, value_range=(0.0, 1.0), no_gradient=PIECEWISE
 )
-declare_operators("Hardmax LpNormalization", "unary", naming=LAST, axes=_unless_named)
-declare_operators("Hardmax", no_gradient=PIECEWISE)
-declare_operators("LpNormalization", "normalizes")
-declare_operators("Hardmax Softmax", "distribution", value_range=(0.0, 1.0))
-declare_operators("LogSoftmax", "distribution", value_range=(-inf, 0.0))
-declare_operators("LRN LpNormalization MeanVarianceNormalization RMSNormalization", "aligned")
+declare_operators("LpNormalization", "unary normalizes aligned", **_ALONG_LAST)
+declare_operators("LRN", "unary aligned", axes=_but_channels)
 declare_operators(
     "MeanVarianceNormalization",
-    "normalizes",
+    "normalizes aligned",
     naming=_CENTERED,
     axes=_unless_named,
-    members=one_by_one,
+    members=write_each_member,
 )
+declare_operators("BatchNormalization", **_LAYER, axes=_but_channels, roles="xsor")
 declare_operators(
-    "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization",
-    "unary normalizes",
-    shape=like_first,
+    "GroupNormalization InstanceNormalization",
+    **_LAYER,
+    axes=only_first_operand(first_axis_only),
+    roles="xso",
 )
-declare_operators("RMSNormalization", "normalizes")
+declare_operators("LayerNormalization", **_LAYER, **_FROM_AXIS, roles="xso")
+declare_operators("RMSNormalization", "normalizes aligned", **_FROM_AXIS, roles="xs")
 declare_operators(
-    "LayerNormalization RMSNormalization", naming=LAST, axes=first_operand(_axis_before_named)
+    "NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss", axes=_axis_of_loss, roles="c"
 )
-declare_operators("BatchNormalization", roles="xsor")
-declare_operators("GroupNormalization InstanceNormalization LayerNormalization", roles="xso")
-declare_operators("RMSNormalization SimplifiedLayerNormalization", roles="xs")
-declare_operators("LRN", "unary")
-declare_operators("BatchNormalization LRN", axes=first_operand(_axis_but_channels))
-declare_operators("GroupNormalization InstanceNormalization", axes=first_operand(row_axis))
-
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
+
+
+# -- softmax, and losses of its logarithm ---------------------------------------------------------
+
+
+@rule("Softmax")
+def softmax(op, node, g):
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
+
+    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
+    exported attention does for rows that are masked out completely, dx is 0 there.
+    """
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    # 0 * NaN is NaN. A guard of each Softmax would cost two nodes of the size of y, and the zeros
+    # of g do not say whether a Where made them: Clip and Dropout make zeros, too.
+    if _is_replaced_by_where(y):
+        y = op.Where(op.IsNaN(y), 0.0, y)
+    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
+
+
+def _is_replaced_by_where(y: ir.Value) -> bool:
+    """Return whether a Where reads the result of a Softmax, directly or through a Cast."""
+    consumers = [consumer for consumer, _ in y.uses()]
+    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
+    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
+    return any(consumer.op_type == "Where" for consumer in consumers)
+
+
+@rule("LogSoftmax")
+def log_softmax(op, node, g):
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
+    (y,), axis = node.outputs, int_attribute(node, "axis")
+    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
+
+
+@rule("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(op, node, g):
+    """y = -w_t x_t, or their sum:  dx_t = -g w_t,  dw_t = -g x_t, 0 where t is ignored;
+    y = -sum w_t x_t / sum w_t:  dx_t = -g w_t / sum w_t,  dw_t = -g (x_t + y) / sum w_t.
+
+    t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
+    """
+    x, g = cast_to_wide(op, node.inputs[0], g)
+    t, share, dweights = _label_gradients(op, node, g, x)
+    zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
+    dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
+    return cast_to_inputs(op, [dx, None, dweights], node.inputs)
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(op, node, g, g_log=None):
+    """y = NegativeLogLikelihoodLoss(f), f = log softmax x:  dx = e^f s, minus s at t, s = -df_t;
+    from the output f:  dx += gf - e^f sum(gf), sums over the classes.
+    """
+    scores = node.inputs[0]
+    log = op.set_type_like(node_output(op, node, 1, scores.dtype), scores)
+    log, g, gf = cast_to_wide(op, log, g, g_log)
+    terms, dweights = [], None
+    if g is not None:
+        t, share, dweights = _label_gradients(op, node, g, log)
+        others = op.Exp(log) * share
+        terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
+    if gf is not None:
+        terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
+    return cast_to_inputs(op, [op.total(terms), None, dweights], node.inputs)
+
+
+def _label_gradients(op, node, g, x):
+    """Return the labels, the gradient of each label's loss, and the gradient of the class weights.
+
+    The labels have an axis for the classes, and are 0 where ignored. The loss of a label is minus
+    its log likelihood. The gradient of the weights is None without weights.
+    """
+    _, labels, weights = (*node.inputs, None)[:3]
+    reduction = string_attribute(node, "reduction")
+    ignored = node.attributes.get_int("ignore_index", None)
+    t, kept = op.Unsqueeze(op.Cast(labels, to=ir.DataType.INT64), [1]), None
+    if ignored is not None:
+        kept = op.Not(op.Equal(t, np.int64(ignored)))
+        t = op.Where(kept, t, np.int64(0))
+
+    def zero_ignored(v):
+        return v if kept is None else op.Where(kept, v, 0.0)
+
+    of_class = None if weights is None else op.Gather(cast_to_wide(op, x, weights)[1], t)
+    g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape_of(t))
+    if reduction == "mean" and kept is None and of_class is None:
+        g = g / op.Cast(op.Size(t), to=g.dtype)
+    elif reduction == "mean":
+        counted = zero_ignored(op.ones_like(g) if of_class is None else of_class)
+        g = g / op.ReduceSum(counted, keepdims=0)
+    if of_class is None:
+        return t, zero_ignored(g), None
+    loss = -op.GatherElements(x, t, axis=1)
+    if reduction == "mean":
+        loss = loss - op.Cast(node.outputs[0], to=x.dtype)
+    return t, zero_ignored(g * of_class), scatter_flat(op, weights, t, zero_ignored(g * loss))
 
 
 # -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
 
 
-def axes_from(op, x, axis: int):
-    """Return the axes of x from `axis` on."""
+def trailing_axes(op, x, axis: int):
+    """Return the axes of x from `axis` to the last."""
     n = rank(x)
     if n is None and axis >= 0:
         return op.Range(np.int64(axis), op.Size(op.Shape(x)), np.int64(1))
     return list(range(axis if axis < 0 else axis - (n or 0), 0))
 
 
-def _all_but_channels(op, x):
+def _axes_except_channels(op, x):
     """Return all axes of x except the axis of channels, the second."""
-    spatial = axes_from(op, x, 2)
+    spatial = trailing_axes(op, x, 2)
     return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
 
 
-def _along_channels(op, v, x):
+def _channel_view(op, v, x):
     """Return v (C) with axes of length one after it, to broadcast along the channels of x."""
     n = rank(x)
     if n is None:
@@ -128,7 +253,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
 
     m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
-    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    axes = trailing_axes(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, bias, g, gm, gr = cast_to_wide(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
     n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
@@ -165,7 +290,7 @@ def rms_normalization(op, node, g):
     r = sqrt(mean square + epsilon), over the axes from `axis` on.
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    axes = axes_from(op, node.inputs[0], int_attribute(node, "axis"))
+    axes = trailing_axes(op, node.inputs[0], int_attribute(node, "axis"))
     x, scale, g = cast_to_wide(op, *node.inputs, g)
     inverse = op.Reciprocal(
         op.Sqrt(_mean_along(op, x * x, axes) + float_attribute(node, "epsilon"))
@@ -184,10 +309,10 @@ def instance_normalization(op, node, g):
     Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
     """
     x, scale, bias, g = cast_to_wide(op, *node.inputs, g)
-    axes = axes_from(op, x, 2)
+    axes = trailing_axes(op, x, 2)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
-    dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
-    sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
+    dx = _standardized_gradient(op, g * _channel_view(op, scale, x), n, inverse, axes)
+    sums = _channel_gradients(op, g, n, _axes_except_channels(op, x), scale, bias)
     return cast_to_inputs(op, [dx, *sums], node.inputs)
 
 
@@ -281,37 +406,38 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
     x, scale, bias, mean, variance, *gs = cast_to_wide(op, *node.inputs, g, g_mean, g_variance)
-    axes = _all_but_channels(op, x)
+    axes = _axes_except_channels(op, x)
     if int_attribute(node, "training_mode"):
         return cast_to_inputs(
             op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs
         )
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + float_attribute(node, "epsilon")))
     slope = scale * inverse
-    n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
+    n = (x - _channel_view(op, mean, x)) * _channel_view(op, inverse, x)
     ds, db = _channel_gradients(op, g, n, axes, scale, bias)
-    dx = g * _along_channels(op, slope, x)
+    dx = g * _channel_view(op, slope, x)
     return cast_to_inputs(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
 
 
 def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
-    """m and v of the N elements of a channel:  dx = s (g - db / N - n ds / N) / r;
-    from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
-    dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
+    """Gradients in training mode, m and v being mean and variance of the N elements of a channel:
+    dx = s (g - db / N - n ds / N) / r;  from the running outputs  m' = c m_in + (1 - c) m,
+    v' = c v_in + (1 - c) v, c the momentum:  dm_in = c gm,  dv_in = c gv,
+    dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
     momentum, count = float_attribute(node, "momentum"), _count_elements(op, x, axes)
     n, inverse = _standardize_along(op, x, axes, float_attribute(node, "epsilon"))
     terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
         others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)
-        inner = g - _along_channels(op, db / count, x) - n * _along_channels(op, ds / count, x)
-        terms.append(inner * (_along_channels(op, scale, x) * inverse))
+        inner = g - _channel_view(op, db / count, x) - n * _channel_view(op, ds / count, x)
+        terms.append(inner * (_channel_view(op, scale, x) * inverse))
     if g_mean is not None:
         others["mean"] = momentum * g_mean
-        terms.append(op.expand_to(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
+        terms.append(op.expand_to(_channel_view(op, (1.0 - momentum) * g_mean / count, x), x))
     if g_variance is not None:
         others["variance"] = momentum * g_variance
-        each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
+        each = _channel_view(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
         terms.append((x - _mean_along(op, x, axes)) * each)
     return op.total(terms), *others.values()
 
@@ -328,10 +454,8 @@ def dropout(op, node, g, g_mask=None):
         return g, None
     one = op.const(1.0, g.dtype)
     kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
-    mask, scale = (
-        node_output(op, node, 1, ir.DataType.BOOL),
-        op.Where(training, one / kept, one),
-    )
+    mask = node_output(op, node, 1, ir.DataType.BOOL)
+    scale = op.Where(training, one / kept, one)
     dx = op.Where(mask, g * scale, 0.0)
     if ratio is None:
         return (dx,)
@@ -342,9 +466,11 @@ def dropout(op, node, g, g_mask=None):
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("LayerNormalization", "RMSNormalization")
-def layer_normalization_of_members(m, node):
-    """Write a normalization over the last axes: the scale and bias of a member come behind it."""
+@member_form("LayerNormalization", "RMSNormalization")
+def write_layer_normalization_for_members(m, node):
+    """Write one normalization over the last axes for all members of a `TrainerStack`, then multiply
+    by the scales and add the biases of the members.
+    """
     x, scale, bias = (*node.inputs, None)[:3]
     y, n = node.outputs[0], rank(node.inputs[0])
     if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
@@ -363,15 +489,16 @@ def layer_normalization_of_members(m, node):
     return [new, *node.outputs[1:]]
 
 
-@members_of("BatchNormalization")
-def batch_normalization_of_members(m, node):
-    """Write a normalization of the channels of all members."""
+@member_form("BatchNormalization")
+def write_batch_normalization_for_members(m, node):
+    """Write one BatchNormalization for all members of a `TrainerStack`, over the channels
+    of all.
+    """
     (x, *operands), n, op = node.inputs, rank(node.inputs[0]), m.op
     if n is None or n < 2:
         return None
-    turned = op.Transpose(
-        m.expanded_value(x), perm=[1, 0, *range(2, n + 1)]
-    )  # (N, members, C, ...)
+    # (members, N, C, ...) -> (N, members, C, ...)
+    turned = op.Transpose(m.expanded_value(x), perm=[1, 0, *range(2, n + 1)])
     lengths = [op.dim(turned, i) for i in range(3, n + 1)]
     merged = op.Reshape(turned, op.vector(op.dim(turned, 0), -1, *lengths))
     merged.type, merged.shape = x.type, ir.Shape([(dims(x) or ())[0], None, *(dims(x) or ())[2:]])

@@ -68,7 +68,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     return shape[0] if isinstance(shape, list) else shape
 
 
-# -- types and shapes that families share ----------------------------------------------------------
+# -- functions for the fields `shape`, `result_type` and `value_range` of several operators --------
 
 
 def type_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypeProtocol | None:
@@ -76,18 +76,18 @@ def type_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> ir.TypePr
     return inputs[0].type if inputs and inputs[0] is not None else None
 
 
-def like_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
+def shape_of_first(inputs: Sequence, _attributes: Mapping[str, Any]) -> Dims | None:
     """Return the shape of the first operand."""
     return dims(inputs[0]) if inputs else None
 
 
 def range_of_first(_node: ir.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of the first operand."""
+    """Return the range of values of the first operand."""
     return ranges[0]
 
 
 def range_of_all(_node: ir.Node, ranges: Sequence[Range]) -> Range:
-    """Return the smallest range that holds the ranges of all operands."""
+    """Return the smallest range of values that holds the ranges of all operands."""
     lows, highs = zip(*ranges, strict=True)
     return min(lows), max(highs)
 
@@ -95,7 +95,7 @@ def range_of_all(_node: ir.Node, ranges: Sequence[Range]) -> Range:
 def range_if_increasing(
     function: Callable[..., float],
 ) -> Callable[[ir.Node, Sequence[Range]], Range]:
-    """Return the function of the range of an operator that increases in each operand."""
+    """Return the `value_range` function of an operator whose result increases with each operand."""
 
     def range_between_ends(_node: ir.Node, ranges: Sequence[Range]) -> Range:
         lows, highs = zip(*ranges, strict=True)
@@ -105,18 +105,20 @@ def range_if_increasing(
 
 
 INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-MOST_ELEMENTS = 1024  # of a vector
+MOST_ELEMENTS = 1024  # of a vector whose elements are followed
 
 Elements = np.ndarray  # of objects: int, bool, a symbolic dimension, or None if unknown
 
 
 def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
-    """Return the elements of the result, of rank 0 or 1; None if none can be told."""
+    """Return the known elements of the result of a node, an array of rank 0 or 1; None if no
+    element is known.
+    """
     function = standard_operator(node.op_type).elements
     if len(node.outputs) != 1 or function is None:
         return None
     try:
-        result = function(node, [elements_of(x, elements) for x in node.inputs])
+        result = function(node, [operand_elements(x, elements) for x in node.inputs])
     except (IndexError, ValueError, TypeError, ZeroDivisionError):  # the node would fail as well
         return None
     if result is None or result.ndim > 1 or result.size > MOST_ELEMENTS:
@@ -128,15 +130,19 @@ def result_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Ele
 
 
 def shape_by_elements(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Dims | None:
-    """Return the shape of the result, if elements of an operand are its lengths."""
+    """Return the shape of the result of an operator whose operand lists lengths, as a Reshape's
+    does.
+    """
     function = standard_operator(node.op_type).lengths
     if function is None:
         return None
-    return function(node, [elements_of(x, elements) for x in node.inputs])
+    return function(node, [operand_elements(x, elements) for x in node.inputs])
 
 
-def elements_of(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> Elements | None:
-    """Return the elements of an operand; each is unknown where only their number is known."""
+def operand_elements(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> Elements | None:
+    """Return the elements of a short vector of integers, each None if only the length of the vector
+    is known.
+    """
     if x is None or x in elements:
         return None if x is None else elements[x]
     if x.dtype not in INTEGERS:
@@ -148,38 +154,40 @@ def elements_of(x: ir.Value | None, elements: Mapping[ir.Value, Elements]) -> El
     return np.full(shape, None) if tensor is None else tensor.numpy().astype(object)
 
 
-# -- functions from which families make their own -------------------------------------------------
+# -- functions that make a function for the field `elements` -------------------------------------
 
 
-def of_known(function: Callable[..., Elements | None]) -> Callable[..., Elements | None]:
-    """Return a function of a node and all of its operands, none of which may be unknown."""
+def none_if_unknown(function: Callable[..., Elements | None]) -> Callable[..., Elements | None]:
+    """Return a function of a node and its operands' elements that is None if an operand
+    is unknown.
+    """
 
-    def call(node: ir.Node, operands: Sequence[Elements | None]) -> Elements | None:
+    def call_if_known(node: ir.Node, operands: Sequence[Elements | None]) -> Elements | None:
         pairs = zip(operands, node.inputs, strict=True)
         unknown = any(v is None and x is not None for v, x in pairs)
         return None if unknown else function(node, *operands)
 
-    return call
+    return call_if_known
 
 
-def of_each(function: Callable[..., Any]) -> Callable[..., Elements | None]:
-    """Return the elementwise function of operands that broadcast."""
+def vectorize_known(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+    """Return the elementwise function of arrays, from a function of scalars; operands broadcast."""
     vectorized = np.vectorize(function, [object])
-    return of_known(lambda node, *operands: vectorized(*operands))
+    return none_if_unknown(lambda node, *operands: vectorized(*operands))
 
 
-def of_numbers(function: Callable[..., Any]) -> Callable[..., Elements | None]:
-    """Return an elementwise function of numbers: None where an operand is no number."""
-    return of_each(number_or_none(function))
+def int_function(function: Callable[..., Any]) -> Callable[..., Elements | None]:
+    """Return the elementwise function of arrays; None where an operand is not an int."""
+    return vectorize_known(none_unless_numbers(function))
 
 
-def number_or_none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is None where an operand is no number."""
+def none_unless_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of scalars that is None if an argument is not an int, as a symbol is."""
     return lambda *v: function(*v) if all(isinstance(each, int) for each in v) else None
 
 
 def product_of_lengths(shape: Iterable[Dim]) -> Elements:
-    """Return the product of lengths, of rank 0."""
+    """Return the product of lengths, as an array of rank 0."""
     result: Dim = 1
     for d in shape:
         result = multiply_lengths(result, d)

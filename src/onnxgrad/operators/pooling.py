@@ -11,25 +11,24 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.axes import Answer, first_operand
+from onnxgrad.operators.axes import Answer, only_first_operand
 from onnxgrad.operators.layouts import scatter_flat
 from onnxgrad.operators.outputs import range_of_first
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.records import declare_operators, lowering, rule
 from onnxgrad.operators.rule_nodes import (
     attributes_of,
     distinct_positions,
-    last_writes,
+    is_last_write,
     node_output,
 )
 from onnxgrad.operators.shapes import Dims, dims, static
 from onnxgrad.operators.windows import (
     Windows,
+    padded_windows,
     scatter_windows,
     spatial_lengths,
     weigh_windows,
     window_extents,
-    windows_of,
     with_padding,
 )
 
@@ -39,8 +38,10 @@ def _pooled_axis(node: Any, _operand: int, axis: int) -> Answer:
     return (axis if axis < 2 else None, None)[: len(node.outputs)]
 
 
-def _windows_along_axes(lengths: Sequence[int], attributes: Mapping[str, Any]) -> Counts | None:
-    """Return the `Counts` of a pool in `ceil_mode`; None of other rounding, or with `auto_pad`.
+def _ceil_mode_windows(
+    lengths: Sequence[int], attributes: Mapping[str, Any]
+) -> CeilModeWindows | None:
+    """Return the windows of a pool in `ceil_mode`; None without it, or with `auto_pad`.
 
     A window that would start in the end padding is not computed, though onnx before opset 22 counts
     it.
@@ -56,11 +57,13 @@ def _windows_along_axes(lengths: Sequence[int], attributes: Mapping[str, Any]) -
     begin, end = np.array(attributes.get("pads", (0,) * 2 * n)).reshape(2, n)
     beyond = np.array(lengths) + begin + end - (kernel - 1) * dilations - 1
     dropped = -(-beyond // strides) * strides >= np.array(lengths) + begin
-    return Counts(-(-beyond // strides) + 1 - dropped, dropped, beyond % strides, begin, end)
+    return CeilModeWindows(
+        -(-beyond // strides) + 1 - dropped, dropped, beyond % strides, begin, end
+    )
 
 
-class Counts(NamedTuple):
-    """Windows along each axis, in `ceil_mode`.
+class CeilModeWindows(NamedTuple):
+    """Counts of the windows of a pool in `ceil_mode`: one number for each spatial axis.
 
     Attributes:
         number: how many there are.
@@ -77,37 +80,38 @@ class Counts(NamedTuple):
 
 
 def _shape_of_pool(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    """Return the shape after a pool in `ceil_mode`; None of others, which onnx infers right."""
+    """Return the shape of the result of a pool in `ceil_mode`; None without it, as onnx infers that
+    right.
+    """
     shape = dims(inputs[0])
     spatial = None if shape is None else static(shape[2:])
-    windows = None if spatial is None else _windows_along_axes(spatial, attributes)
+    windows = None if spatial is None else _ceil_mode_windows(spatial, attributes)
     return None if windows is None or shape is None else (*shape[:2], *windows.number.tolist())
 
 
-declare_operators("AveragePool LpPool MaxPool", shape=_shape_of_pool)
-declare_operators(
-    "AveragePool GlobalAveragePool GlobalLpPool GlobalMaxPool LpPool MaxPool",
-    "aligned",
-    axes=first_operand(_pooled_axis),
-)
-declare_operators("GlobalAveragePool", "moments")
-declare_operators("MaxPool", straight_through=(0,))
-declare_operators("GlobalAveragePool GlobalMaxPool MaxPool", value_range=range_of_first)
+_POOLED = only_first_operand(_pooled_axis)
+
+declare_operators("AveragePool LpPool MaxPool", "aligned", shape=_shape_of_pool, axes=_POOLED)
+declare_operators("MaxPool", straight_through=(0,), value_range=range_of_first)
+declare_operators("GlobalAveragePool GlobalLpPool GlobalMaxPool", "aligned", axes=_POOLED)
+declare_operators("GlobalAveragePool", "moments", value_range=range_of_first)
+declare_operators("GlobalMaxPool", value_range=range_of_first)
 
 
 @lowering("AveragePool", "LpPool", "MaxPool")
-def drop_windows(op, node):
-    """A pool in `ceil_mode` gets the padding, or the part of its input, that its windows read.
+def lower_ceil_mode(op, node):
+    """Set the pads of a pool in `ceil_mode`, or slice its input, so that exactly its windows are
+    read.
 
     Older runtimes count a window that would start in the end padding in the shape of the result.
     """
     spatial = spatial_lengths(node.inputs[0])
-    windows = None if spatial is None else _windows_along_axes(spatial, attributes_of(node))
+    windows = None if spatial is None else _ceil_mode_windows(spatial, attributes_of(node))
     if windows is None or not windows.dropped.any():
         return None
     dropped, needed = windows.dropped, windows.end - windows.left  # the end padding that is read
     if any(y.uses() or y.is_graph_output() for y in node.outputs[1:]) and (needed < 0).any():
-        return None  # their indices are positions in the whole input
+        return None  # indices are positions in the whole input, which a Slice changes
     if (dropped | (windows.left == 0)).all():
         node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
         return node.outputs
@@ -152,7 +156,7 @@ def max_unpool(op, node, g):
     dx = op.Gather(op.Reshape(g, [-1]), indices, axis=0)
     if not distinct_positions(indices):
         size = op.Reshape(op.Size(g), [1])
-        wins = last_writes(op, op.Reshape(indices, [-1]), size)
+        wins = is_last_write(op, op.Reshape(indices, [-1]), size)
         dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
     return op.set_type_like(dx, x), None, None
 
@@ -160,7 +164,7 @@ def max_unpool(op, node, g):
 @rule("AveragePool")
 def average_pool(op, node, g):
     """y = mean of a window of x:  dx = g / n added over each window, n the divisor of y."""
-    windows = windows_of(op, node)
+    windows = padded_windows(op, node)
     shares = g / _window_divisor(op, node, windows)
     return (_sum_windows_adjoint(op, shares, windows, node.inputs[0]),)
 
@@ -170,7 +174,7 @@ def lp_pool(op, node, g):
     """y = (sum over a window of |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) sum of g y^(1-p) over the
     windows of x, 0 where y = 0, the smallest subgradient.
     """
-    (x,), windows = node.inputs, windows_of(op, node)
+    (x,), windows = node.inputs, padded_windows(op, node)
     shares, inner = _slopes_of_norm(op, node, g)
     return (inner * _sum_windows_adjoint(op, shares, windows, x),)
 
@@ -185,7 +189,7 @@ def global_lp_pool(op, node, g):
 
 
 def _slopes_of_norm(op, node, g):
-    """Return g dy/ds and ds/dx, s the sum of powers, without the factors 1/p and p."""
+    """Return g dy/ds and ds/dx, y = s^(1/p), s the sum of |x|^p, without the factors 1/p and p."""
     x, y, p = node.inputs[0], node.outputs[0], int_attribute(node, "p")
     if p == 1:
         return g, op.Sign(x)
@@ -228,7 +232,7 @@ def _window_divisor(op, node, windows: Windows):
             inside = ((positions >= low) & (positions < high)).sum(axis=1)
             divisor = divisor[..., None] * inside.astype(divisor.dtype)
         return op.const(divisor)
-    # ones at elements that count, zeros up to the end of the last window, summed over windows
+    # sum over windows: ones at elements that count, zeros from there to the end of the last window
     one = x.dtype.numpy().type(1)
     counted = op.Expand(op.const(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
     counted = with_padding(op, counted, windows, one if count_padding else None)

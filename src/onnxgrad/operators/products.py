@@ -13,8 +13,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import Place, axis_before_matrices
 from onnxgrad.operators.member_forms import shift_named_axes
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, lowering, members_of, rule
+from onnxgrad.operators.records import Unsupported, declare_operators, lowering, member_form, rule
 from onnxgrad.operators.shapes import (
     Dim,
     Dims,
@@ -99,16 +98,16 @@ def _axis_of_einsum(node: Any, operand: int, axis: int) -> Place:
 # -- multiply-adds ---------------------------------------------------------------------------------
 
 
-def _work_of_matmul(node: ir.Node, lengths_of: Callable) -> int:
+def _matmul_macs(node: ir.Node, lengths_of: Callable) -> int:
     return prod(lengths_of(node.outputs[0])) * lengths_of(node.inputs[0])[-1]
 
 
-def _work_of_gemm(node: ir.Node, lengths_of: Callable) -> int:
+def _gemm_macs(node: ir.Node, lengths_of: Callable) -> int:
     inner = lengths_of(node.inputs[0])[0 if node.attributes.get_int("transA", 0) else 1]
     return prod(lengths_of(node.outputs[0])) * inner + count_bias_additions(node, 2, lengths_of)
 
 
-def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
+def _einsum_macs(node: ir.Node, lengths_of: Callable) -> int:
     terms, result = einsum_terms(node.attributes["equation"].as_string())
     if len(terms) < 2:
         return 0
@@ -122,16 +121,16 @@ def _work_of_einsum(node: ir.Node, lengths_of: Callable) -> int:
     return prod(lengths.values()) * (len(terms) - 1)
 
 
-declare_operators("Gemm MatMul", "product quantizable")
-declare_operators("MatMulInteger QLinearMatMul", "product")
-declare_operators("MatMul MatMulInteger QLinearMatMul", work=_work_of_matmul)
-declare_operators("MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul)
-declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm, work=_work_of_gemm)
+declare_operators("Gemm MatMul", "product quantizable", features=(1, -1))
 declare_operators(
-    "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_work_of_einsum
+    "MatMul", roles="f", shape=shape_of_matmul, axes=_axis_of_matmul, work=_matmul_macs
 )
-declare_operators("Gemm MatMul MatMulInteger", features=(1, -1))
-declare_operators("QLinearMatMul", features=(3, -1))
+declare_operators("Gemm", roles="ffb", shape=shape_of_gemm, axes=_axis_of_gemm, work=_gemm_macs)
+declare_operators("MatMulInteger", "product", features=(1, -1), work=_matmul_macs)
+declare_operators("QLinearMatMul", "product", features=(3, -1), work=_matmul_macs)
+declare_operators(
+    "Einsum", roles="f", shape=_shape_of_einsum, axes=_axis_of_einsum, work=_einsum_macs
+)
 declare_operators("Det", axes=axis_before_matrices, members=shift_named_axes)
 declare_operators("SwiGLU", roles="f")
 
@@ -176,11 +175,11 @@ def gemm(op, node, g):
     ta, tb = int_attribute(node, "transA"), int_attribute(node, "transB")
     alpha, beta = float_attribute(node, "alpha"), float_attribute(node, "beta")
 
-    def product(left, right, **transposed):
+    def scaled_gemm(left, right, **transposed):
         return op.Gemm(left, right, alpha=alpha, **transposed)
 
-    da = product(b, g, transA=tb, transB=1) if ta else product(g, b, transB=1 - tb)
-    db = product(g, a, transA=1, transB=ta) if tb else product(a, g, transA=1 - ta)
+    da = scaled_gemm(b, g, transA=tb, transB=1) if ta else scaled_gemm(g, b, transB=1 - tb)
+    db = scaled_gemm(g, a, transA=1, transB=ta) if tb else scaled_gemm(a, g, transA=1 - ta)
     if c is None:
         return da, db
     return da, db, op.sum_to(g if beta == 1 else beta * g, c)
@@ -219,12 +218,12 @@ def einsum(op, node, g):
     terms, output = einsum_terms(string_attribute(node, "equation"))
     if DOTS not in output and any(DOTS in term for term in terms):
         return Unsupported("its ellipsis is not in its output; name the axes that are summed")
-    terms, output = _named_dots(node.inputs, terms, output)
-    return [_by_operand(op, node.inputs, terms, k, g, output) for k in range(len(terms))]
+    terms, output = _replace_ellipsis(node.inputs, terms, output)
+    return [_operand_gradient(op, node.inputs, terms, k, g, output) for k in range(len(terms))]
 
 
-def _named_dots(xs, terms, output):
-    """Return the terms with letters in place of the ellipsis, if the ranks are static.
+def _replace_ellipsis(xs, terms, output):
+    """Return the terms of an Einsum with letters in place of the ellipsis, if the ranks are static.
 
     An Einsum sums over named indices only. The axes of an ellipsis are summed after it, so that its
     result is larger.
@@ -238,15 +237,16 @@ def _named_dots(xs, terms, output):
     return [term.replace(DOTS, names) for term in terms], output.replace(DOTS, names)
 
 
-def _by_operand(op, xs, terms, k, g, output):
-    """Return the gradient with respect to operand k."""
+def _operand_gradient(op, xs, terms, k, g, output):
+    """Return the gradient of an Einsum w.r.t. its operand `k`."""
     x, term, letters = xs[k], terms[k], terms[k].replace(DOTS, "")
     if 0 in (dims(x) or ()):  # onnxruntime's Einsum and Expand are wrong for empty tensors
         return op.zeros_like(x)
-    if DOTS in term[1:]:  # move it to the front: axes are then counted from the end
-        x, back = _dots_first(op, x, term)
+    # with the ellipsis at the front, all other axes can be counted from the end
+    if DOTS in term[1:]:
+        x, back = _move_ellipsis_first(op, x, term)
         xs, terms = [*xs[:k], x, *xs[k + 1 :]], [*terms[:k], DOTS + letters, *terms[k + 1 :]]
-        return op.Einsum(_by_operand(op, xs, terms, k, g, output), equation=back)
+        return op.Einsum(_operand_gradient(op, xs, terms, k, g, output), equation=back)
     others, sources = [*xs[:k], *xs[k + 1 :]], [output, *terms[:k], *terms[k + 1 :]]
     kept = [c for c in dict.fromkeys(letters) if c in "".join(sources)]
     target = (DOTS if DOTS in output else "") + "".join(kept)
@@ -256,7 +256,7 @@ def _by_operand(op, xs, terms, k, g, output):
     new = [i for i, c in enumerate(letters) if c not in kept or letters.index(c) < i]
     if new:
         dx = op.Unsqueeze(dx, [i - len(letters) for i in new])
-        dx = _on_diagonals(op, dx, x, letters)
+        dx = _zero_off_diagonals(op, dx, x, letters)
     full = broadcast(dims(dx), dims(x))
     if not equal(dims(dx), full):
         dx = op.Expand(dx, op.shape_of(x))
@@ -264,7 +264,7 @@ def _by_operand(op, xs, terms, k, g, output):
     return op.sum_to(dx, x)
 
 
-def _dots_first(op, x, term):
+def _move_ellipsis_first(op, x, term):
     """Return x with the axes of its ellipsis first, and the equation that moves them back."""
     head, _, tail = term.partition(DOTS)
     names = ascii_letters[: len(head + tail)]
@@ -272,24 +272,24 @@ def _dots_first(op, x, term):
     return op.Einsum(x, equation=f"{original}->{front}"), f"{front}->{original}"
 
 
-def _on_diagonals(op, dx, x, letters):
+def _zero_off_diagonals(op, dx, x, letters):
     """Return dx where all axes of x with the same letter have the same index, else zero."""
 
-    def positions(axis):
+    def axis_positions(axis):
         line = op.arange(op.dim(x, axis))
         return op.Unsqueeze(line, list(range(1, -axis))) if axis < -1 else line
 
     for i, c in enumerate(letters):
         first = letters.index(c)
         if first < i:
-            same = op.Equal(*(positions(axis - len(letters)) for axis in (first, i)))
+            same = op.Equal(*(axis_positions(axis - len(letters)) for axis in (first, i)))
             dx = op.Where(same, dx, 0.0)
     return dx
 
 
 @lowering("MatMul")
-def lower_vectors(op: Any, node: ir.Node) -> list[ir.Value] | None:
-    """A vector operand becomes a matrix, and the added axis is removed from the product."""
+def lower_vector_product(op: Any, node: ir.Node) -> list[ir.Value] | None:
+    """Return the product of a matrix and a vector, or of two vectors, by a MatMul of matrices."""
     a, b = node.inputs
     if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
         return None
@@ -308,9 +308,11 @@ def matrix_product(op: Any, a: Any, b: Any) -> ir.Value:
 # -- members ---------------------------------------------------------------------------------------
 
 
-@members_of("MatMul")
-def matmul_of_members(m, node):
-    """Write products of all members; a matrix on the right has as many rows as possible."""
+@member_form("MatMul")
+def write_matmul_for_members(m, node):
+    """Write one MatMul for all members of a `TrainerStack`; with matrices on the right, all rows of
+    a member are one matrix.
+    """
     op, (a, b) = m.op, node.inputs
     n, width, x, y = rank(a) or 0, rank(b) or 0, m.value_for(a), m.value_for(b)
     if min(n, width) < 2:
@@ -328,9 +330,11 @@ def matmul_of_members(m, node):
     return [m.set_member_type(result, node.outputs[0])]
 
 
-@members_of("Gemm")
-def gemm_of_members(m, node):
-    """Write a MatMul of all members, scaled, and the added matrix."""
+@member_form("Gemm")
+def write_gemm_for_members(m, node):
+    """Write one MatMul for all members of a `TrainerStack` in place of a Gemm, with its factors and
+    its added matrix.
+    """
     op, (a, b, c) = m.op, (*node.inputs, None)[:3]
     alpha, beta = (float_attribute(node, name) for name in ("alpha", "beta"))
     factors = [
@@ -346,9 +350,11 @@ def gemm_of_members(m, node):
     return [result]
 
 
-@members_of("Einsum")
-def einsum_of_members(m, node):
-    """Write an Einsum with one more letter, in the terms of operands that have the axis."""
+@member_form("Einsum")
+def write_einsum_for_members(m, node):
+    """Write one Einsum for all members of a `TrainerStack`, with a new letter for the axis of
+    members.
+    """
     terms, output = einsum_terms(string_attribute(node, "equation"))
     used = "".join((*terms, output))
     letter = next((c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in used), None)

@@ -18,17 +18,16 @@ import onnx_ir as ir
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import float_attribute, int_attribute
 from onnxgrad.operators.elementwise import shape_of_broadcast
-from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, declare_contrib, multiply_static
-from onnxgrad.operators.microsoft_products import attributes_without, softmax_from
-from onnxgrad.operators.outputs import like_first
+from onnxgrad.operators.microsoft import DOMAIN, contrib_lowering, declare_contrib, static_product
+from onnxgrad.operators.microsoft_products import attributes_without, flattened_softmax
+from onnxgrad.operators.outputs import shape_of_first
 from onnxgrad.operators.products import shape_of_gemm, shape_of_matmul
-from onnxgrad.operators.records import INTEGER, declare_operators
-from onnxgrad.operators.registry import Unsupported, lowering, rule
+from onnxgrad.operators.records import INTEGER, Unsupported, declare_operators, lowering, rule
 from onnxgrad.operators.rule_nodes import (
     Operand,
     attributes_of,
     cast_to_wide,
-    delayed_until,
+    delay_until,
     optional_inputs,
     sum_terms,
 )
@@ -42,18 +41,22 @@ _FROZEN = Unsupported(
 )
 
 
-# -- formulas in floats, through which gradients pass straight; integers are numbers of steps ------
+# -- straight-through gradients: the same computation in floats, in units of the scale -------------
 
 
 def _quantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value]:
-    """y = x / s, where it is within the range of the integers."""
+    """y = x / s, s the scale, clipped to the range of the integers: QuantizeLinear without
+    rounding.
+    """
     x, scale, zero = (*node.inputs, None)[:3]
     axis, block = (int_attribute(node, name) for name in ("axis", "block_size"))
     return [walk.steps_within_range(x, scale, zero, node.outputs[0], axis, block)]
 
 
 def _dequantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value] | None:
-    """y = s (q - z); None for a stored q: the rule gives the gradient of the scale."""
+    """y = s (q - z): DequantizeLinear of floats; None for stored integers q, whose rule gives the
+    gradient of the scale s.
+    """
     if not walk.reads_steps(node):
         return None
     x, scale, zero = (*node.inputs, None)[:3]
@@ -63,14 +66,15 @@ def _dequantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value] | None:
 
 
 def _dynamic_quantize_in_floats(walk: Any, node: ir.Node) -> list[ir.Value]:
-    """y = x / s, where s, which depends on the range of x, is a constant."""
+    """y = x / s: DynamicQuantizeLinear without rounding; its scale s is taken as a constant."""
     x, (_, scale, zero) = node.inputs[0], node.outputs
     walk.stopped += [scale, zero]
     return [x / scale]
 
 
 def _product_in_floats(walk: Any, node: Any) -> list[ir.Value]:
-    """y = a b, or conv(a, b) + c, in steps of the result, where it is within their range.
+    """y = a b, or conv(a, b) + c: a product of integers without rounding, divided by the scale of
+    the result and clipped to the range of its integers.
 
     The result of operators named Integer has no range.
     """
@@ -92,29 +96,27 @@ def _product_in_floats(walk: Any, node: Any) -> list[ir.Value]:
     return [walk.steps_within_range(y, scale, zero, node.outputs[0]) if rounds else y]
 
 
-_PRODUCTS = "ConvInteger MatMulInteger QLinearConv QLinearMatMul"
-
-declare_operators(f"QuantizeLinear {_PRODUCTS}", "quantized", no_gradient=INTEGER)
-declare_operators("DynamicQuantizeLinear QLinearConv QLinearMatMul QuantizeLinear", "rounds")
-declare_operators("DequantizeLinear QuantizeLinear", roles="xq")
-declare_operators("DynamicQuantizeLinear", roles="x")
-declare_operators("QuantizeLinear", straight_through=_quantize_in_floats)
-declare_operators("DequantizeLinear", straight_through=_dequantize_in_floats)
-declare_operators("DynamicQuantizeLinear", straight_through=_dynamic_quantize_in_floats)
-declare_operators(_PRODUCTS, roles="q", straight_through=_product_in_floats)
-declare_operators("DequantizeLinear", scaled_operands=((0, 1, 2),))
-declare_operators("QLinearConv QLinearMatMul", scaled_operands=((0, 1, 2), (3, 4, 5)))
-declare_contrib("QAttention", "attention")
-declare_contrib("QLinearConv", "convolution")
-declare_contrib("DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QGemm", "product")
-declare_operators("DequantizeLinear DynamicQuantizeLinear QuantizeLinear", "aligned")
-declare_contrib(
-    "DynamicQuantizeLSTM DynamicQuantizeMatMul MatMulInteger16 MatMulIntegerToFloat QAttention "
-    "QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearConv QLinearGlobalAveragePool "
-    "QLinearLeakyRelu QLinearMul QLinearReduceMean QLinearSigmoid QLinearSoftmax QLinearWhere "
-    "QuantizeLinear",
-    "quantized",
+declare_operators("DequantizeLinear QuantizeLinear", "aligned", roles="xq")
+declare_operators(
+    "QuantizeLinear", "quantized rounds", straight_through=_quantize_in_floats, no_gradient=INTEGER
 )
+declare_operators(
+    "DequantizeLinear", scaled_operands=((0, 1, 2),), straight_through=_dequantize_in_floats
+)
+declare_operators(
+    "DynamicQuantizeLinear",
+    "rounds aligned",
+    roles="x",
+    straight_through=_dynamic_quantize_in_floats,
+)
+declare_operators(
+    "ConvInteger MatMulInteger QLinearConv QLinearMatMul",
+    "quantized",
+    roles="q",
+    straight_through=_product_in_floats,
+    no_gradient=INTEGER,
+)
+declare_operators("QLinearConv QLinearMatMul", "rounds", scaled_operands=((0, 1, 2), (3, 4, 5)))
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -129,14 +131,14 @@ def dequantize_linear(op, node, g):
     ones = op.Expand(op.const(1.0, scale.dtype), op.shape_of(scale))
     steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
     g, steps = cast_to_wide(op, g, op.set_type_like(steps, node.outputs[0]))
-    dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
+    dscale = op.Cast(_sums_per_scale(op, node, g * steps), to=scale.dtype)
     dx = None
     if x.dtype.is_floating_point():
         dx = Unsupported(f"{x.dtype.name} is too coarse for a gradient; use float16 or wider")
     return dx, op.reshape_like(dscale, scale), None
 
 
-def _per_scale(op, node, v):
+def _sums_per_scale(op, node, v):
     """Return the sums of v over the elements that share a scale.
 
     All elements share a scale, or elements with the same index on `axis`, or one block along it.
@@ -165,17 +167,17 @@ def dynamic_quantize_linear(op, node, g, g_scale=None):
     for reduce, side in ((op.ReduceMax, 1.0), (op.ReduceMin, -1.0)):
         extreme = reduce(x, keepdims=0)
         hits = op.Cast(op.Equal(x, extreme), to=x.dtype)
-        beyond = side + op.Sign(extreme)  # 2 side, side if the extreme is 0, or 0
+        beyond = side + op.Sign(extreme)  # 2 side; side if the extreme is 0; 0 if 0 is the extreme
         terms.append(hits * (g_scale * beyond / (2.0 * 255.0) / op.ReduceSum(hits, keepdims=0)))
     return (op.total(terms),)
 
 
-def _shape_by_columns(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
-    """Return the shape of a product with a weight (N, K) of few bits."""
+def _shape_of_packed_product(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+    """Return the shape of the product with a packed weight (N, K), of a few bits an element."""
     return (*known_shape(inputs[0])[:-1], attributes["N"])
 
 
-def _work_of_packed_bits(node: ir.Node, lengths_of: Callable) -> int:
+def _packed_product_macs(node: ir.Node, lengths_of: Callable) -> int:
     sizes = map(node.attributes.get_int, "KN", (1, 1))
     return prod((*lengths_of(node.outputs[0])[:-1], *sizes))
 
@@ -183,11 +185,11 @@ def _work_of_packed_bits(node: ir.Node, lengths_of: Callable) -> int:
 declare_contrib(
     "MatMulNBits",
     traits="product",
-    shape=_shape_by_columns,
+    shape=_shape_of_packed_product,
     roles="xqqqqb",
     scaled_operands=((1, 2, 3),),
     features=(1, -1),
-    work=_work_of_packed_bits,
+    work=_packed_product_macs,
 )
 
 
@@ -197,17 +199,17 @@ def matmul_n_bits(op, node, g):
     bias = optional_inputs(node.inputs, 6)[5]
     bits = int_attribute(node, "bits")
     if node.inputs[1].dtype != ir.DataType.UINT8 or bits not in (2, 4, 8):
-        return Unsupported("its quantized weight is not stored as uint8, in 2, 4 or 8 bits")
+        return Unsupported("its weight is not uint8 with 2, 4 or 8 bits: quantize it so")
     dbias = None if bias is None else op.sum_to(g, bias)
     parts = node.meta.get(marks.UNPACKED) or unpacked_weight(op, node, g)
-    return _multiply_parts(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
+    return _multiply_weight_parts(op, g, parts, node), None, _FROZEN, _FROZEN, None, dbias
 
 
 def _shape_of_gathered_blocks(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
-    """Return the shape of rows of a table of few bits, of which bytes hold several."""
+    """Return the shape of rows gathered from a table that packs several elements into a byte."""
     (*lengths, last), rows = known_shape(inputs[0]), known_shape(inputs[1])
     is_packed = inputs[0].dtype == ir.DataType.UINT8
-    shape = (*lengths, multiply_static(last, 8 // attributes.get("bits", 4) if is_packed else 1))
+    shape = (*lengths, static_product(last, 8 // attributes.get("bits", 4) if is_packed else 1))
     axis = attributes.get("gather_axis", 0) % len(shape)
     return (*shape[:axis], *rows, *shape[axis + 1 :])
 
@@ -217,12 +219,13 @@ declare_contrib("GatherBlockQuantized", shape=_shape_of_gathered_blocks)
 
 @rule("GatherBlockQuantized", domain=DOMAIN)
 def gather_block_quantized(op, node, g):
-    """Rows of a table of integers: only their scales would have a gradient."""
+    """Return no gradients: of a table of quantized rows, only the scales would have one."""
     return None, None, _FROZEN
 
 
 def unpacked_weight(op, node, g):
-    """Return W of a MatMulNBits, of shape (N, K), computed when `g` is, in parts.
+    """Return the dequantized weight W (N, K) of a MatMulNBits in parts, each with every n-th
+    column, computed after `g`.
 
     Part i of n has the columns i, i + n, ...: a byte holds n of them, which are not brought beside
     each other, as that copies them one by one.
@@ -234,22 +237,22 @@ def unpacked_weight(op, node, g):
     if zeros is not None and zeros.dtype != scales.dtype:
         zeros = op.Slice(op.Reshape(_unpack_bytes(op, zeros, bits), [n, -1]), [0], [blocks], [1])
         zeros.type = packed.type
-    packed = delayed_until(op, packed, g)
+    packed = delay_until(op, packed, g)
     if order is not None or op.opset < 21 or (zeros is not None and zeros.dtype == scales.dtype):
         return [_dequantize_weight(op, _unpack_bytes(op, packed, bits), scales, zeros, node)]
     if zeros is None:
         zeros = op.Expand(ir.DataType.UINT8.numpy().type(2 ** (bits - 1)), [n, blocks])
     packed = op.Reshape(packed, [n, -1])
     parts = []
-    for part in _shift_bytes(op, packed, bits):
+    for part in _unpack_to_list(op, packed, bits):
         w = op.DequantizeLinear(part, scales, zeros, axis=1, block_size=block // count)
         w.type, w.shape = scales.type, ir.Shape([n, blocks * block // count])
         parts.append(w)
     return parts
 
 
-def _multiply_parts(op, g, parts, node):
-    """Return g W, W in the parts of `unpacked_weight`."""
+def _multiply_weight_parts(op, g, parts, node):
+    """Return g W, W given as the parts (column subsets) that `unpacked_weight` returns."""
     products = [op.MatMul(g, part) for part in parts]
     k = int_attribute(node, "K")
     n, width = rank(g), len(parts) * ((dims(parts[0]) or (None, k))[1])
@@ -261,7 +264,7 @@ def _multiply_parts(op, g, parts, node):
 
 
 def _dequantize_weight(op, steps, scales, zeros, node):
-    """Return W as one matrix, by the formula."""
+    """Return the dequantized weight W of a MatMulNBits as one matrix: scale (q - zero)."""
     order = optional_inputs(node.inputs, 5)[4]
     n, k, bits, block = (int_attribute(node, name) for name in ("N", "K", "bits", "block_size"))
     blocks = -(-k // block)
@@ -270,7 +273,7 @@ def _dequantize_weight(op, steps, scales, zeros, node):
         zeros = float(2 ** (bits - 1))
     else:
         zeros = op.Cast(op.Reshape(zeros, [n, blocks]), to=scales.dtype)
-    if order is not None:  # the block of every column
+    if order is not None:  # `order` is the index of the block of every column
         scales, zeros = (
             v if isinstance(v, float) else op.Gather(v, order, axis=1) for v in (scales, zeros)
         )
@@ -283,14 +286,18 @@ def _dequantize_weight(op, steps, scales, zeros, node):
 
 
 def _unpack_bytes(op, x, bits):
-    """Return the numbers of `bits` bits in bytes, the lowest bits first, on a new last axis."""
+    """Return the elements of `bits` bits that are packed into bytes, the lowest bits first, on a
+    new last axis.
+    """
     if bits == 8:
         return x
-    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _shift_bytes(op, x, bits)), axis=-1)
+    return op.Concat(*(op.Unsqueeze(part, [-1]) for part in _unpack_to_list(op, x, bits)), axis=-1)
 
 
-def _shift_bytes(op, x, bits):
-    """Return the numbers of `bits` bits in bytes, the lowest bits first, as a list of tensors."""
+def _unpack_to_list(op, x, bits):
+    """Return the elements of `bits` bits that are packed into bytes: a list of tensors, the lowest
+    bits of all bytes first.
+    """
     byte = ir.DataType.UINT8.numpy().type
     if bits == 8:
         return [x]
@@ -298,7 +305,7 @@ def _shift_bytes(op, x, bits):
         x,
         *(op.BitShift(x, op.const(byte(i)), direction="RIGHT") for i in range(bits, 8, bits)),
     ]
-    mask = op.const(byte(2**bits - 1))  # the last has no other bits
+    mask = op.const(byte(2**bits - 1))  # the last shift leaves no other bits
     return [op.BitwiseAnd(part, mask) for part in parts[:-1]] + parts[-1:]
 
 
@@ -306,20 +313,23 @@ def _shift_bytes(op, x, bits):
 
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
+_QUANTIZED: dict[str, Any] = {"traits": "quantized", "roles": "q"}
+
 # operators that have no lowering
-declare_contrib(
-    "DynamicQuantizeLSTM QAttention QEmbedLayerNormalization QLinearConv QOrderedMatMul", roles="q"
-)
-
-
-declare_contrib("MatMulBnb4", traits="product", shape=_shape_by_columns, roles="q")
+declare_contrib("DynamicQuantizeLSTM", **_QUANTIZED)
+declare_contrib("QAttention", "attention quantized", roles="q")
+declare_contrib("QLinearConv", "convolution quantized", roles="q")
+declare_contrib("QLinearReduceMean", "quantized")
+declare_contrib("MatMulInteger16", "product quantized")
+declare_contrib("QEmbedLayerNormalization QOrderedMatMul", roles="q")
+declare_contrib("MatMulBnb4", "product", shape=_shape_of_packed_product, roles="q")
 
 
 def dequantized_value(
     op: Any, x: ir.Value, scale: ir.Value, zero_point: Operand = None, axis: int = 1
 ) -> ir.Value:
     """Return scale (x - zero_point); scales of several elements are along `axis`."""
-    y = op.DequantizeLinear(*_without_last(x, scale, zero_point), axis=axis)
+    y = op.DequantizeLinear(*_drop_trailing_none(x, scale, zero_point), axis=axis)
     y.type, y.shape = ir.TensorType(scale.dtype or FLOAT), x.shape
     return y
 
@@ -327,7 +337,9 @@ def dequantized_value(
 def quantized_value(
     op: Any, x: ir.Value, scale: ir.Value, zero_point: Operand, like: ir.Value
 ) -> ir.Value:
-    """Return x / scale + zero_point, rounded to the integers of `like` if there is no zero point"""
+    """Return x / scale + zero_point, rounded to the dtype of the zero point, or of `like` without
+    zero point.
+    """
     if zero_point is None:
         assert like.dtype is not None
         zero_point = op.const(np.zeros((), like.dtype.numpy()))
@@ -336,8 +348,8 @@ def quantized_value(
     return y
 
 
-def _without_last(*operands: Operand) -> list[Any]:
-    """Return operands up to the last one that is not left out."""
+def _drop_trailing_none(*operands: Operand) -> list[Any]:
+    """Return the operands without the Nones at the end."""
     count = max(i for i, v in enumerate(operands, 1) if v is not None)
     return list(operands[:count])
 
@@ -348,14 +360,17 @@ def _is_quantized(*values: Operand) -> bool:
 
 declare_contrib(
     "QLinearAdd QLinearMul",
+    **_QUANTIZED,
     # the second operand stands behind scale and zero point of the first
     shape=lambda inputs, attributes: shape_of_broadcast([inputs[0], inputs[3]], attributes),
-    roles="q",
 )
-declare_contrib("QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", shape=like_first, roles="q")
-declare_contrib("QLinearAveragePool", shape_like=("AveragePool", 1), roles="q")
-declare_contrib("QLinearGlobalAveragePool", shape_like=("GlobalAveragePool", 1), roles="q")
-declare_contrib("QLinearConcat", roles="q")
+declare_contrib(
+    "QLinearLeakyRelu QLinearSigmoid QLinearSoftmax", **_QUANTIZED, shape=shape_of_first
+)
+declare_contrib("QLinearAveragePool", **_QUANTIZED, shape_like=("AveragePool", 1))
+declare_contrib("QLinearGlobalAveragePool", **_QUANTIZED, shape_like=("GlobalAveragePool", 1))
+declare_contrib("QLinearConcat", **_QUANTIZED)
+declare_contrib("QLinearWhere", "quantized")
 
 
 @lowering(
@@ -363,7 +378,7 @@ declare_contrib("QLinearConcat", roles="q")
     *"QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split(),
     domain=DOMAIN,
 )
-def between_quantizations(op: Any, node: Any) -> list[ir.Value] | None:
+def lower_qlinear_operator(op: Any, node: Any) -> list[ir.Value] | None:
     """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
     # scale and zero point follow each quantized operand; scale and zero point of the result are
     # last, but first in a Concat. A Where has its condition in front.
@@ -384,10 +399,12 @@ def between_quantizations(op: Any, node: Any) -> list[ir.Value] | None:
 
 
 def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
-    """Return the result of the operator without quantization, None if it takes an unknown rank."""
+    """Return the result of the float operator `name`; None if `channels_last` is set and the rank
+    is unknown.
+    """
     get, x = node.attributes, operands[0]
     if name == "Softmax" and get.get_int("opset", 13) < 13:
-        return softmax_from(op, x, int_attribute(node, "axis"))
+        return flattened_softmax(op, x, int_attribute(node, "axis"))
     attributes = attributes_without(node, "channels_last", "opset")
     if not get.get_int("channels_last", 0):
         return op.emit(name, operands, attributes)
@@ -399,9 +416,16 @@ def _apply_unquantized(op: Any, node: ir.Node, name: str, operands: list[Any]) -
 
 
 # the second matrix stands behind scale and zero point of the first
-@contrib_lowering("QGemm", shape=lambda x, given: shape_of_gemm([x[0], x[3]], given), roles="q")
+@contrib_lowering(
+    "QGemm",
+    "product quantized",
+    shape=lambda x, given: shape_of_gemm([x[0], x[3]], given),
+    roles="q",
+)
 def gemm(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = Q(alpha (A B + c)), a step of c being the product of a step of A and a step of B."""
+    """y = Q(alpha (A B + c)), Q the quantization; the scale of the integers c is the product of the
+    scales of A and B.
+    """
     a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = optional_inputs(node.inputs, 9)
     if not _is_quantized(a, b):
         return None
@@ -417,9 +441,11 @@ def gemm(op: Any, node: Any) -> list[ir.Value] | None:
     return [y if y_scale is None else quantized_value(op, y, y_scale, y_zero, a)]
 
 
-@contrib_lowering("DynamicQuantizeMatMul", shape=shape_of_matmul, roles="xqqqb")
+@contrib_lowering(
+    "DynamicQuantizeMatMul", "product quantized", shape=shape_of_matmul, roles="xqqqb"
+)
 def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
-    """y = a b + c, a rounded to 256 steps over its range."""
+    """y = a b + c, a quantized to 8 bits over its range of values."""
     a, b, scale, zero, bias = optional_inputs(node.inputs, 5)
     if not _is_quantized(b):
         return None
@@ -430,7 +456,9 @@ def dynamic_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
 
 
-@contrib_lowering("MatMulIntegerToFloat", shape=shape_of_matmul, roles="xqqqqqb")
+@contrib_lowering(
+    "MatMulIntegerToFloat", "product quantized", shape=shape_of_matmul, roles="xqqqqqb"
+)
 def integer_matmul(op: Any, node: Any) -> list[ir.Value] | None:
     """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
     a, b, a_scale, b_scale, a_zero, b_zero, bias = optional_inputs(node.inputs, 7)
@@ -443,23 +471,23 @@ def _integer_product(
     op: Any, operands: Sequence[Operand], scale: ir.Value, bias: Operand
 ) -> ir.Value:
     """Return scale (a - a_zero) (b - b_zero) + bias of the operands (a, b, a_zero, b_zero)."""
-    product = op.MatMulInteger(*_without_last(*operands))
+    product = op.MatMulInteger(*_drop_trailing_none(*operands))
     product.dtype = ir.DataType.INT32
     return sum_terms(op.Cast(product, to=FLOAT) * scale, bias)
 
 
-declare_contrib("DequantizeLinear QuantizeLinear", shape=like_first, roles="xq")
-declare_contrib("DequantizeLinear", scaled_operands=((0, 1, 2),))
+declare_contrib("QuantizeLinear", "quantized", shape=shape_of_first, roles="xq")
+declare_contrib("DequantizeLinear", shape=shape_of_first, roles="xq", scaled_operands=((0, 1, 2),))
 
 
 @lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)
-def standard(op: Any, node: Any) -> list[ir.Value] | None:
+def write_standard_quantization(op: Any, node: Any) -> list[ir.Value] | None:
     """y = the result of the standard operator of the same name."""
     x, scale, zero = optional_inputs(node.inputs, 3)
     integer = x if node.op_type == "DequantizeLinear" else zero
     if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
         return None
-    y = op.emit(node.op_type, _without_last(x, scale, zero), attributes_of(node))
+    y = op.emit(node.op_type, _drop_trailing_none(x, scale, zero), attributes_of(node))
     y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
     y.shape = x.shape
     return [y]

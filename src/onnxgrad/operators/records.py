@@ -1,15 +1,17 @@
-"""The record of an operator: traits, shapes, axes, rule, lowering, and form for members.
+"""The record of an operator: traits, shapes, axes, rule, lowering; and how a file adds them.
 
-A file of this room declares the operators of one family; no table of operators stands in the rooms
-that ask. The decorators of `registry` add rules, lowerings and forms for members, which stand in
-the same file, and `user_rules` the ones of users.
+No other package keeps a table of operators. A file of this package declares similar operators by
+`declare_operators`, and registers their rules and lowerings by decorators; `user_rules` registers
+the rules and lowerings of users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 import onnx_ir as ir
 from onnx import NodeProto
@@ -18,7 +20,7 @@ Range = tuple[float, float]
 
 
 class Naming(NamedTuple):
-    """How an operator names axes of its first operand; an Unsqueeze, of its output.
+    """Where an operator lists axes of its first operand (an Unsqueeze, of its output).
 
     Attributes:
         attribute: the attribute that holds the named axes.
@@ -38,7 +40,7 @@ _OF_RULE = {"of_rule": True}
 
 @dataclass(frozen=True)
 class Operator:
-    """The record of an operator; the default of a field says that nothing is known.
+    """All that is known of an operator; the default of a field means that nothing is known.
 
     Attributes:
         traits: see below; empty for operators of other domains.
@@ -55,16 +57,16 @@ class Operator:
             lengths.
         value_range: (node, range of the elements of each operand) -> the range of the elements of
             the first output; or that range, if it is the same for all operands.
-        naming: how it names axes.
-        axes: (node, operand, axis) -> where the axis stands in the outputs: see `axes`.
+        naming: where its nodes list axes.
+        axes: (node, operand, axis) -> the axis of the outputs that the axis becomes: see `axes`.
         features: the index of the operand of weights that makes the features of the result, and
             the axis of these.
         terms: (op, operand) -> the terms that a reduction adds, or averages, one for each element.
         roles: the role of each operand, a letter: see below.
-        settings: indices of the operands that say how to compute, or decide sizes: neither weights
-            nor inputs of a derivative by default.
+        settings: indices of the operands that say how to compute, or hold lengths: they are neither
+            weights nor inputs of a derivative by default.
         float32_operand: index of an operand that is float32, whatever the dtype of the data.
-        lookup_operand: index of the operand that says which entries of a table are the result.
+        lookup_operand: index of the operand that holds the indices of the rows to look up.
         scaled_operands: for each operand of integers that stand for floats, its index and the
             indices of its scale and of its zero points.
         ratio_operand: index of the operand that holds the ratio of dropped elements; the training
@@ -73,25 +75,25 @@ class Operator:
             none is named.
         fitted: how a model that it computes is fitted without gradients: an error says this
             behind the name of the node.
-        straight_through: how a gradient passes straight through its rounding. A formula, (walk,
-            node) -> its results in floats, or None if its rule may do; or the indices of the
-            operands whose integers it moves or combines, of which () is all: the same operator
+        straight_through: how a gradient passes straight through its rounding. A function (walk,
+            node) -> its results computed in floats, or None to use its rule; or the indices of the
+            operands whose integers it moves or combines, () for all operands: the same operator
             does so with floats.
         work: (node, function from a value to its lengths) -> its multiply-adds. The function raises
             `UnknownShapeError`, which is not caught.
         kept_results: the number of values of the size of its result that its gradient reads.
         rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
-        subgraph_rule: the same with captured values: (op, node, list of cotangents, values on the
-            path) -> pairs of a value and its gradient.
+        subgraph_rule: the rule of an operator whose subgraphs capture values: (op, node, list of
+            cotangents, values on the path) -> pairs of a value and its gradient.
         no_gradient: why it has none; no path goes through its nodes.
         lowering: rewrites a node before the sweep: (op, node) -> values, or None to leave it.
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
             slows down the forward pass.
         of_user: whether a user registered its rule or lowering.
-        remedy: (node) -> the advice to users where rule and lowering leave the node; None: only the
+        remedy: (node) -> the advice to users if rule and lowering leave the node; None: only the
             advice of its domain.
-        members: writes a node for all members of a stack, or returns None; without it, the form
-            follows from the other fields: see `member_forms`.
+        members: the member form, which writes one node for all members of a `TrainerStack`; without
+            it, the form follows from the other fields: see `member_forms`.
     """
 
     traits: frozenset[str] = frozenset()
@@ -201,18 +203,20 @@ _UNKNOWN = Operator()
 
 
 def operator_of(node: ir.Node | NodeProto) -> Operator:
-    """Return the record of the operator of `node`."""
+    """Return the `Operator` record of a node's operator; an empty record for an unknown
+    operator.
+    """
     domain = "" if node.domain == "ai.onnx" else node.domain
     return OPERATORS.get((domain, node.op_type), _UNKNOWN)
 
 
 def standard_operator(op_type: str) -> Operator:
-    """Return the record of a standard operator."""
+    """Return the `Operator` record of a standard operator, by its name."""
     return OPERATORS.get(("", op_type), _UNKNOWN)
 
 
-def remedy_of(node: ir.Node) -> str | None:
-    """Return the advice to users about a node that has no gradient, None if there is none.
+def remedy_for_node(node: ir.Node) -> str | None:
+    """Return the advice to users about a node that has no gradient, None if there is no advice.
 
     The advice of a domain is also the advice of its subdomains.
     """
@@ -223,18 +227,20 @@ def remedy_of(node: ir.Node) -> str | None:
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """Return the node that computes `value` if it is one of these standard operators, else None."""
+    """Return the node that computes `value`, if it is a standard node of one of `op_types`, else
+    None.
+    """
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type in op_types and not node.domain else None
 
 
 def add_facts(domain: str, name: str, **fields: Any) -> None:
-    """Set fields of the record of an operator."""
+    """Set fields of the `Operator` record of an operator."""
     OPERATORS[domain, name] = replace(OPERATORS.get((domain, name), _UNKNOWN), **fields)
 
 
 def declare_operators(names: str, traits: str = "", domain: str = "", **fields: Any) -> None:
-    """Set fields of the records of several operators; spaces separate names and traits.
+    """Set fields of the `Operator` records of several operators; spaces separate names and traits.
 
     The operators keep the traits of earlier declarations.
 
@@ -251,3 +257,101 @@ def declare_operators(names: str, traits: str = "", domain: str = "", **fields: 
 def names_with_trait(trait: str) -> frozenset[str]:
     """Return the names of the operators that have a trait."""
     return frozenset(name for (_, name), operator in OPERATORS.items() if trait in operator.traits)
+
+
+# -- rules and lowerings of the package ----------------------------------------------------------
+
+Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
+
+Lowering: TypeAlias = Callable[..., Any]  # (op, node) -> one value per output, or None
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A rule returns this in place of a gradient that it cannot compute.
+
+    If that gradient is needed, `NoGradientRule` is raised; otherwise nothing happens.
+
+    Attributes:
+        reason: why, and what to do instead; it becomes part of the error message.
+
+    Examples:
+        A rule that covers one of two modes:
+
+        >>> from onnxgrad import rule
+        >>> from onnxgrad.graph import Unsupported
+        >>> @rule("Wave", domain="doc.example")
+        ... def wave(op, node, g):
+        ...     # y = sin x:  dx = g cos x
+        ...     if node.attributes.get_string("kind", "sine") != "sine":
+        ...         return (Unsupported("only kind='sine' has a gradient"),)
+        ...     return (g * op.Cos(node.inputs[0]),)
+    """
+
+    reason: str
+
+
+def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of operators; users call `onnxgrad.rule`."""
+    return recording_decorator(add_facts, op_types, domain, "rule")
+
+
+def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of an operator with subgraphs."""
+    return recording_decorator(add_facts, [op_type], "", "subgraph_rule")
+
+
+def lowering(
+    *op_types: str, domain: str = "", on_demand: bool = False
+) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function as a lowering; users call `onnxgrad.lowering`."""
+    return recording_decorator(add_facts, op_types, domain, "lowering", on_demand=on_demand)
+
+
+def member_form(*op_types: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the writer of one node for all members of a
+    `TrainerStack`: see `member_forms`.
+    """
+    return recording_decorator(add_facts, op_types, "", "members")
+
+
+def recording_decorator(
+    record: Callable[..., None], op_types: Iterable[str], domain: str, field: str, **others: Any
+) -> Callable[[Rule], Rule]:
+    """Return the decorator that sets a function as the field `field` of operators' records."""
+
+    def register(function: Rule) -> Rule:
+        for name in op_types:
+            record(domain, name, **{field: function}, **others)
+        return function
+
+    return register
+
+
+def elementwise(
+    along: Callable[..., ir.Value] = lambda op, node, v: v, **slopes: Callable[..., Any]
+) -> None:
+    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`.
+
+    `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to the shape of x.
+    """
+    for name, slope in slopes.items():
+        rule(name)(_rule_by_slope(slope, along))
+
+
+def _rule_by_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule:
+    def multiply_by_slope(op: Any, node: Any, g: ir.Value) -> Any:
+        """y = f(x):  dx = g f'(x)."""
+        y = along(op, node, node.outputs[0])
+        return (along(op, node, g) * slope(op, node.inputs[0], y),)
+
+    return multiply_by_slope
+
+
+@cache
+def cotangent_limit(function: Rule) -> int:
+    """Return how many cotangents a rule accepts, one for each of the first outputs."""
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 1 << 30
+    return len(parameters)

@@ -14,29 +14,30 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.axes import Answer
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import lowering
+from onnxgrad.operators.records import declare_operators, lowering
 from onnxgrad.operators.rule_nodes import Operand, optional_inputs
 from onnxgrad.operators.shapes import Dim, Dims, constant, dims, known_shape
 
 
 def _recurrent_axis(node: Any, operand: int, axis: int) -> Answer:
     rows = 0 if node.attributes.get_int("layout", 0) else 1
-    if {0: rows, 4: 0, 5: rows, 6: rows}.get(operand) != axis:  # the input, lengths and states
+    # only the axis of rows, of the input, of the lengths and of the initial states
+    if {0: rows, 4: 0, 5: rows, 6: rows}.get(operand) != axis:
         return None
     return (2 * rows, rows, rows)[: len(node.outputs)]
 
 
-def _work_of_recurrent(node: ir.Node, lengths_of: Callable) -> int:
-    x = lengths_of(node.inputs[0])  # two lengths of steps and rows, in either layout
+def _recurrent_macs(node: ir.Node, lengths_of: Callable) -> int:
+    x = lengths_of(node.inputs[0])  # the first two lengths are steps and rows, in either order
     return x[0] * x[1] * sum(prod(lengths_of(v)) for v in node.inputs[1:4] if v is not None)
 
 
-declare_operators("GRU LSTM RNN", "recurrent", axes=_recurrent_axis, work=_work_of_recurrent)
+declare_operators(
+    "GRU LSTM RNN", "recurrent", axes=_recurrent_axis, features=(1, -1), work=_recurrent_macs
+)
 declare_operators("RNN", roles="xffbch", kept_results=2)
 declare_operators("GRU", roles="xffbch", kept_results=5)
 declare_operators("LSTM", roles="xffbchhf", kept_results=7)
-declare_operators("GRU LSTM RNN", features=(1, -1))
 
 Function = Callable[[Any, ir.Value], ir.Value]
 
@@ -64,15 +65,17 @@ def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Itera
     """
     names, count = list(node.attributes.get_strings("activations", ())), len(default) * n
     if len(names) not in (0, count):
-        raise _error_at(node, f"it has {count} activations, not {len(names)}; correct the list")
+        raise _node_error(node, f"activations must list {count} names, not {len(names)}")
     stated = [iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")]
     for name in map(str.lower, names or [*default] * n):
         if name not in ACTIVATIONS:
-            raise _error_at(node, f"no activation {name!r}; valid are {', '.join(ACTIVATIONS)}")
+            raise _node_error(node, f"no activation {name!r}; use {', '.join(ACTIVATIONS)}")
         function, *defaults = ACTIVATIONS[name]
         numbers = [next(given, n) for given, n in zip(stated, defaults, strict=False)]
         if None in numbers:
-            raise _error_at(node, f"{name} without activation_alpha or activation_beta: write them")
+            raise _node_error(
+                node, f"{name} without activation_alpha or activation_beta: write them"
+            )
         yield partial(_apply_activation, function, numbers)
 
 
@@ -80,8 +83,8 @@ def _apply_activation(function: Callable, numbers: list, op: Any, x: ir.Value) -
     return op.set_type_like(function(op, x, *numbers), x)
 
 
-def _error_at(node: ir.Node, reason: str) -> NoGradientRule:
-    """Return the error for a node that cannot be lowered."""
+def _node_error(node: ir.Node, reason: str) -> NoGradientRule:
+    """Return the error that names a recurrent node and says why it cannot be lowered."""
     where = f"{node.op_type} {node.name!r} (output {node.outputs[0].name!r})"
     return NoGradientRule(f"{where}: {reason}")
 
@@ -94,7 +97,7 @@ Step = Callable[[Any, list[ir.Value], list[ir.Value]], list[ir.Value]]
 
 @dataclass
 class _Direction:
-    """The inputs of one direction of a node, without the axis of directions."""
+    """The weights, biases and initial states of one direction of a recurrent node."""
 
     w: ir.Value  # (gates hidden, input)
     r: ir.Value  # (gates hidden, hidden)
@@ -180,7 +183,7 @@ def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
     p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
     sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
 
-    def gate(op: Any, v: ir.Value, p: Operand, c: ir.Value) -> ir.Value:
+    def gate_value(op: Any, v: ir.Value, p: Operand, c: ir.Value) -> ir.Value:
         return f(op, weights.clipped(op, v if p is None else v + p * c))
 
     def step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
@@ -191,11 +194,11 @@ def lstm(op: Any, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
             i, o, forget = op.split(f(op, gates), 3, 1)
         else:
             i, o, forget, new = op.split(summed, 4, 1)
-            i, forget = gate(op, i, p_i, c), gate(op, forget, p_f, c)
+            i, forget = gate_value(op, i, p_i, c), gate_value(op, forget, p_f, c)
             new = weights.clipped(op, new)
         c = (1.0 - i if coupled else forget) * c + i * g(op, new)
         if weights.p is not None:
-            o = gate(op, o, p_o, c)
+            o = gate_value(op, o, p_o, c)
         return [o * activate(op, c), c]
 
     return [_gates_of_input(op, x, weights.w, _sum_of_biases(weights.wb, weights.rb))], step
@@ -238,7 +241,7 @@ def _write_scans(
         reverse = direction == "reverse" or i == 1
         results.append(_write_scan(op, node.op_type, weights.states, elements, step, reverse))
     if ends is not None:
-        results = [_zero_beyond_ends(op, values, mask, ends) for values in results]
+        results = [_zero_after_ends(op, values, mask, ends) for values in results]
     joined = []
     for i, parts in enumerate(zip(*results, strict=True)):
         added = [op.Unsqueeze(v, [int(i == 0)]) for v in parts]
@@ -259,11 +262,11 @@ def _split_directions(
     if int_attribute(node, "layout"):
         initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
     parts = zip(
-        _by_direction(op, w, n, None, size),
-        _by_direction(op, r, n, None, hidden),
-        _by_direction(op, b, n, None),
-        _by_direction(op, p, n, None),
-        *(_by_direction(op, v, n, batch, hidden) for v in initial[:states]),
+        _split_by_direction(op, w, n, None, size),
+        _split_by_direction(op, r, n, None, hidden),
+        _split_by_direction(op, b, n, None),
+        _split_by_direction(op, p, n, None),
+        *(_split_by_direction(op, v, n, batch, hidden) for v in initial[:states]),
         strict=True,
     )
     functions = list(activation_functions(node, activations, n))
@@ -274,8 +277,10 @@ def _split_directions(
         yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
 
 
-def _by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
-    """Return `v` (directions, ...) split into its directions, without that axis."""
+def _split_by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
+    """Return the slices of `v` (directions, ...), one for each direction, without the
+    first axis.
+    """
     if v is None:
         return [None] * n
     parts = op.split(v, n, 0) if n > 1 else [v]
@@ -283,7 +288,7 @@ def _by_direction(op: Any, v: Operand, n: int, *shape: Dim) -> list[Any]:
 
 
 def _zero_state(op: Any, x: ir.Value, r: ir.Value) -> ir.Value:
-    """Return the default of an initial state."""
+    """Return zeros, the default of an initial state (batch, hidden)."""
     assert x.dtype is not None
     state = op.Expand(np.zeros((), x.dtype.numpy()), op.vector(op.dim(x, 1), op.dim(r, 1)))
     return _set_dims(state, known_shape(x)[1], known_shape(r)[1])
@@ -311,7 +316,7 @@ def _steps_within_ends(op: Any, x: ir.Value, lengths: ir.Value) -> ir.Value:
     return _set_dims(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
 
 
-def _zero_beyond_ends(
+def _zero_after_ends(
     op: Any, results: list[ir.Value], mask: Operand, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
@@ -326,17 +331,18 @@ def _zero_beyond_ends(
 
 
 def _keep_ended_states(step: Step) -> Step:
-    """Return `step` for elements with a mask behind them: where it is false, states stay.
+    """Return the time step function that takes a mask as its last element, and keeps the states of
+    sequences that have ended.
 
     In reverse, a row keeps its initial state until its sequence begins.
     """
 
-    def masked(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+    def masked_step(op: Any, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
         *others, mask = elements
         pairs = zip(step(op, states, others), states, strict=True)
         return [op.Where(mask, after, before) for after, before in pairs]
 
-    return masked
+    return masked_step
 
 
 def _write_scan(

@@ -16,19 +16,18 @@ from onnxgrad.operators.axes import (
     Place,
     axes_named_by,
     axis_unless_named,
-    first_operand,
     named_axes,
+    only_first_operand,
 )
 from onnxgrad.operators.layouts import FIRST
 from onnxgrad.operators.outputs import (
     Elements,
-    like_first,
-    of_known,
+    none_if_unknown,
     product_of_lengths,
     range_of_first,
+    shape_of_first,
 )
-from onnxgrad.operators.records import INDEX, Naming, declare_operators
-from onnxgrad.operators.registry import elementwise, rule
+from onnxgrad.operators.records import INDEX, Naming, declare_operators, elementwise, rule
 from onnxgrad.operators.rule_nodes import product_of_others
 from onnxgrad.operators.shapes import Dims, dims, known_shape, rank, static
 
@@ -38,9 +37,9 @@ def _reduced_axes(n: int, _inputs: Sequence, attributes: Mapping) -> Sequence[in
 
 
 def _shape_of_reduction(op_type: str) -> Callable[[Sequence, Mapping[str, Any]], Dims | None]:
-    """Return the function of the shape after a reduction, as far as its axes are known."""
+    """Return the `shape` function of a reduction operator."""
 
-    def reduced(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
+    def shape_after_reduction(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
         shape, keeps = known_shape(inputs[0]), attributes.get("keepdims", 1)
         named = axes_named_by(op_type, inputs, attributes)
         if named is None:
@@ -49,7 +48,7 @@ def _shape_of_reduction(op_type: str) -> Callable[[Sequence, Mapping[str, Any]],
             return tuple(1 if i in named else d for i, d in enumerate(shape))
         return tuple(d for i, d in enumerate(shape) if i not in named)
 
-    return reduced
+    return shape_after_reduction
 
 
 def _axis_without_named(node: Any, _operand: int, axis: int) -> Place:
@@ -69,35 +68,42 @@ def _product_of_elements(node: ir.Node, x: Elements, axes: Elements | None = Non
     return result.reshape(1) if node.attributes.get_int("keepdims", 1) and x.ndim else result
 
 
-_SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # of the same function of each element
-_OTHERS = "ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd".split()
-for _name in (*_SUMS, *_OTHERS):
+def _declare_reduction(name: str, traits: str = "", **fields: Any) -> None:
     declare_operators(
-        _name,
-        "reduces",
-        shape=_shape_of_reduction(_name),
+        name,
+        f"reduces {traits}",
+        shape=_shape_of_reduction(name),
         naming=Naming("axes", 1, _reduced_axes),
-        axes=first_operand(_axis_without_named),
+        axes=only_first_operand(_axis_without_named),
+        **fields,
     )
-declare_operators("ReduceL2 ReduceMean ReduceSum ReduceSumSquare", "moments")
-declare_operators("ReduceMean ReduceSum", terms=lambda op, x: x)
-declare_operators("ReduceL1", terms=lambda op, x: op.Abs(x))
-declare_operators("ReduceSumSquare", terms=lambda op, x: op.Mul(x, x))
-declare_operators("ReduceMax ReduceMean ReduceMin", value_range=range_of_first)
-declare_operators("ReduceProd", elements=of_known(_product_of_elements))
+
+
+_SUMS = ("ReduceL1", "ReduceSum", "ReduceSumSquare")  # the sum of one function of each element
+
+_declare_reduction("ReduceL1", terms=lambda op, x: op.Abs(x))
+_declare_reduction("ReduceL2", "moments")
+_declare_reduction("ReduceLogSum")
+_declare_reduction("ReduceLogSumExp")
+_declare_reduction("ReduceMax", value_range=range_of_first)
+_declare_reduction("ReduceMean", "moments", terms=lambda op, x: x, value_range=range_of_first)
+_declare_reduction("ReduceMin", value_range=range_of_first)
+_declare_reduction("ReduceProd", elements=none_if_unknown(_product_of_elements))
+_declare_reduction("ReduceSum", "moments", terms=lambda op, x: x)
+_declare_reduction("ReduceSumSquare", "moments", terms=lambda op, x: op.Mul(x, x))
 declare_operators(
     "ArgMax ArgMin",
     "int64 searches",
     naming=FIRST,
-    axes=first_operand(_axis_without_named),
+    axes=only_first_operand(_axis_without_named),
     no_gradient=INDEX,
 )
 declare_operators(
     "CumProd CumSum",
     "unary",
-    shape=like_first,
+    shape=shape_of_first,
     naming=Naming("axis", 1),
-    axes=first_operand(axis_unless_named),
+    axes=only_first_operand(axis_unless_named),
 )
 
 
@@ -105,7 +111,9 @@ declare_operators(
 
 
 def _axes_operand(op, node):
-    """Return the `axes` input, or None if all are reduced; from the third on for global pools."""
+    """Return the `axes` input, or None if all axes are reduced; for a global pool, the axes from
+    the third to the last.
+    """
     if node.op_type.startswith("Global"):
         n = rank(node.inputs[0])
         if n is not None:
@@ -149,7 +157,7 @@ def reduce_sum(op, node, g):
 
 @rule("ReduceMean", "GlobalAveragePool")
 def reduce_mean(op, node, g):
-    """y = sum x / n:  dx = g / n, n the number of elements that are reduced to one."""
+    """y = sum x / n, n the number of elements in the sum:  dx = g / n."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
@@ -163,7 +171,8 @@ def reduce_extremum(op, node, g):
     if _reduces_nothing(op, node):
         return (g,)
     hits = op.Cast(op.Equal(x, _keep_reduced_axes(op, node, node.outputs[0])), to=x.dtype)
-    return (hits * (_keep_reduced_axes(op, node, g) / _reduce_alike(op, node, op.ReduceSum, hits)),)
+    share = _keep_reduced_axes(op, node, g) / _reduce_as_node(op, node, op.ReduceSum, hits)
+    return (hits * share,)
 
 
 @rule("ReduceProd")
@@ -172,11 +181,12 @@ def reduce_prod(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    multiplied, added = (partial(_reduce_alike, op, node, f) for f in (op.ReduceProd, op.ReduceSum))
+    multiplied = partial(_reduce_as_node, op, node, op.ReduceProd)
+    added = partial(_reduce_as_node, op, node, op.ReduceSum)
     return (_keep_reduced_axes(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
-def _reduce_alike(op, node, reduce, v):
+def _reduce_as_node(op, node, reduce, v):
     return reduce(v, _axes_operand(op, node), keepdims=1, **_noop_attribute(node))
 
 
@@ -185,7 +195,7 @@ def _noop_attribute(node):
     return {"noop_with_empty_axes": 1} if noop else {}
 
 
-elementwise(  # where nothing is reduced, too
+elementwise(  # right where no axis is reduced, too
     _keep_reduced_axes,
     ReduceL1=lambda op, x, y: op.Sign(x),
     ReduceL2=lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
@@ -216,15 +226,17 @@ def cum_prod(op, node, g):
     zeros = _accumulate_along(op.CumSum, node, op.Cast(zero, to=x.dtype))  # number of zeros up to i
     factor = _accumulate_along(op.CumSum, node, op.Where(zero, x, 0.0))
 
-    def total(count, factor=None):
-        """Return the sum of the products with `count` zeros, times `factor`."""
+    def sum_selected(count, factor=None):
+        """Return the running sum of the products with `count` zeros among their factors, times
+        `factor`.
+        """
         selected = op.Where(op.Equal(zeros, count), product, 0.0)
         return _accumulate_along(
             op.CumSum, node, selected if factor is None else selected * factor, backwards=True
         )
 
-    of_zero = total(1.0) + (total(2.0, factor) - x * total(2.0))
-    return op.Where(zero, of_zero, (total(0.0) + total(1.0, factor)) / nonzero), None
+    of_zero = sum_selected(1.0) + (sum_selected(2.0, factor) - x * sum_selected(2.0))
+    return op.Where(zero, of_zero, (sum_selected(0.0) + sum_selected(1.0, factor)) / nonzero), None
 
 
 def _accumulate_along(cumulate, node, v, backwards=False):

@@ -14,10 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute, string_attribute
-from onnxgrad.operators.axes import Place, axes_named_by, first_operand, named_axes
-from onnxgrad.operators.member_forms import one_by_one
-from onnxgrad.operators.records import Naming, Range, declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.axes import Place, axes_named_by, named_axes, only_first_operand
+from onnxgrad.operators.member_forms import write_each_member
+from onnxgrad.operators.records import Naming, Range, Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import attributes_of, wide_dtype
 from onnxgrad.operators.shapes import Dims, constant, dims, equal, known_shape, rank, static
 
@@ -34,7 +33,7 @@ def _shape_of_resize(inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
 
 
 def _resized_axis(node: Any, _operand: int, axis: int) -> Place:
-    # each axis is resized by itself; equal lengths may hide a scale other than 1
+    # each axis is resized independently; a scale other than 1 may keep the length
     x, _, scales, sizes = (*node.inputs, None, None, None)[:4]
     named, option = named_axes(node) or [], node.attributes.get_string
     if axis not in named:
@@ -50,22 +49,28 @@ def _resized_axis(node: Any, _operand: int, axis: int) -> Place:
 
 
 def _range_of_resize(node: ir.Node, ranges: Sequence[Range]) -> Range:
-    """Return the range of the image, which cubic interpolation may exceed."""
+    """Return the range of values of the image, or an infinite range for cubic interpolation, which
+    may exceed it.
+    """
     is_cubic = node.attributes.get_string("mode", "nearest") == "cubic"
     return (-inf, inf) if is_cubic else ranges[0]
 
 
+_RESIZE: dict[str, Any] = {"traits": "real_settings aligned", "straight_through": (0,)}
+
 declare_operators(
     "Resize",
+    **_RESIZE,
     shape=_shape_of_resize,
     naming=Naming("axes", default=lambda n, *_: range(n)),
-    axes=first_operand(_resized_axis),
+    axes=only_first_operand(_resized_axis),
     value_range=_range_of_resize,
-    members=one_by_one,
+    members=write_each_member,
+    roles="xl",
+    settings=(1, 2, 3),
+    float32_operand=2,
 )
-declare_operators("Resize Upsample", "real_settings aligned", straight_through=(0,))
-declare_operators("Resize", roles="xl", settings=(1, 2, 3), float32_operand=2)
-declare_operators("Upsample", roles="xc", settings=(1,), float32_operand=1)
+declare_operators("Upsample", **_RESIZE, roles="xc", settings=(1,), float32_operand=1)
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbor
 # modes in which positions may change at scale one
@@ -90,25 +95,27 @@ def resize(op, node, g):
         dx = _block_sums(op, dx, x, n, factors)
     else:
         for axis in sorted(axes, reverse=True):
-            if not _is_kept(op, node, axis, axes[axis]):
+            if not _is_unchanged_axis(op, node, axis, axes[axis]):
                 matrix = _matrix_of_axis(op, node, axis, axes, dtype)
-                dx = _multiply_along(op, dx, matrix, x, axis, n)
-    return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_other_gradients(node))
+                dx = _multiply_axis(op, dx, matrix, x, axis, n)
+    return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_setting_gradients(node))
 
 
-def _other_gradients(node):
-    """Return the gradients of roi, scales and sizes: None where they only select elements."""
+def _setting_gradients(node):
+    """Return the gradients of the operands roi, scales and sizes of a Resize: None where y is
+    constant in them.
+    """
     smooth, transform = string_attribute(node, "mode") != "nearest", _coordinate_mode(node)
     cropped = transform == "tf_crop_and_resize"
     by_scale = int_attribute(node, "antialias") or not (cropped or transform == "align_corners")
     return (
-        _not_covered("roi") if smooth and cropped else None,
-        _not_covered("scales") if smooth and by_scale else None,
+        _unsupported_gradient("roi") if smooth and cropped else None,
+        _unsupported_gradient("scales") if smooth and by_scale else None,
         None,
     )
 
 
-def _not_covered(name: str) -> Unsupported:
+def _unsupported_gradient(name: str) -> Unsupported:
     return Unsupported(
         f"the gradient of its {name} is not covered; make it a constant, or select other inputs"
     )
@@ -119,17 +126,17 @@ def _coordinate_mode(node) -> str:
 
 
 def _keeps_aspect_ratio(node) -> bool:
-    """Return whether the lengths of the output follow from one scale for all axes."""
+    """Return whether `keep_aspect_ratio_policy` scales all axes by one number."""
     return string_attribute(node, "keep_aspect_ratio_policy") != "stretch"
 
 
 def _known_scale(op, node, index: int) -> float | None:
-    """Return the scale of one axis, or None if it is dynamic."""
+    """Return the scale of one axis, or None if it is computed at run time."""
     scales = op.known_value(node.inputs[2]) if len(node.inputs) > 2 else None
     return float(scales[index]) if scales is not None and scales.size else None
 
 
-def _is_kept(op, node, axis: int, index: int) -> bool:
+def _is_unchanged_axis(op, node, axis: int, index: int) -> bool:
     """Return whether it is proven that Resize does not change the elements along an axis."""
     if _coordinate_mode(node) in _MOVES_AT_SCALE_ONE:
         return False
@@ -167,7 +174,7 @@ def _repeats_by_axis(op, node, axes: dict[int, int]) -> dict[int, int] | None:
 
 
 def _block_sums(op, g, x, n: int, factors: dict[int, int]):
-    """Return the sums of g over blocks of elements."""
+    """Return the sums of g over blocks of elements, `factors[axis]` long along each axis."""
     split = [(op.dim(x, axis), factors.get(axis)) for axis in range(n)]
     lengths = [m for pair in split for m in pair if m is not None]
     inner = [axis + sum(a <= axis for a in factors) for axis in sorted(factors)]
@@ -177,7 +184,7 @@ def _block_sums(op, g, x, n: int, factors: dict[int, int]):
 # -- matrices -----------------------------------------------------------------------------------
 
 
-def _multiply_along(op, g, matrix, x, axis: int, n: int):
+def _multiply_axis(op, g, matrix, x, axis: int, n: int):
     """Return g multiplied by a matrix (length before, length after) along one axis.
 
     The axes after it already have the lengths of x, so that they can be merged.
@@ -190,7 +197,7 @@ def _multiply_along(op, g, matrix, x, axis: int, n: int):
 
 
 def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
-    """Return the matrix (length before, length after) of one axis.
+    """Return the interpolation matrix (length before, length after) of one axis of a Resize.
 
     The identity matrix has four axes, of which the first two keep their lengths: runtimes have
     kernels for that.
@@ -201,8 +208,8 @@ def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
     if sizes is not None and _keeps_aspect_ratio(node):
         return _matrix_by_policy(op, node, axis, axes, eye)
     if sizes is None:
-        others = _other_scales(op, node, index)
-        scales = op.Concat(others, _element_of(op, node.inputs[2], index), axis=0)
+        others = _constant_axis_scales(op, node, index)
+        scales = op.Concat(others, _vector_element(op, node.inputs[2], index), axis=0)
     else:
         sizes = op.vector(n, 1, 1, op.dim(y, axis))
     roi = _roi_of_matrix(op, node, index, len(axes), [0, 0, 0, 1])
@@ -212,7 +219,8 @@ def _matrix_of_axis(op, node, axis: int, axes: dict[int, int], dtype):
 
 
 def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
-    """Return the matrix of one axis if `keep_aspect_ratio_policy` gives all axes one scale.
+    """Return the interpolation matrix of one axis of a Resize whose `keep_aspect_ratio_policy`
+    scales all axes by one number.
 
     As the scale depends on all lengths, the other axes are resized too. The rows of their matrices
     add up to one, so that any element along them can be taken.
@@ -235,13 +243,14 @@ def _matrix_by_policy(op, node, axis: int, axes: dict[int, int], eye):
 
 
 def _matrix_attributes(node) -> dict:
-    """Return the attributes that determine a matrix; an extrapolated value is not part of x."""
+    """Return the attributes of the Resize that computes an interpolation matrix."""
     omitted = ("keep_aspect_ratio_policy", "axes", "extrapolation_value")
     return {k: v for k, v in attributes_of(node).items() if k not in omitted}
 
 
-def _other_scales(op, node, index: int):
-    """Return the scales of the three other axes.
+def _constant_axis_scales(op, node, index: int):
+    """Return the scales of the three constant axes of the Resize that computes an interpolation
+    matrix: 1, or 2 for one of them.
 
     onnxruntime copies its input if no length changes. If this axis keeps its length while another
     axis of the node does not, one of the three is resized to prevent that.
@@ -259,17 +268,19 @@ def _other_scales(op, node, index: int):
 
 
 def _roi_of_matrix(op, node, index: int, count: int, own: list[int]):
-    """Return its own roi for the axis where `own` is 1, all of an axis where 0; None if unused."""
+    """Return the roi of the Resize that computes an interpolation matrix: the node's for the axes
+    where `own` is 1, else the full range; None if it is not read.
+    """
     roi = node.inputs[1] if len(node.inputs) > 1 else None
     if roi is None or _coordinate_mode(node) != "tf_crop_and_resize":
         return None
     if roi.dtype.itemsize < 4:  # onnxruntime takes the roi of a float32 matrix for float32
         roi = op.Cast(roi, to=ir.DataType.FLOAT)
-    start, end = (_element_of(op, roi, i) for i in (index, count + index))
+    start, end = (_vector_element(op, roi, i) for i in (index, count + index))
     zero, one = roi.dtype.numpy().type(0).reshape(1), roi.dtype.numpy().type(1).reshape(1)
     starts, ends = [start if i else zero for i in own], [end if i else one for i in own]
     return op.Concat(*starts, *ends, axis=0)
 
 
-def _element_of(op, vector, index: int):
+def _vector_element(op, vector, index: int):
     return op.Slice(vector, [index], [index + 1], [0])

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.axes import named_axes, places
+from onnxgrad.operators.axes import named_axes, output_axes
 from onnxgrad.operators.shapes import constant, dims, rank, static
-from onnxgrad.operators.windows import stated_windows
+from onnxgrad.operators.windows import explicit_windows
 
 Operand = ir.Value | None  # None: it is left out
 
@@ -24,7 +24,7 @@ def sum_terms(*terms: Operand) -> ir.Value:
 
 
 def attributes_of(node):
-    """Return the attributes of a node as the keyword arguments of another."""
+    """Return the attributes of a node as a dict of Python values, by name."""
     return {a.name: a.value for a in node.attributes.values()}
 
 
@@ -69,7 +69,7 @@ def cast_to_inputs(op, gradients, inputs):
 
 
 def product_of_others(op, u, multiplied, added):
-    """Return the product of the other elements of the group of each element of u.
+    """Return, for each element of u, the product of all other elements of its group.
 
     `multiplied` and `added` return the product and the sum over the group of each element. Right
     where some are zero: the product is zero if two of the others are; a single zero among them
@@ -79,13 +79,13 @@ def product_of_others(op, u, multiplied, added):
     counted, zeros = op.Cast(zero, to=u.dtype), op.Where(zero, u, 0.0)
     nonzero = op.Where(zero, 1.0, u)
     rest = multiplied(nonzero) / nonzero
-    left = added(counted) - counted  # zeros among the others
-    rest_with_zero = rest * (added(zeros) - zeros)  # zero, but not its derivative
+    left = added(counted) - counted  # how many of the other elements are zero
+    rest_with_zero = rest * (added(zeros) - zeros)  # its value is zero, its derivative is not
     some = op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0)
     return op.Where(op.Equal(left, 0.0), rest, some)
 
 
-def delayed_until(op, x, g):
+def delay_until(op, x, g):
     """Return `x` as a Reshape to its own shape, written so that it runs after `g` is computed.
 
     What is computed from constants only, onnxruntime computes when it loads the model, and keeps.
@@ -95,8 +95,8 @@ def delayed_until(op, x, g):
     return op.set_type_like(op.Reshape(x, keep), x)
 
 
-def last_of_elements(op, g, x, i, axis):
-    """Return `g`, 0 where a ScatterElements into `x` writes to the same place later.
+def zero_overwritten_elements(op, g, x, i, axis):
+    """Return `g`, 0 for elements that a ScatterElements into `x` overwrites with a later element.
 
     ONNX does not define the result of a scatter without reduction where an index occurs twice.
     onnxruntime writes in order, but for a ScatterND of very many rows on several threads.
@@ -109,11 +109,11 @@ def last_of_elements(op, g, x, i, axis):
         places[axis] = index
         if _are_distinct(places.reshape(index.ndim, -1).T, x):
             return g
-    return op.Where(last_writes(op, i, op.shape_of(x), axis), g, 0.0)
+    return op.Where(is_last_write(op, i, op.shape_of(x), axis), g, 0.0)
 
 
-def last_of_rows(op, g, x, i):
-    """Return `g`, 0 in rows to whose place a ScatterND into `x` writes later."""
+def zero_overwritten_rows(op, g, x, i):
+    """Return `g`, 0 for rows that a ScatterND into `x` overwrites with a later row."""
     index, k = op.known_value(i), op.dim(i, -1)
     if distinct_rows(i):
         return g
@@ -123,7 +123,7 @@ def last_of_rows(op, g, x, i):
     size = op.ReduceProd(lead, keepdims=1)
     numbers = op.arange(size)
     places = op.GatherND(op.Reshape(numbers, lead, allowzero=1), i)
-    wins = last_writes(op, op.Reshape(places, [-1]), size)
+    wins = is_last_write(op, op.Reshape(places, [-1]), size)
     after = op.Shape(op.Slice(op.shape_of(x), op.vector(k), [2**31 - 1]))
     ones = op.ConstantOfShape(after, value=ir.tensor(np.ones(1, np.int64)))
     ones.dtype = ir.DataType.INT64
@@ -131,8 +131,10 @@ def last_of_rows(op, g, x, i):
     return op.Where(op.Reshape(wins, rows, allowzero=1), g, 0.0)
 
 
-def last_writes(op, i, shape, axis=0):
-    """Return whether no later element of `i` has the same place along an axis of `shape`."""
+def is_last_write(op, i, shape, axis=0):
+    """Return, for each index in `i` along an axis of `shape`, whether no later element of `i` is
+    equal: a boolean tensor.
+    """
     numbers = positions_of(op, i)
     unset = op.Expand(np.int64(-1), shape)
     last = op.ScatterElements(unset, i, numbers, axis=axis, reduction="max")
@@ -157,18 +159,18 @@ def distinct_along(i: ir.Value, axis: int) -> bool:
     shape = dims(i)
     if shape is None:
         return False
-    if shape[axis] == 1 or _axis_of(i) == axis:
+    if shape[axis] == 1 or _axis_of_distinct_numbers(i) == axis:
         return True
     node = _standard_producer(i)
     if node is not None and node.op_type == "TopK":
         return named_axes(node) == [axis + len(shape)]
-    return node is not None and _keeps_distinct(node) and distinct_along(_first_operand(node), axis)
+    return node is not None and _is_exact_cast(node) and distinct_along(_first_operand(node), axis)
 
 
 def distinct_rows(i: ir.Value) -> bool:
     """Return whether the vectors along the last axis of `i` are proven to be distinct indices."""
     shape, node = dims(i), _standard_producer(i)
-    if node is not None and node.op_type == "Transpose":  # of a NonZero, whose two axes it swaps
+    if node is not None and node.op_type == "Transpose":  # of the result of a NonZero
         before = _standard_producer(_first_operand(node))
         perm = tuple(node.attributes.get_ints("perm", (1, 0)))
         return before is not None and before.op_type == "NonZero" and perm == (1, 0)
@@ -177,7 +179,7 @@ def distinct_rows(i: ir.Value) -> bool:
     columns, n = [i], len(shape)
     if node is not None and node.op_type == "Concat" and named_axes(node) == [n - 1]:
         columns = [x for x in node.inputs if x is not None]
-    proven = {_axis_of(column) for column in columns}
+    proven = {_axis_of_distinct_numbers(column) for column in columns}
     return all(d == 1 or axis - n in proven for axis, d in enumerate(shape[:-1]))
 
 
@@ -187,36 +189,40 @@ def distinct_positions(i: ir.Value) -> bool:
     That is so if a MaxPool whose windows do not overlap has computed them.
     """
     node = _standard_producer(i)
-    windows = stated_windows(node) if node is not None and node.op_type == "MaxPool" else None
+    windows = explicit_windows(node) if node is not None and node.op_type == "MaxPool" else None
     return windows is not None and windows.are_disjoint
 
 
-def _axis_of(v: ir.Value) -> int | None:
-    """Return the only axis along which `v` varies, if it holds distinct numbers from 0 on there.
+def _axis_of_distinct_numbers(v: ir.Value) -> int | None:
+    """Return the axis along which `v` is proven to hold distinct nonnegative numbers, if it is
+    constant along all other axes.
 
     It is counted from the end; None if that is not proven.
     """
     shape, known, node = dims(v), constant(v), _standard_producer(v)
     if shape is None or known is not None:
-        return None if known is None else _axis_of_array(known)
-    if node is None or (node.op_type not in _MOVES and not _keeps_distinct(node)):
+        return None if known is None else _axis_of_distinct_elements(known)
+    if node is None or (node.op_type not in _MOVES and not _is_exact_cast(node)):
         return None
     x = _first_operand(node)
     if node.op_type == "Range":
         start, step = constant(x), constant(node.inputs[2])
         ascends = start is not None and start >= 0 and step is not None and step >= 1
         return -1 if ascends else None
-    before, axis = dims(x), _axis_of(x)
+    before, axis = dims(x), _axis_of_distinct_numbers(x)
     if before is None or axis is None or node.op_type == "Slice":
         return axis
-    [place] = places(node, 0, axis + len(before))
+    [place] = output_axes(node, 0, axis + len(before))
     same = isinstance(place, int) and before[axis] == shape[place] is not None
     return place - len(shape) if same and isinstance(place, int) else None
 
 
-def _axis_of_array(array: np.ndarray) -> int | None:
+def _axis_of_distinct_elements(array: np.ndarray) -> int | None:
+    """Return the axis along which an array holds distinct nonnegative numbers, if it is constant
+    along all other axes.
+    """
     if array.dtype.kind == "f":
-        return None  # a Cast makes one index of several
+        return None  # a Cast to integers may make distinct floats equal
     for axis in range(-array.ndim, 0):
         line = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
         alike = line.size and np.all(line == line[0]) and np.all(line >= 0)
@@ -225,13 +231,15 @@ def _axis_of_array(array: np.ndarray) -> int | None:
     return None
 
 
-def _keeps_distinct(node: ir.Node) -> bool:
-    """Return whether `node` is a Cast that keeps numbers distinct which differ by one or more."""
+def _is_exact_cast(node: ir.Node) -> bool:
+    """Return whether `node` is a Cast to int32 or int64, which keeps distinct indices distinct."""
     return node.op_type == "Cast" and node.outputs[0].dtype in _WIDE
 
 
 def _standard_producer(v: ir.Value) -> ir.Node | None:
-    """Return the standard node that computes `v`, before copies by Identity; None if none does."""
+    """Return the standard node that computes `v`, looking through Identity nodes; None if there is
+    no such node.
+    """
     node = v.producer()
     while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
         node = node.inputs[0].producer()

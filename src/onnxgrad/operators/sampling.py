@@ -19,8 +19,7 @@ import onnx_ir as ir
 from onnxgrad.operators.attributes import float_attribute, int_attribute, string_attribute
 from onnxgrad.operators.axes import Place
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.records import Unsupported, declare_operators, rule
 from onnxgrad.operators.rule_nodes import wide_dtype
 from onnxgrad.operators.shapes import rank
 
@@ -49,7 +48,9 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Taps:
-    """The elements read by P samples of B images along one axis: each field is (B, taps, P)."""
+    """The elements (taps) that P interpolated samples of B images read along one axis: each tensor
+    is (B, taps of a sample, P).
+    """
 
     index: ir.Value  # int64, within the axis
     weight: ir.Value
@@ -57,8 +58,12 @@ class Taps:
     count: int  # taps per sample
 
 
-def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool = False) -> Taps:
-    """Return the taps along an axis of this length at `position`, in units of elements."""
+def axis_taps(
+    op, position, length, mode: str, padding: str = "zeros", aligned: bool = False
+) -> Taps:
+    """Return the elements to read (`Taps`) for interpolation at `position`, in elements, along an
+    axis of length `length`.
+    """
     powers = [np.array(row, position.dtype.numpy()).reshape(-1, 1) for row in _WEIGHTS[mode]]
     count, derivative = len(powers[0]), [n * row for n, row in enumerate(powers)][1:]
     inner = None
@@ -83,7 +88,7 @@ def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool 
 
 
 def as_real(op, number, dtype):
-    """Return an int, or an int64 value, as a value of a floating-point dtype."""
+    """Return an int, or an int64 tensor, as a tensor of a floating-point dtype."""
     if isinstance(number, ir.Value):
         return op.Cast(number, to=dtype)
     return op.const(np.array([number], dtype.numpy()))
@@ -129,12 +134,12 @@ def _reflect_index(op, index, length, aligned: bool):
     return op.Min(phase, period - edge - phase)
 
 
-# -- all axes together --------------------------------------------------------------------------
+# -- samples from the taps of all axes ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Samples:
-    """P samples of each of `images` (B, C, elements), each of T elements."""
+    """P interpolated samples of each of `images` (B, C, elements), each from T elements."""
 
     images: ir.Value
     index: ir.Value  # (B, C, T P)
@@ -163,30 +168,31 @@ class Samples:
         return [op.ReduceSum(by_weight * slope, [1, 2], keepdims=0) for slope in self.slopes]
 
 
-def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> Samples:
-    """Return `count` samples per image, from their taps along axes of these lengths."""
+def interpolation_samples(op, images, channels, count, axes: list[Taps], lengths: list) -> Samples:
+    """Return `count` interpolated samples of each image, from the `Taps` of each axis."""
     n, size = len(axes), prod(tap.count for tap in axes)
 
-    def spread(i: int, v):  # (B, taps, P) -> (B, taps of axis 0, taps of axis 1, ..., P)
+    def spread_axis(i: int, v):  # (B, taps, P) -> (B, taps of axis 0, taps of axis 1, ..., P)
         return op.Unsqueeze(v, [1 + k for k in range(n) if k != i]) if n > 1 else v
 
-    def product(parts: list):
+    def multiply_axes(parts: list):
         y = op.Reshape(reduce(op.Mul, parts), op.vector(0, size, count))
         return op.Unsqueeze(y, [1])
 
-    index = spread(0, axes[0].index)
+    index = spread_axis(0, axes[0].index)
     for i in range(1, n):
-        index = index * op.const(lengths[i], ir.DataType.INT64) + spread(i, axes[i].index)
+        index = index * op.const(lengths[i], ir.DataType.INT64) + spread_axis(i, axes[i].index)
     folded = op.vector(0, 0, count * size)
     index = op.Reshape(index, op.vector(0, 1, count * size))
-    weights = [spread(i, tap.weight) for i, tap in enumerate(axes)]
+    weights = [spread_axis(i, tap.weight) for i, tap in enumerate(axes)]
     slopes = [
-        product([spread(i, tap.slope) if k == i else w for k, w in enumerate(weights)])
+        multiply_axes([spread_axis(i, tap.slope) if k == i else w for k, w in enumerate(weights)])
         for i, tap in enumerate(axes)
         if tap.slope is not None
     ]
     index = op.Expand(index, op.vector(1, channels, 1))
-    return Samples(images, index, product(weights), slopes, op.vector(0, 0, size, count), folded)
+    unfolded = op.vector(0, 0, size, count)
+    return Samples(images, index, multiply_axes(weights), slopes, unfolded, folded)
 
 
 @rule("GridSample")
@@ -209,10 +215,10 @@ def grid_sample(op, node, g):
     for i, length in enumerate(lengths):  # the last axis of x comes first in the grid
         u, real = op.Gather(points, np.int64(n - 3 - i), axis=2), as_real(op, length, dtype)
         position = (u + 1.0) * 0.5 * (real - 1.0) if aligned else ((u + 1.0) * real - 1.0) * 0.5
-        axes.append(taps(op, position, length, mode, padding, aligned))
+        axes.append(axis_taps(op, position, length, mode, padding, aligned))
         factors.append(0.5 * (real - 1.0) if aligned else 0.5 * real)
     images = op.Reshape(op.Cast(x, to=dtype), op.vector(0, 0, op.numel(x, 2)))
-    samples = samples_of(op, images, op.dim(x, 1), count, axes, lengths)
+    samples = interpolation_samples(op, images, op.dim(x, 1), count, axes, lengths)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, 0, count))
     dx = op.reshape_like(op.Cast(samples.images_gradient(op, g), to=x.dtype), x)
     if mode == "nearest":
@@ -220,6 +226,9 @@ def grid_sample(op, node, g):
     by_axis = zip(samples.positions_gradient(op, samples.read(op), g), factors, strict=True)
     du = op.Concat(*(op.Unsqueeze(d * f, [2]) for d, f in reversed([*by_axis])), axis=2)
     return dx, op.reshape_like(op.Cast(du, to=grid.dtype), grid)
+
+
+declare_operators("AffineGrid", roles="v")
 
 
 @rule("AffineGrid")
@@ -256,11 +265,11 @@ _LONG = ir.DataType.INT64
 
 
 @dataclass(frozen=True)
-class Lines:
-    """The samples of R regions along one axis: I in each of P bins, some of them unused."""
+class RegionSamples:
+    """The sample points of R regions along one axis: up to I points in each of P bins."""
 
     first: ir.Value  # (R, P, I), index of the element at or before each sample
-    t: ir.Value  # the distance from there
+    t: ir.Value  # the distance of the sample from this element
     used: ir.Value  # 1 if the sample counts, 0 beyond the image or the count
     moving: ir.Value  # 1 if the sample counts and moves with the region, 0 if clamped
     by_end: ir.Value  # d position / d end of the region; d position / d start is 1 - this
@@ -279,7 +288,7 @@ def roi_align(op, node, g):
     """
     x, rois, _ = node.inputs
     dtype = wide_dtype(x.dtype)
-    lines, g = [_samples_along(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
+    lines, g = [_bin_samples(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
     if string_attribute(node, "mode") == "max":
         dx, ends = _gradients_of_maximum(op, node, lines, g)
     else:
@@ -294,8 +303,10 @@ def roi_align(op, node, g):
     )
 
 
-def _samples_along(op, node, axis: int, dtype) -> Lines:
-    """Return the samples along the rows (axis 0) or the columns (axis 1) of the image."""
+def _bin_samples(op, node, axis: int, dtype) -> RegionSamples:
+    """Return the sample points of all regions along the rows (axis 0) or the columns (axis 1) of
+    the image.
+    """
     x, rois, _ = node.inputs
     length, scale = op.dim(x, 2 + axis), float_attribute(node, "spatial_scale")
     half = string_attribute(node, "coordinate_transformation_mode") == "half_pixel"
@@ -319,7 +330,7 @@ def _samples_along(op, node, axis: int, dtype) -> Lines:
     clamped = op.Min(op.Max(position, 0.0), real - 1.0)
     by_end = u if half else u * op.Cast(op.GreaterOrEqual(extent, 1.0), to=dtype)
     first, (used, moving) = op.Floor(clamped), (op.Cast(v, to=dtype) for v in (used, moving))
-    return Lines(first, clamped - first, used, used * moving, by_end, count, bins, length)
+    return RegionSamples(first, clamped - first, used, used * moving, by_end, count, bins, length)
 
 
 def _largest_count(op, counts):
@@ -328,11 +339,12 @@ def _largest_count(op, counts):
     return op.Cast(op.ReduceMax(flat, keepdims=1), to=_LONG)
 
 
-# -- means --------------------------------------------------------------------------------------
+# -- RoiAlign in mode avg -------------------------------------------------------------------------
 
 
-def _gradients_of_mean(op, node, lines: list[Lines], g):
-    """Return the gradients of x and of the regions along both axes.
+def _gradients_of_mean(op, node, lines: list[RegionSamples], g):
+    """Return the gradients of RoiAlign in mode avg w.r.t. the image x, and w.r.t. start and end of
+    the regions along both axes.
 
     The matrices Ay span all images of the batch, with zeros outside the image of the region, so
     that all regions are one product.
@@ -365,8 +377,10 @@ def _gradients_of_mean(op, node, lines: list[Lines], g):
     return dx, ends
 
 
-def _element_weights(op, line: Lines):
-    """Return the weights (R, P, I, length) of all elements, and d weight / d position."""
+def _element_weights(op, line: RegionSamples):
+    """Return the interpolation weights (R, P, I, length) of all elements along one axis, and their
+    derivatives w.r.t. the sample's position.
+    """
     first, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
     index = op.Cast(op.arange(line.length), to=line.first.dtype)
     at_first, at_next = (op.Cast(op.Equal(first, i), to=t.dtype) for i in (index, index - 1.0))
@@ -375,14 +389,16 @@ def _element_weights(op, line: Lines):
     return (at_first + rise * t) * op.Unsqueeze(share, [-1]), rise * op.Unsqueeze(moving, [-1])
 
 
-def _gradients_of_ends(op, line: Lines, d):
-    """Return the gradients (R, 1) w.r.t. start and end of regions, from d w.r.t. the samples."""
+def _gradients_of_ends(op, line: RegionSamples, d):
+    """Return the gradients (R, 1) w.r.t. start and end of the regions, from `d`, the gradient
+    w.r.t. the positions of the samples.
+    """
     end = op.ReduceSum(d * line.by_end, [1, 2], keepdims=0)
     start = op.ReduceSum(d, [1, 2], keepdims=0) - end
     return op.Unsqueeze(start, [1]), op.Unsqueeze(end, [1])
 
 
-# -- maxima -------------------------------------------------------------------------------------
+# -- RoiAlign in mode max, and MaxRoiPool ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -395,7 +411,7 @@ class Maxima:
     shape: ir.Value  # (R, C, P, Q, S)
 
     def select(self, op, v):
-        """Return the entries of `v`, which broadcasts to `shape`, at the maxima."""
+        """Return the elements of `v` at the maxima; `v` broadcasts to `shape`."""
         return op.GatherElements(op.Expand(v, self.shape), self.index, axis=4)
 
 
@@ -427,8 +443,10 @@ def _outer_product(op, rows, columns):
     return _merge_axes(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
 
 
-def _gradients_of_maximum(op, node, lines: list[Lines], g):
-    """Return the gradients of x and of the regions along both axes."""
+def _gradients_of_maximum(op, node, lines: list[RegionSamples], g):
+    """Return the gradients of RoiAlign in mode max w.r.t. the image x, and w.r.t. start and end of
+    the regions along both axes.
+    """
     x, _, batch = node.inputs
     x, g = op.Cast(x, to=g.dtype), op.Unsqueeze(g, [-1])
     (rows, *down), (columns, *right) = (_pairs_of_elements(op, line) for line in lines)
@@ -441,8 +459,9 @@ def _gradients_of_maximum(op, node, lines: list[Lines], g):
     return scatter_flat(op, x, maxima.position, g * maxima.select(op, weight)), ends
 
 
-def _pairs_of_elements(op, line: Lines):
-    """Return index, weight, d weight / d start and d weight / d end of the elements that are read.
+def _pairs_of_elements(op, line: RegionSamples):
+    """Return, for the two elements that each sample reads along an axis, index, weight, and the
+    weight's derivatives w.r.t. start and end of the region.
 
     Each sample reads two: every result is (R, P, 2 I).
     """

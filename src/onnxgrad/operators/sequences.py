@@ -16,9 +16,15 @@ import onnx_ir as ir
 from onnxgrad.errors import ModelError, NoGradientRule
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.outputs import like_first, type_of_first
-from onnxgrad.operators.records import OF_SETTINGS, OF_SHAPE, declare_operators, made_by
-from onnxgrad.operators.registry import lowering, rule
+from onnxgrad.operators.outputs import shape_of_first, type_of_first
+from onnxgrad.operators.records import (
+    OF_SETTINGS,
+    OF_SHAPE,
+    declare_operators,
+    lowering,
+    made_by,
+    rule,
+)
 from onnxgrad.operators.shapes import (
     Dims,
     constant,
@@ -39,7 +45,8 @@ def is_sequence(value: ir.Value) -> bool:
 
 
 def shared_dims(values: Sequence[ir.Value | None]) -> Dims | None:
-    """Return the dimensions that all of `values` share, None for others; None if ranks differ.
+    """Return the shape of which all of `values` are: None for dimensions that differ, None for the
+    shape if the ranks differ.
 
     Empty sequences are ignored, as their elements have no shape.
     """
@@ -55,7 +62,7 @@ def is_empty(value: ir.Value) -> bool:
     return value.shape is None and bool(value.meta.get(marks.EMPTY_SEQUENCE))
 
 
-def note_empty(value: ir.Value, empty: bool) -> None:
+def mark_empty(value: ir.Value, empty: bool) -> None:
     """Record whether a sequence is empty: then `shared_dims` ignores the shape of its elements."""
     if empty:
         value.meta[marks.EMPTY_SEQUENCE] = True
@@ -120,22 +127,24 @@ def _content_type(operands: Operands, attributes: Attributes) -> ir.TypeProtocol
     return optional_content(type_of_first(operands, attributes))
 
 
-def _declare_of_sequences(name: str, shape: Callable, result_type: Callable) -> None:
-    """Declare an operator of sequences or Optionals: the shape and the type of its result."""
+def _declare_on_sequences(name: str, shape: Callable, result_type: Callable) -> None:
+    """Declare an operator that takes or returns a sequence or an Optional, with the functions of
+    its shape and type.
+    """
     declare_operators(name, "sequences", shape=shape, result_type=result_type)
 
 
 declare_operators("If Loop Scan SequenceMap", "subgraphs")
-declare_operators("ConcatFromSequence SequenceAt SequenceConstruct SplitToSequence", "moves")
-declare_operators("SequenceAt SplitToSequence", roles="xl")
-_declare_of_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
-_declare_of_sequences("SequenceAt", like_first, _type_of_element)
-_declare_of_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
-_declare_of_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
-_declare_of_sequences("SequenceErase", like_first, type_of_first)
-_declare_of_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
-_declare_of_sequences("Optional", like_first, _type_of_optional)
-_declare_of_sequences("OptionalGetElement", like_first, _content_type)
+declare_operators("ConcatFromSequence SequenceConstruct", "moves")
+declare_operators("SequenceAt SplitToSequence", "moves", roles="xl")
+_declare_on_sequences("ConcatFromSequence", _shape_of_concatenated, _type_of_element)
+_declare_on_sequences("SequenceAt", shape_of_first, _type_of_element)
+_declare_on_sequences("SequenceConstruct", lambda v, _: shared_dims(v), _type_of_sequence)
+_declare_on_sequences("SplitToSequence", _shape_of_split, _type_of_sequence)
+_declare_on_sequences("SequenceErase", shape_of_first, type_of_first)
+_declare_on_sequences("SequenceInsert", lambda v, _: shared_dims(v[:2]), type_of_first)
+_declare_on_sequences("Optional", shape_of_first, _type_of_optional)
+_declare_on_sequences("OptionalGetElement", shape_of_first, _content_type)
 declare_operators("SequenceLength", "shape int64", no_gradient=OF_SHAPE)
 declare_operators("OptionalHasElement", no_gradient=OF_SHAPE)
 declare_operators(
@@ -165,7 +174,8 @@ def sequence_insert(op, node, g):
     s, x, i = (*node.inputs, None)[:3]
     if i is None:
         i = op.const(np.int64(-1))
-    elif (array := op.known_value(i)) is not None:  # below zero: from the end of the shorter s
+    # a negative index counts from the end of s, which is shorter than y
+    elif (array := op.known_value(i)) is not None:
         index = int(array.reshape(()))
         i = op.const(np.int64(index if index >= 0 else index - 1))
     else:
@@ -223,7 +233,7 @@ def concat_from_sequence(op, node, g):
 
 @lowering("SequenceAt")
 def lower_sequence_at(op: Any, node: Any) -> list[ir.Value] | None:
-    """[a, b, c][1] = b."""
+    """Return element i of a sequence whose elements are known: [a, b, c][1] = b."""
     array, values = constant(node.inputs[1]), known_elements(op, node.inputs[0])
     if values is None or array is None:
         return None
@@ -295,21 +305,25 @@ def sequence_map(op: Any, node: Any) -> list[ir.Value]:
 
 
 def map_elements(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
-    """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
+    """Return the sequence of the results of `function`, called on the elements of the sequences
+    `xs`.
+    """
     results = ir.Value(name=op.name("results"), type=optional_content(xs[0].type))
     start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
 
-    def longer(inner: Any, *elements: ir.Value) -> ir.Value:
+    def append_result(inner: Any, *elements: ir.Value) -> ir.Value:
         y = function(inner, *elements)
         sequence = inner.SequenceInsert(results, y)
         sequence.shape = y.shape
         return sequence
 
-    return _loop_over_elements(op, longer, xs, {results: start})
+    return _loop_over_elements(op, append_result, xs, {results: start})
 
 
 def stack_results(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
-    """Return `function(inner, *elements)` for all elements of `xs`, stacked along a new axis 0."""
+    """Return the results of `function`, called on the elements of the sequences `xs`, stacked along
+    a new axis 0.
+    """
     y = _loop_over_elements(op, function, xs, {})
     inner = dims(y)
     y.shape = None if inner is None else ir.Shape([None, *inner])
@@ -362,12 +376,12 @@ def fill_sequence(op: Any, number: int, x: ir.Value) -> ir.Value:
             "written; use OptionalGetElement outside of If and Loop"
         )
 
-    def fill(inner: Any, v: ir.Value) -> ir.Value:
+    def fill_element(inner: Any, v: ir.Value) -> ir.Value:
         return inner.ones_like(v) if number else inner.zeros_like(v)
 
     if node := made_by(x, "SequenceConstruct"):
-        return op.SequenceConstruct(*(fill(op, v) for v in node.inputs if v is not None))
-    return map_elements(op, fill, x)
+        return op.SequenceConstruct(*(fill_element(op, v) for v in node.inputs if v is not None))
+    return map_elements(op, fill_element, x)
 
 
 def add_sequences(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
@@ -390,7 +404,7 @@ def add_sequences(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
 def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
     y = _replace_element(op, op.zeros_like(x), position, g)
-    y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
+    y = op.set_type_like(op.copy_of(y), x)  # a copy, as its `meta` is set
     y.meta[marks.SCATTERED] = position, g
     return y
 
@@ -418,7 +432,8 @@ def element_at(op: Any, sequence: ir.Value, position: ir.Value) -> ir.Value:
 
 
 def erased_position(op: Any, position: ir.Value, rest: ir.Value) -> ir.Value | None:
-    """Return the position in `rest` at which to insert an element erased at `position`.
+    """Return the position in the sequence `rest` at which to insert the element that was erased at
+    `position`.
 
     None is the end. A negative position counts from the end, and `rest` is one element shorter than
     the sequence to which `position` refers.
@@ -457,11 +472,13 @@ def known_elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
         items = pieces
     else:
         return None
-    return items if all(_apply_change(items, node) for node in reversed(changes)) else None
+    return items if all(_apply_sequence_node(items, node) for node in reversed(changes)) else None
 
 
-def _apply_change(items: list[ir.Value], node: ir.Node) -> bool:
-    """Apply a node of `_CHANGES` to `items`; return False if its index is no valid constant."""
+def _apply_sequence_node(items: list[ir.Value], node: ir.Node) -> bool:
+    """Apply an Identity, SequenceInsert or SequenceErase to the list `items`; return False if its
+    position is not a valid constant.
+    """
     if node.op_type == "Identity":
         return True
     inserts = node.op_type == "SequenceInsert"

@@ -18,7 +18,7 @@ Dims = tuple[Dim, ...]
 
 
 class UnknownShapeError(ValueError):
-    """A shape that a computation needs is not known."""
+    """The error for a shape that is needed and not known."""
 
 
 def is_real(value: ir.Value) -> bool:
@@ -27,7 +27,9 @@ def is_real(value: ir.Value) -> bool:
 
 
 def has_reals(value: ir.Value) -> bool:
-    """Return whether `value` is a tensor, or a sequence of tensors, as in `is_real`."""
+    """Return whether `value` is a tensor, or a sequence of tensors, of floats of at least
+    16 bits.
+    """
     if isinstance(value.type, ir.OptionalType):
         return False
     dtype = value.dtype
@@ -50,7 +52,8 @@ def known_shape(value: ir.Value | None) -> Dims:
     """
     shape = dims(value)
     if shape is None:
-        raise UnknownShapeError(f"the rank of {value} is unknown")
+        what = "an operand that is left out" if value is None else repr(value.name)
+        raise UnknownShapeError(f"the rank of {what} is unknown: state its shape in the model")
     return shape
 
 
@@ -66,7 +69,7 @@ def rank(value: ir.Value | None) -> int | None:
 
 
 def static(shape: Dims | None) -> tuple[int, ...] | None:
-    """Return `shape` if every dimension is an int, else None."""
+    """Return `shape` if all lengths are known ints, else None."""
     if shape is None:
         return None
     lengths = tuple(d for d in shape if isinstance(d, int))
@@ -82,18 +85,24 @@ def volume(shape: Dims) -> tuple[int, tuple[str, ...]] | None:
 
 
 def coefficient(symbol: str) -> tuple[int, str]:
-    """Return `(8, "N")` of `"8*N"`, and `(1, "N")` of `"N"`."""
+    """Return the factor and the symbol of a dimension: `(8, "N")` of `"8*N"`, and `(1, "N")` of
+    `"N"`.
+    """
     match = re.fullmatch(r"(\d+)\*(\w+)", symbol)
     return (1, symbol) if match is None else (int(match[1]), match[2])
 
 
 def equal(a: Dims | None, b: Dims | None) -> bool:
-    """Return whether `a` and `b` are proven to be the same shape."""
+    """Return whether `a` and `b` are proven to be the same shape: None and unknown lengths never
+    are.
+    """
     return a is not None and a == b and None not in a
 
 
 def is_stated(d: Dim) -> bool:
-    """Return whether a dimension is a length, or a symbol that onnx has not generated."""
+    """Return whether a dimension is a length, or a symbol that the model states (not an `unk__0`
+    that inference made up).
+    """
     return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
 
 

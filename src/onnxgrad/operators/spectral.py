@@ -11,10 +11,9 @@ import onnx_ir as ir
 
 from onnxgrad.operators.attributes import int_attribute
 from onnxgrad.operators.layouts import scatter_flat
-from onnxgrad.operators.records import declare_operators
-from onnxgrad.operators.registry import rule
+from onnxgrad.operators.records import declare_operators, rule
 from onnxgrad.operators.shapes import dims, rank
-from onnxgrad.operators.windows import Vector, all_alike, floor_quotient
+from onnxgrad.operators.windows import Vector, all_numbers_or_values, floor_quotient
 
 declare_operators("STFT DFT", roles="xc")
 
@@ -78,7 +77,7 @@ def _adjoint_transform(op, g, x, n: Vector, axis, inverse: int, onesided: int):
 
 
 def _full_transform(op, g, axis, **attributes):
-    """Return a DFT over all of `axis`; from a length, onnx would infer wrong symbols."""
+    """Return the DFT of g over the whole `axis`, without the operand `dft_length`."""
     if op.opset < 20:
         return op.DFT(g, axis=axis, **attributes)
     axis = op.Reshape(axis, []) if isinstance(axis, ir.Value) else np.int64(axis)
@@ -87,15 +86,16 @@ def _full_transform(op, g, axis, **attributes):
 
 def _crop_or_pad(op, v, axis, have: Vector, want: Vector):
     """Return v, of length `have` along `axis`, cropped or padded with zeros to length `want`."""
-    have, want = all_alike(op, have, want)
+    have, want = all_numbers_or_values(op, have, want)
     if isinstance(have, ir.Value):
-        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _as_axes(axis))
+        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _axes_operand_of(axis))
     more = int(want[0] - have[0])
-    return op.Pad(v, [0, more], None, _as_axes(axis)) if more else v
+    return op.Pad(v, [0, more], None, _axes_operand_of(axis)) if more else v
 
 
 def _one_sided_multiplicities(op, x, n: Vector, axis):
-    """Return the multiplicity of each element of one-sided x along `axis`, divided by n.
+    """Return how often each element of a one-sided x along `axis` occurs in the full spectrum,
+    divided by its length n.
 
     It is 2, as an element stands for its conjugate too, and 1 for the first and, if n is even, the
     middle one. The shape broadcasts against x.
@@ -107,7 +107,7 @@ def _one_sided_multiplicities(op, x, n: Vector, axis):
     if r is not None and isinstance(axis, int):
         return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
     r = op.Size(op.Shape(x))
-    is_axis = op.Equal(op.arange(r), op.Mod(op.const(_as_axes(axis)), r))
+    is_axis = op.Equal(op.arange(r), op.Mod(op.const(_axes_operand_of(axis)), r))
     return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), np.int64(1)))
 
 
@@ -122,7 +122,7 @@ def _axis_of_dft(op, node) -> int | ir.Value:
     return op.Reshape(axis, [1]) if number is None else int(number)
 
 
-def _as_axes(axis):
+def _axes_operand_of(axis):
     return axis if isinstance(axis, ir.Value) else [axis]
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from onnxgrad.operators.records import Operator, add_facts
-from onnxgrad.operators.registry import Lowering, Rule, recording_decorator
+from onnxgrad.operators.records import Lowering, Operator, Rule, add_facts, recording_decorator
 
 
 def rule(
@@ -64,7 +63,7 @@ def rule(
         >>> [node.op_type for node in gradient.graph.node]
         ['Mul', 'Mul']
     """
-    return recording_decorator(_register_of_user, op_types, domain, "rule", shape=shape, axes=axes)
+    return recording_decorator(_set_user_rule, op_types, domain, "rule", shape=shape, axes=axes)
 
 
 def lowering(
@@ -108,11 +107,13 @@ def lowering(
         ['Exp', 'Mul', 'Identity']
     """
     facts = {"on_demand": on_demand, "shape": shape, "axes": axes}
-    return recording_decorator(_register_of_user, [op_type], domain, "lowering", **facts)
+    return recording_decorator(_set_user_rule, [op_type], domain, "lowering", **facts)
 
 
-def _register_of_user(domain: str, name: str, **stated: Any) -> None:
-    """Replace the rule and lowering of an operator; other fields change where they are stated."""
+def _set_user_rule(domain: str, name: str, **stated: Any) -> None:
+    """Set fields of the record of an operator for a user, and forget the rule and lowering that it
+    had.
+    """
     forgotten = {f.name: f.default for f in fields(Operator) if "of_rule" in f.metadata}
     known = {name: value for name, value in stated.items() if value is not None}
     add_facts(domain, name, **forgotten | {"of_user": True} | known)

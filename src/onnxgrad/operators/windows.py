@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.operators.registry import Unsupported
+from onnxgrad.operators.records import Unsupported
 from onnxgrad.operators.shapes import dims, rank, static
 
 Vector = Any  # np.ndarray | ir.Value: one int64 per spatial axis
@@ -22,13 +22,15 @@ UNKNOWN_RANK = Unsupported("the rank of its inputs is not known; state their sha
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows on an input (N, C, ...): each field has one entry per spatial axis."""
+    """The windows of a convolution or pool on an input (N, C, ...): each field has one number for
+    each spatial axis.
+    """
 
-    kernel: tuple[int, ...]  # empty if only the shape of the weight tells it, at run time
+    kernel: tuple[int, ...]  # empty if it is the shape of a weight, known at run time
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
-    begin: Vector  # padding
-    end: Vector  # padding, below zero if the last elements are in no window
+    begin: Vector  # padding at the begin
+    end: Vector  # padding at the end, negative if the last elements are in no window
 
     @property
     def axes(self) -> list[int]:
@@ -43,7 +45,9 @@ class Windows:
 
     @property
     def pads(self) -> list[int] | None:
-        """The padding as an attribute of a node, or None if it is dynamic or below zero."""
+        """The padding as the attribute `pads` of a node; None if it is computed at run time, or
+        negative.
+        """
         if isinstance(self.begin, ir.Value) or isinstance(self.end, ir.Value):
             return None
         both = [*self.begin.tolist(), *self.end.tolist()]
@@ -57,19 +61,20 @@ class Windows:
 
 
 def spatial_lengths(value: ir.Value | None) -> tuple[int, ...] | None:
-    """Return the lengths of the spatial axes, the third and later, or None if one is dynamic."""
+    """Return the lengths of the spatial axes, the third and later, or None if one is not static."""
     shape = None if value is None else dims(value)
     return None if shape is None else static(shape[2:])
 
 
 def run_time_lengths(op, value) -> Vector:
-    """Return the lengths of the spatial axes, as numbers or as a value."""
+    """Return the lengths of the spatial axes: an array if they are static, else an int64 tensor."""
     shape = spatial_lengths(value)
     return op.Shape(value, start=2) if shape is None else np.array(shape, np.int64)
 
 
-def stated_windows(node, weight=None) -> Windows | None:
-    """Return the windows of a node, padded by `pads`: not at all if it has another `auto_pad`.
+def explicit_windows(node, weight=None) -> Windows | None:
+    """Return the windows of a node by its attributes except `auto_pad`: without padding where that
+    is set.
 
     The kernel may be the shape of `weight`. None if the number of axes is unknown.
     """
@@ -88,13 +93,13 @@ def stated_windows(node, weight=None) -> Windows | None:
 
 
 def auto_pad(node) -> str:
-    """Return the attribute `auto_pad` of a node, which a DeformConv lacks."""
+    """Return the attribute `auto_pad` of a node, "NOTSET" for operators that lack it."""
     return node.attributes.get_string("auto_pad", "NOTSET")
 
 
-def windows_of(op, node, weight=None) -> Windows | Unsupported:
+def padded_windows(op, node, weight=None) -> Windows | Unsupported:
     """Return the windows of a Conv or pooling node, with the padding of `pads` or `auto_pad`."""
-    windows, auto = stated_windows(node, weight), auto_pad(node)
+    windows, auto = explicit_windows(node, weight), auto_pad(node)
     if windows is None:
         return UNKNOWN_RANK
     if not auto.startswith("SAME"):
@@ -103,8 +108,8 @@ def windows_of(op, node, weight=None) -> Windows | Unsupported:
     extents = window_extents(op, windows, weight)
     if max(windows.strides) == 1:
         totals = extents - 1
-    else:  # so that there are ceil(length / stride) windows
-        length, extents = all_alike(op, run_time_lengths(op, node.inputs[0]), extents)
+    else:  # padding for ceil(length / stride) windows
+        length, extents = all_numbers_or_values(op, run_time_lengths(op, node.inputs[0]), extents)
         totals = (
             (floor_quotient(op, length + (strides - 1), strides) - 1) * strides + extents - length
         )
@@ -112,7 +117,7 @@ def windows_of(op, node, weight=None) -> Windows | Unsupported:
     return replace(windows, begin=begin, end=end)
 
 
-def windows_tile(x, windows: Windows) -> bool:
+def windows_partition(x, windows: Windows) -> bool:
     """Return whether every element of `x`, of static lengths, is in exactly one window."""
     shape = spatial_lengths(x)
     if shape is None or any(windows.pads or (1,)) or max(windows.dilations) > 1:
@@ -128,20 +133,20 @@ def window_extents(op, windows: Windows, weight=None) -> Vector:
     return (size - 1) * dilations + 1
 
 
-def all_alike(op, *vectors: Vector) -> tuple[Vector, ...]:
-    """Return all vectors as numbers, or all as values if one is a value."""
+def all_numbers_or_values(op, *vectors: Vector) -> tuple[Vector, ...]:
+    """Return all vectors as arrays, or all as int64 tensors if one of them is a tensor."""
     if any(isinstance(v, ir.Value) for v in vectors):
         return tuple(op.const(v) for v in vectors)
     return vectors
 
 
 def floor_quotient(op, v: Vector, by) -> Vector:
-    """Return v // by, for positive numbers."""
+    """Return v // by, for positive numbers, arrays or tensors."""
     return op.Div(v, by) if isinstance(v, ir.Value) else v // by
 
 
 def at_least_zero(op, v: Vector) -> Vector:
-    """Return max(v, 0)."""
+    """Return max(v, 0) of an array or a tensor."""
     return op.Max(v, 0) if isinstance(v, ir.Value) else np.maximum(v, 0)
 
 
@@ -153,8 +158,10 @@ def split_padding(op, totals: Vector, more_at_end: bool) -> tuple[Vector, Vector
 
 
 def with_padding(op, x, windows: Windows, value: np.generic | None = None):
-    """Return x (N, C, ...) padded as its windows are, with zeros or with `value`."""
-    begin, end = all_alike(op, windows.begin, windows.end)
+    """Return x (N, C, ...) padded by `windows.begin` and `windows.end`, with zeros or
+    with `value`.
+    """
+    begin, end = all_numbers_or_values(op, windows.begin, windows.end)
     if isinstance(begin, ir.Value):
         return op.Pad(x, op.Concat([0, 0], begin, [0, 0], end, axis=0), value)
     if not begin.any() and not end.any():
@@ -173,7 +180,7 @@ def weigh_windows(op, x, weight, windows: Windows, group: int = 1):
 
 
 def scatter_windows(op, g, weight, windows: Windows, like, group: int = 1):
-    """Return the adjoint of `weigh_windows`, in the shape of `like`.
+    """Return the adjoint (transpose) of `weigh_windows`, in the shape of `like`.
 
     Each element of g adds its multiple of `weight` (C, M / group, kernel) to its window.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.operators.registry import Unsupported, rule
+from onnxgrad.operators.records import Unsupported, rule
 
 DOMAIN = "onnxgrad.parallel"  # no file contains nodes of this domain
 MESSAGES = "parallel.messages"  # the group of rewrites by which processes send fewer values

@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import named
 from onnxgrad.estimator import NotFittedError
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.losses.objectives import Loss
 from onnxgrad.metrics.base import Metric
 from onnxgrad.model.read import ModelLike
@@ -93,7 +93,7 @@ class TrainerBase:
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
     ) -> None:
-        with garbage_kept():
+        with pause_garbage_collection():
             self._job, self._names, weights = create_job(locals())
         self.state = TrainState(seed=self._job.seed)
         self.state.values = Values(weights)
@@ -240,7 +240,7 @@ class TrainerBase:
                 check_arguments({"batch_size": batch_size, "epochs": epochs})
                 recipe = Recipe.for_data(self._job, self.state, data, held_out, sharing)
                 call = Fit(self, recipe, self._names, data, batch_size, held_out, further)
-                with garbage_kept():
+                with pause_garbage_collection():
                     loop = call.begin(index(epochs), shuffle, resume)
                 if self._job.shows_progress and not further:
                     call.callbacks = with_usual_progress(call.callbacks)

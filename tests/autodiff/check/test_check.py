@@ -143,7 +143,7 @@ def test_a_gradient_of_another_size_is_found(monkeypatch):
     assert check_gradient(model).ok
     too_long = lambda op, node, *gs: (op.Concat(gs[1], gs[1], gs[1], axis=0),)  # noqa: E731
     monkeypatch.setitem(OPERATORS, ("", "Split"), Operator(rule=too_long))
-    monkeypatch.setattr("onnxgrad.autodiff.reverse.taken_gradients", lambda rule: 2)
+    monkeypatch.setattr("onnxgrad.autodiff.reverse.cotangent_limit", lambda rule: 2)
     report = check_gradient(model)
     assert [row.ok for row in report.rows] == [True, False]
     assert "<-- wrong" in str(report)

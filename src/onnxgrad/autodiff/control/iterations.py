@@ -268,7 +268,7 @@ def move_constant_work(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> 
         return not is_output and (not may_not_run or "never_fails" in operator_of(node).traits)
 
     free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
-    tidy.move_out(graph, op, is_worth_moving, {v for v in free if not v.is_graph_input()})
+    tidy.move_out_of_body(graph, op, is_worth_moving, {v for v in free if not v.is_graph_input()})
 
 
 class _ElementBudget:

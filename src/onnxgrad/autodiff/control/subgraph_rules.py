@@ -24,7 +24,7 @@ from onnxgrad.graph.tidy import detach_graphs
 from onnxgrad.graph.traversal import captured
 from onnxgrad.operators import marks
 from onnxgrad.operators.attributes import int_attribute
-from onnxgrad.operators.registry import subgraph_rule
+from onnxgrad.operators.records import subgraph_rule
 from onnxgrad.operators.shapes import dims, equal, is_stated, rank
 
 _BRANCHES = ("then_branch", "else_branch")

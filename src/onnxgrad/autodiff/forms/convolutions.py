@@ -24,11 +24,11 @@ from onnxgrad.operators.resize import LARGEST_BLOCK
 from onnxgrad.operators.shapes import constant, dims, static
 from onnxgrad.operators.windows import (
     Windows,
+    explicit_windows,
     spatial_lengths,
-    stated_windows,
     weigh_windows,
     window_extents,
-    windows_tile,
+    windows_partition,
     with_padding,
 )
 
@@ -429,7 +429,7 @@ def scatter_cotangents(op, node):
     """
     (g, weight, *bias), (dx,) = node.inputs, node.outputs
     shape, counts, sizes = spatial_lengths(dx), spatial_lengths(g), static(dims(weight))
-    windows, group = stated_windows(node, weight), int_attribute(node, "group")
+    windows, group = explicit_windows(node, weight), int_attribute(node, "group")
     if not op.is_own(node) or bias or not windows or not shape or not counts or not sizes:
         return None
     added = node.attributes.get_ints("output_padding", (0,) * len(windows.strides))
@@ -463,7 +463,7 @@ def _repeats_elements(op, weight, dx, windows: Windows) -> bool:
         return False
     ones = constant(weight)
     short = dx.dtype == ir.DataType.FLOAT and 1 < max(windows.kernel) <= LARGEST_BLOCK
-    return short and windows_tile(dx, windows) and ones is not None and bool(np.all(ones == 1))
+    return short and windows_partition(dx, windows) and ones is not None and bool(np.all(ones == 1))
 
 
 def _repeat_over_windows(op, g, windows: Windows):

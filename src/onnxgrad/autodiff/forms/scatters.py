@@ -13,7 +13,7 @@ from onnxgrad.operators import made_by, marks
 from onnxgrad.operators.attributes import int_attribute, string_attribute
 from onnxgrad.operators.rule_nodes import attributes_of
 from onnxgrad.operators.shapes import dims, equal, rank, static
-from onnxgrad.operators.windows import spatial_lengths, windows_of, windows_tile
+from onnxgrad.operators.windows import padded_windows, spatial_lengths, windows_partition
 
 
 def _scatter_into_zeros(op: Any, v: ir.Value) -> ir.Node | None:
@@ -104,9 +104,9 @@ def unpool_maxima(op, node):
     rows = [(dims(v) or ())[1:] for v in (dx, x, g, i)]  # g and i have the same lengths
     if spatial_lengths(x) is None or not equal(*rows[:2]) or not equal(*rows[2:]):
         return None
-    windows: Any = windows_of(op, pool)
+    windows: Any = padded_windows(op, pool)
     (row, count), new = map(static, rows[1:3]), None
-    if windows_tile(x, windows) and i is maxima and dx.dtype == ir.DataType.FLOAT:
+    if windows_partition(x, windows) and i is maxima and dx.dtype == ir.DataType.FLOAT:
         new = op.MaxUnpool(g, i, kernel_shape=windows.kernel, strides=windows.strides)
     elif row and count:
         empty = op.Slice(op.Reshape(g, [-1, prod(count)]), [0], [0], [1])

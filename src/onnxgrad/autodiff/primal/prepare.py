@@ -25,7 +25,7 @@ from onnxgrad.autodiff.primal.final_states import FINAL_STATES
 from onnxgrad.autodiff.primal.local_functions import inline_functions, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.infer import infer, infer_file, name_rows, note_ranks
+from onnxgrad.graph.infer import infer, infer_file, name_rows, record_scan_ranks
 from onnxgrad.graph.precision import widen
 from onnxgrad.graph.rewrite import ANY, GROUPS, Rewrite, Table, rewrite
 from onnxgrad.graph.tidy import latest_replacement, tidy
@@ -97,7 +97,7 @@ def prepare(
         widen(model, wide)
     if batch is not None:
         name_rows(model.graph, batch, exempt)
-    note_ranks(all_nodes(model.graph))
+    record_scan_ranks(all_nodes(model.graph))
     _pass_scalars_to_loops(model.graph)
     trusts_branches = outputs is not None  # a trainer checks the shapes that it feeds
     if own:

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import escaping
-from onnxgrad.graph.emit import garbage_kept
+from onnxgrad.graph.emit import pause_garbage_collection
 from onnxgrad.model import external
 from onnxgrad.native import Target
 from onnxgrad.native.order import reorder_for_memory
@@ -73,7 +73,7 @@ class Sessions:
             self._any = session(self.model, self.device, self.work, recomputes)
         return self._any
 
-    @garbage_kept()
+    @pause_garbage_collection()
     def _new_session(self, lengths: dict[str, int]) -> ort.InferenceSession:
         """Return a new session in which symbolic dimensions have the given lengths."""
         if self.device == CPU and self.work >= WORK_PER_THREAD:

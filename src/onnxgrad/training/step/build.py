@@ -17,7 +17,12 @@ from onnx import ModelProto
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.errors import argument, join_first
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import drop_unused, is_small, move_out, shapes_from_outside
+from onnxgrad.graph.tidy import (
+    drop_unused,
+    has_small_results,
+    move_out_of_body,
+    read_shapes_outside,
+)
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, loop_to_native, to_native
@@ -306,8 +311,8 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     graph.inputs.extend(inputs)
     _move_integers(body, graph)
     op = Emit(graph, all_names(body))
-    shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
-    move_out(body, op, is_small)
+    read_shapes_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
+    move_out_of_body(body, op, has_small_results)
     results = list(body.outputs)
     fixed = [i >= count and _is_outer_value(y, body) for i, y in enumerate(results)]
     Emit(body, outer=op).give(y for y, same in zip(results, fixed, strict=True) if not same)

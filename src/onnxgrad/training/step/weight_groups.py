@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import move_out
+from onnxgrad.graph.tidy import move_out_of_body
 from onnxgrad.operators import shapes
 from onnxgrad.optimizers.base import Optimizer, UpdateInputs
 
@@ -324,7 +324,7 @@ def update_in_blocks(
             replace(inputs, weight=weight),
         )
         results = [inner.Add(weight, u), *(new[slot] for slot in sliced)]
-    move_out(body, op)
+    move_out_of_body(body, op)
     for slot in slots.keys() - set(sliced):
         if (node := new[slot].producer()) is not None and node.graph is body:
             raise ValueError(
